@@ -1,0 +1,97 @@
+"""The root of every shardrank error, and the loader's own branch of the tree.
+
+Each package keeps one such file. An error says what it is on both public protocols (`http_status`, `grpc_status`)
+so that no server has to guess, and its message names the field, the value and what is allowed.
+
+```
+ShardrankError                      500 INTERNAL
+└── LoaderError
+    ├── SnapshotError               a snapshot that must not be served
+    │   ├── SnapshotNotFoundError   404 NOT_FOUND
+    │   ├── SnapshotFormatError     unknown format version, manifest that does not fit its schema
+    │   ├── SnapshotPathError       a path that leaves the snapshot's folder
+    │   ├── SnapshotCorruptError    missing file, wrong size, wrong checksum, wrong shape
+    │   └── SnapshotExistsError     409 ALREADY_EXISTS
+    ├── ExportError                 400 INVALID_ARGUMENT: what was handed to the writer can't be a snapshot
+    │   └── NonFiniteRowError       NaN or inf in a table's row
+    └── CheckpointError             400 INVALID_ARGUMENT: a checkpoint that can't be read or does not fit its description
+```
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ShardrankError(Exception):
+    """Base of all errors that shardrank raises on purpose.
+
+    Attributes:
+        http_status: status of the HTTP answer that carries it.
+        grpc_status: name of the `grpc.StatusCode` that carries it.
+        kind: short stable word for metrics and for clients to branch on.
+    """
+
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[str] = "INTERNAL"
+    kind: ClassVar[str] = "internal"
+
+
+class LoaderError(ShardrankError):
+    """Something about a snapshot, a checkpoint or a store."""
+
+
+class SnapshotError(LoaderError):
+    """A snapshot that must not be served. The message names the file and the reason."""
+
+    http_status = 422
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "bad_snapshot"
+
+
+class SnapshotNotFoundError(SnapshotError):
+    """No such model or version in the store."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    kind = "snapshot_not_found"
+
+
+class SnapshotFormatError(SnapshotError):
+    """The manifest is not JSON, does not fit its schema, or has a format version this release can't read."""
+
+
+class SnapshotPathError(SnapshotError):
+    """A file path in the manifest is absolute or leaves the snapshot's folder."""
+
+
+class SnapshotCorruptError(SnapshotError):
+    """A file is missing, or its size, SHA-256, dtype or shape is not what the manifest says."""
+
+
+class SnapshotExistsError(SnapshotError):
+    """A version is immutable: it can't be written a second time."""
+
+    http_status = 409
+    grpc_status = "ALREADY_EXISTS"
+    kind = "snapshot_exists"
+
+
+class ExportError(LoaderError):
+    """What was handed to the writer can't become a snapshot."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "bad_export"
+
+
+class NonFiniteRowError(ExportError):
+    """A row holds NaN or inf. Quantisation would hide it, so it is refused by table and row."""
+
+
+class CheckpointError(LoaderError):
+    """A checkpoint can't be read safely, or its tensors do not fit the model description."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "bad_checkpoint"
