@@ -1,0 +1,150 @@
+"""Arenas: contiguous rows of one (embedding_dim, dtype), pooled by one torch call.
+
+An arena is either RAM that one card holds (in huge pages where the kernel gives them: random rows of a 2 GB table cost
+a third less) or one row file of the snapshot, read where it lies through the page cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.codecs import codec_for
+from loader.manifest import RowDtype
+from shard_node.bags import Float32Array, Int64Array
+from shard_node.engine import Tier
+
+HUGE_PAGE_BYTES = 2 << 20
+# Gathered fp16 rows are widened to float32 before they are summed; this bounds the memory that takes.
+FP16_GATHER_BYTES = 8 << 20
+
+Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class Arena:
+    """Rows of one width and dtype, and the call that pools them.
+
+    Args:
+        dtype: the rows' dtype.
+        embedding_dim: the rows' width in elements.
+        rows: uint8 [slots, row_bytes], contiguous; kept, not copied.
+        card: the card that it belongs to.
+        tier: where the rows are.
+    """
+
+    def __init__(self, dtype: RowDtype, embedding_dim: int, rows: npt.NDArray[np.uint8], card: int, tier: Tier) -> None:
+        self.card = card
+        self.tier = tier
+        self.size_bytes = rows.nbytes
+        self._kernel = _KERNELS[dtype]
+        self._embedding_dim = embedding_dim
+        with warnings.catch_warnings():
+            # A mapped file is read-only, which torch warns of; nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            tensor = torch.from_numpy(rows)
+        if dtype in ("fp16", "fp32"):
+            tensor = tensor.view(torch.float16 if dtype == "fp16" else torch.float32)
+        self._rows = tensor
+
+    def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
+        """Sums the rows of each bag.
+
+        Args:
+            slots: int64 [n], positions in this arena; the caller has checked them.
+            offsets: int64 [b + 1], beginning with 0.
+            weights: float32 [n] or None.
+
+        Returns:
+            float32 [b, embedding_dim].
+        """
+        if offsets.size == 1:
+            return np.zeros((0, self._embedding_dim), np.float32)
+        if not slots.size:
+            return np.zeros((offsets.size - 1, self._embedding_dim), np.float32)
+        pooled = self._kernel(
+            self._rows,
+            torch.from_numpy(slots),
+            torch.from_numpy(offsets),
+            None if weights is None else torch.from_numpy(weights),
+        )
+        out: Float32Array = pooled.numpy()
+        return out
+
+
+def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
+
+    It is private anonymous memory, given back to the system when the last view of it is gone.
+    """
+    size_bytes = num_rows * row_bytes
+    if size_bytes < HUGE_PAGE_BYTES:
+        return np.zeros((num_rows, row_bytes), np.uint8)
+    padded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, count=size_bytes).reshape(num_rows, row_bytes)
+
+
+def row_bytes_of(dtype: RowDtype, embedding_dim: int) -> int:
+    """Bytes of one stored row."""
+    return codec_for(dtype, embedding_dim).row_bytes
+
+
+def _pool_int8(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
+    # compressed_indices_mapping, include_last_offset.
+    pooled: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+        rows, slots, offsets, False, 0, False, weights, None, True
+    )
+    return pooled
+
+
+def _pool_int4(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    pooled: torch.Tensor = torch.ops.quantized.embedding_bag_4bit_rowwise_offsets(
+        rows, slots, offsets, False, 0, False, weights, None, True
+    )
+    return pooled
+
+
+def _pool_fp32(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.nn.functional.embedding_bag(
+        slots, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+def _pool_fp16(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    # torch's half embedding_bag rounds its sum to half, which overflows at 65504 and would be rounded once per part.
+    # So rows are widened first, in chunks of whole bags where that fits and of single rows where a bag is longer.
+    chunk = max(1, FP16_GATHER_BYTES // (rows.shape[1] * 4))
+    if slots.numel() <= chunk:
+        return _pool_fp32(rows[slots].float(), torch.arange(slots.numel()), offsets, weights)
+    out = torch.zeros(offsets.numel() - 1, rows.shape[1])
+    bag_of_value = torch.repeat_interleave(torch.diff(offsets))
+    for begin in range(0, slots.numel(), chunk):
+        gathered = rows[slots[begin : begin + chunk]].float()
+        if weights is not None:
+            gathered *= weights[begin : begin + chunk, None]
+        out.index_add_(0, bag_of_value[begin : begin + chunk], gathered)
+    return out
+
+
+_KERNELS: dict[RowDtype, Kernel] = {
+    "int8": _pool_int8,
+    "int4": _pool_int4,
+    "fp16": _pool_fp16,
+    "fp32": _pool_fp32,
+}

@@ -1,0 +1,137 @@
+"""The CPU engine: rows in arenas, one torch call per arena and batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shard_node.arena import Arena
+from shard_node.bags import Float32Array, KeyedBags
+from shard_node.engine import LookupCount, MemoryUse, Tier
+from shard_node.placement import Placement
+from shard_node.split import add, split
+from shard_node.table_layout import TableLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlace:
+    """A group's arenas. With a single arena nothing is split; if its tables are whole, nothing is looked up either."""
+
+    first_table: int
+    end_table: int
+    embedding_dim: int
+    only_arena: int | None
+    whole: bool
+
+
+class CpuEngine:
+    """Pools bags from arenas on this machine. Implements `Engine`.
+
+    Each pooling call runs in the caller's thread with one intra-op thread; several may run at once, since torch lets
+    go of the interpreter lock while it reads rows.
+
+    Args:
+        layout: the model's tables.
+        arenas: all arenas, numbered by position.
+        group_arenas: for each group of the layout, the numbers of the arenas that hold its rows.
+        placement: where each row lies.
+        tiers: the tier of each table, in layout order.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        arenas: Sequence[Arena],
+        group_arenas: Sequence[Sequence[int]],
+        placement: Placement,
+        tiers: Sequence[Tier],
+    ) -> None:
+        self._layout = layout
+        self._arenas = list(arenas)
+        self._placement = placement
+        self._tiers = tuple(tiers)
+        self._groups = tuple(
+            _GroupPlace(
+                group.first_table,
+                group.end_table,
+                group.embedding_dim,
+                numbers[0] if len(numbers) == 1 else None,
+                len(numbers) == 1 and placement.is_whole(group.first_table, group.end_table),
+            )
+            for group, numbers in zip(layout.groups, group_arenas, strict=True)
+        )
+        self._counts = np.zeros(len(layout.tables), np.int64)
+        self._counts_lock = threading.Lock()
+
+    @property
+    def layout(self) -> TableLayout:
+        """The tables in layout order."""
+        return self._layout
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """As `Engine.pool`."""
+        values_per_key = bags.values_per_key()
+        self._placement.check(bags, values_per_key)
+        bag_starts = bags.bag_starts()
+        blocks = []
+        for group in self._groups:
+            first, end = np.searchsorted(bags.keys, (group.first_table, group.end_table)).tolist()
+            first_bag, end_bag = int(bag_starts[first]), int(bag_starts[end])
+            if first_bag == end_bag:
+                blocks.append(np.zeros((0, group.embedding_dim), np.float32))
+                continue
+            part = _slice_keys(bags, first, end, first_bag, end_bag)
+            blocks.append(self._pool_group(group, part, values_per_key[first:end]))
+        with self._counts_lock:
+            self._counts[bags.keys] += values_per_key
+        return blocks
+
+    def _pool_group(self, group: _GroupPlace, bags: KeyedBags, values_per_key: np.ndarray) -> Float32Array:
+        if group.whole and group.only_arena is not None:
+            slots = self._placement.slots_in_whole(bags, values_per_key)
+            return self._arenas[group.only_arena].pool(slots, bags.offsets, bags.weights)
+        arena, slots = self._placement.locate(bags, values_per_key)
+        if group.only_arena is not None:
+            return self._arenas[group.only_arena].pool(slots, bags.offsets, bags.weights)
+        placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
+        pooled = [
+            (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
+            for part in split(placed, arena)
+        ]
+        return add(pooled, bags.num_bags, group.embedding_dim)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Bytes held, by card and tier."""
+        totals: dict[tuple[int, Tier], int] = {}
+        for arena in self._arenas:
+            totals[arena.card, arena.tier] = totals.get((arena.card, arena.tier), 0) + arena.size_bytes
+        return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
+
+    def rows_looked_up(self) -> tuple[LookupCount, ...]:
+        """Counters by table and tier."""
+        with self._counts_lock:
+            counts = self._counts.tolist()
+        return tuple(
+            LookupCount(table.name, tier, count)
+            for table, tier, count in zip(self._layout.tables, self._tiers, counts, strict=True)
+        )
+
+    def close(self) -> None:
+        """Drops the arenas; their memory goes back to the system with the last array that still looks into them."""
+        self._arenas = []
+
+
+def _slice_keys(bags: KeyedBags, first: int, end: int, first_bag: int, end_bag: int) -> KeyedBags:
+    if end_bag - first_bag == bags.num_bags:
+        return bags
+    first_value, end_value = int(bags.offsets[first_bag]), int(bags.offsets[end_bag])
+    return KeyedBags(
+        bags.keys[first:end],
+        bags.bags_per_key[first:end],
+        bags.offsets[first_bag : end_bag + 1] - first_value,
+        bags.values[first_value:end_value],
+        None if bags.weights is None else bags.weights[first_value:end_value],
+    )

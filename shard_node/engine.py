@@ -1,0 +1,65 @@
+"""What every lookup engine is: rows of one generation that can pool bags. CPU, CUDA and the reference are engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from shard_node.bags import Float32Array, KeyedBags
+from shard_node.table_layout import TableLayout
+
+Tier = Literal["ram", "mapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of rows that one card holds in one tier."""
+
+    card: int
+    tier: Tier
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupCount:
+    """Rows looked up in one table and tier since the engine was made."""
+
+    table: str
+    tier: Tier
+    rows: int
+
+
+class Engine(Protocol):
+    """Pools bags from the rows that it holds. Thread-safe: `pool` may run in several threads at once."""
+
+    @property
+    def layout(self) -> TableLayout:
+        """The tables, in the order in which `KeyedBags.keys` numbers them."""
+        ...
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """Sums the rows of each bag.
+
+        Args:
+            bags: keys are tables, values are rows that this engine holds.
+
+        Returns:
+            One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
+            given. An empty bag gives zeros; a group without bags gives [0, embedding_dim].
+
+        Raises:
+            InvalidBagsError: for a row that is outside its table or not on this engine.
+        """
+        ...
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Bytes held, by card and tier."""
+        ...
+
+    def rows_looked_up(self) -> tuple[LookupCount, ...]:
+        """Counters by table and tier."""
+        ...
+
+    def close(self) -> None:
+        """Frees the rows. No `pool` may be running."""
+        ...

@@ -1,0 +1,120 @@
+"""The shard node's branch of the error tree.
+
+```
+ShardNodeError
+├── AddressError              400 INVALID_ARGUMENT   an address that can't be read, or can't be listened on
+├── InvalidBagsError          400 INVALID_ARGUMENT   flat arrays that do not describe bags, or a row outside its table
+├── WireError                 400 INVALID_ARGUMENT   a frame that breaks the protocol
+│   └── FrameTooLargeError    413 RESOURCE_EXHAUSTED
+├── GenerationNotFoundError   404 NOT_FOUND          no such model or version on this node
+├── GenerationStateError      409 FAILED_PRECONDITION  stage, flip or retire out of order
+├── NodeMismatchError         503 UNAVAILABLE        the node serves another shard, plan or snapshot than expected
+├── NodeUnavailableError      503 UNAVAILABLE        no connection to the node
+├── NodeOverloadedError       503 RESOURCE_EXHAUSTED the node's queue is full
+├── DeadlineExceededError     504 DEADLINE_EXCEEDED
+├── MemoryBudgetError         507 RESOURCE_EXHAUSTED the rows do not fit
+└── RemoteError               500 INTERNAL           the node failed; its own message is carried
+```
+"""
+
+from __future__ import annotations
+
+from loader.errors import ShardrankError
+
+
+class ShardNodeError(ShardrankError):
+    """Something a shard node or its client refused or failed at."""
+
+
+class AddressError(ShardNodeError):
+    """An address that can't be read, or that this process can't listen on."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "address"
+
+
+class InvalidBagsError(ShardNodeError):
+    """Flat arrays that do not describe bags, or a row number outside its table."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "invalid_bags"
+
+
+class WireError(ShardNodeError):
+    """A frame that breaks the protocol: bad magic, version, type, array header or length."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "wire"
+
+
+class FrameTooLargeError(WireError):
+    """A frame longer than the configured limit, refused from its header before its body is read."""
+
+    http_status = 413
+    grpc_status = "RESOURCE_EXHAUSTED"
+    kind = "frame_too_large"
+
+
+class GenerationNotFoundError(ShardNodeError):
+    """The model or version is not servable here."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    kind = "generation_not_found"
+
+
+class GenerationStateError(ShardNodeError):
+    """A stage, flip or retire that the generation's state does not allow."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "generation_state"
+
+
+class NodeMismatchError(ShardNodeError):
+    """The node answered, but serves another shard, plan or snapshot than the router expects."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "node_mismatch"
+
+
+class NodeUnavailableError(ShardNodeError):
+    """No connection to the node, or it was lost before the answer came."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "node_unavailable"
+
+
+class NodeOverloadedError(ShardNodeError):
+    """The node's queue is full; the request was not started."""
+
+    http_status = 503
+    grpc_status = "RESOURCE_EXHAUSTED"
+    kind = "node_overloaded"
+
+
+class DeadlineExceededError(ShardNodeError):
+    """The deadline passed before the answer was complete."""
+
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
+    kind = "deadline_exceeded"
+
+
+class MemoryBudgetError(ShardNodeError):
+    """The rows do not fit the memory they were given. The message carries the numbers."""
+
+    http_status = 507
+    grpc_status = "RESOURCE_EXHAUSTED"
+    kind = "memory_budget"
+
+
+class RemoteError(ShardNodeError):
+    """The node failed while answering; its own message is carried."""
+
+    kind = "remote"

@@ -1,0 +1,251 @@
+"""From a snapshot's row files to an engine: choosing tiers, taking memory, copying rows into arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.layout import bucket_shift, bucket_start_in_file
+from loader.manifest import NUM_BUCKETS, TableSpec
+from loader.progress import Progress, no_progress
+from loader.reader import Snapshot
+from shard_node.arena import Arena, allocate_rows, row_bytes_of
+from shard_node.bags import Int64Array
+from shard_node.cpu_engine import CpuEngine
+from shard_node.engine import Tier
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
+from shard_node.node import LoadedTables, Partition
+from shard_node.placement import NO_FILES_SHIFT, NOT_HERE, Placement, TablePlace
+from shard_node.table_layout import TableLayout
+
+# What is left for everything else when a node is given no budget of its own.
+MEMORY_RESERVE_BYTES = 512 << 20
+
+
+def load_tables(
+    snapshot: Snapshot,
+    partition: Partition,
+    plan_digest: str,
+    *,
+    memory_budget_bytes: int | None = None,
+    progress: Progress = no_progress,
+) -> LoadedTables:
+    """Loads the buckets of a partition into a CPU engine.
+
+    Args:
+        snapshot: the opened snapshot.
+        partition: the buckets to load, and the card of each.
+        plan_digest: identifies the plan that the partition was cut from.
+        memory_budget_bytes: RAM that rows may take. Tables that do not fit stay in the mapped snapshot, the largest
+            first. None: everything goes to RAM.
+        progress: called with bytes copied.
+
+    Raises:
+        MemoryBudgetError: without a budget, if the machine has less memory available than the rows take.
+    """
+    layout = TableLayout.of(snapshot.spec)
+    if partition.card_of_bucket.shape[0] != len(layout.tables):
+        raise InvalidBagsError(
+            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+        )
+    builder = _Builder(snapshot, layout, partition, progress)
+    tiers = choose_tiers(builder.table_bytes, memory_budget_bytes, available_memory_bytes())
+    return LoadedTables(builder.build(tiers), snapshot.manifest.identity, plan_digest)
+
+
+def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None, available_bytes: int) -> list[Tier]:
+    """Decides which tables stay in the mapped snapshot: the largest, until the others fit the budget.
+
+    The largest tables are looked up the least per byte, so leaving them out frees the most memory for the fewest
+    slow reads. Ties go to the later table.
+
+    Raises:
+        MemoryBudgetError: without a budget, if the tables do not fit what is available.
+    """
+    total = sum(table_bytes)
+    tiers: list[Tier] = ["ram"] * len(table_bytes)
+    if budget_bytes is None:
+        limit = available_bytes - MEMORY_RESERVE_BYTES
+        if total > limit:
+            raise MemoryBudgetError(
+                f"rows take {total} bytes, but {available_bytes} are available and {MEMORY_RESERVE_BYTES} are kept "
+                "free; give a memory budget to leave the largest tables in the mapped snapshot"
+            )
+        return tiers
+    for number in sorted(range(len(table_bytes)), key=lambda one: (table_bytes[one], one), reverse=True):
+        if total <= budget_bytes:
+            break
+        tiers[number] = "mapped"
+        total -= table_bytes[number]
+    return tiers
+
+
+def available_memory_bytes() -> int:
+    """MemAvailable of /proc/meminfo."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise MemoryBudgetError("/proc/meminfo has no MemAvailable line")
+
+
+@dataclass(slots=True)
+class _Filling:
+    """An arena while it is filled: the next free slot."""
+
+    number: int
+    rows: npt.NDArray[np.uint8]
+    next_slot: int = 0
+
+
+class _Builder:
+    """Builds the arenas and places of one partition, table by table in layout order."""
+
+    def __init__(self, snapshot: Snapshot, layout: TableLayout, partition: Partition, progress: Progress) -> None:
+        self._snapshot = snapshot
+        self._layout = layout
+        self._cards = partition.card_of_bucket
+        self._progress = progress
+        self._files = {files.table: files for files in snapshot.manifest.tables}
+        self._bucket_rows = np.stack([_rows_of_buckets(table) for table in layout.tables])
+        rows = np.where(self._cards >= 0, self._bucket_rows, 0).sum(axis=1)
+        self._row_bytes = [row_bytes_of(table.dtype, table.embedding_dim) for table in layout.tables]
+        self.table_bytes = [int(count) * size for count, size in zip(rows.tolist(), self._row_bytes, strict=True)]
+        self._arenas: list[Arena] = []
+        self._total_bytes = 0
+        self._done_bytes = 0
+
+    def build(self, tiers: Sequence[Tier]) -> CpuEngine:
+        """Allocates and fills all arenas."""
+        ram = [size for size, tier in zip(self.table_bytes, tiers, strict=True) if tier == "ram"]
+        self._total_bytes = sum(ram)
+        self._progress("load", 0, self._total_bytes)
+        places: list[TablePlace] = []
+        group_arenas: list[list[int]] = []
+        for group in self._layout.groups:
+            first_arena = len(self._arenas)
+            by_card = self._allocate(group.first_table, group.end_table, tiers)
+            for number in range(group.first_table, group.end_table):
+                table = self._layout.tables[number]
+                if tiers[number] == "ram":
+                    places.append(self._place_in_ram(number, table, by_card))
+                else:
+                    places.append(self._place_mapped(number, table))
+            group_arenas.append(list(range(first_arena, len(self._arenas))))
+        return CpuEngine(self._layout, self._arenas, group_arenas, Placement(self._layout, places), tiers)
+
+    def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> dict[int, _Filling]:
+        in_ram = np.array([tier == "ram" for tier in tiers[first_table:end_table]])[:, None]
+        cards = np.where(in_ram, self._cards[first_table:end_table], -1)
+        rows = self._bucket_rows[first_table:end_table]
+        table = self._layout.tables[first_table]
+        by_card: dict[int, _Filling] = {}
+        for card in np.unique(cards[cards >= 0]).tolist():
+            memory = allocate_rows(int(rows[cards == card].sum()), self._row_bytes[first_table])
+            by_card[card] = _Filling(len(self._arenas), memory)
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, memory, card, "ram"))
+        return by_card
+
+    def _place_in_ram(self, number: int, table: TableSpec, by_card: dict[int, _Filling]) -> TablePlace:
+        cards = self._cards[number]
+        used = self._bucket_rows[number] > 0
+        arena = np.full(NUM_BUCKETS, NOT_HERE, np.uint16)
+        base = np.zeros(NUM_BUCKETS, np.int64)
+        here = np.unique(cards[used]).tolist()
+        shift = bucket_shift(table.bucketing, table.num_embeddings)
+        if len(here) == 1 and here[0] >= 0:
+            filling = by_card[here[0]]
+            arena[:], base[:] = filling.number, filling.next_slot
+            self._copy_in_row_order(table, filling.rows[filling.next_slot :][: table.num_embeddings])
+            filling.next_slot += table.num_embeddings
+            return TablePlace(NO_FILES_SHIFT, shift, 0, arena, base)
+        starts = np.zeros(NUM_BUCKETS, np.int64)
+        for bucket in np.flatnonzero(used & (cards >= 0)).tolist():
+            filling = by_card[int(cards[bucket])]
+            arena[bucket], starts[bucket] = filling.number, filling.next_slot
+            filling.next_slot += int(self._bucket_rows[number, bucket])
+        rows_by_arena = {filling.number: filling.rows for filling in by_card.values()}
+        self._copy_buckets(table, arena, starts, rows_by_arena)
+        if table.bucketing == "hash":
+            return TablePlace(NO_FILES_SHIFT, shift, 8, arena, starts)
+        # In a range bucket the row itself counts up, from the bucket's first row.
+        return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts - (np.arange(NUM_BUCKETS, dtype=np.int64) << shift))
+
+    def _copy_in_row_order(self, table: TableSpec, target: npt.NDArray[np.uint8]) -> None:
+        """Copies a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ..."""
+        files = self._files[table.name]
+        for index in range(len(files.rows)):
+            source = self._snapshot.rows_file(table.name, index)
+            part = target[index * files.rows_per_file :][: source.shape[0]]
+            if table.bucketing == "range":
+                part[:] = source
+            else:
+                for bucket in range(min(NUM_BUCKETS, source.shape[0])):
+                    begin = bucket_start_in_file(table, files.rows_per_file, index, bucket)
+                    end = bucket_start_in_file(table, files.rows_per_file, index, bucket + 1)
+                    part[bucket::NUM_BUCKETS] = source[begin:end]
+            self._report(source.nbytes)
+
+    def _copy_buckets(
+        self,
+        table: TableSpec,
+        arena: npt.NDArray[np.uint16],
+        starts: Int64Array,
+        rows_by_arena: dict[int, npt.NDArray[np.uint8]],
+    ) -> None:
+        """Copies the buckets that are here; each is one run of each file and lands behind what it already has."""
+        files = self._files[table.name]
+        filled = np.zeros(NUM_BUCKETS, np.int64)
+        here = np.flatnonzero(arena != NOT_HERE).tolist()
+        for index in range(len(files.rows)):
+            source = self._snapshot.rows_file(table.name, index)
+            copied = 0
+            for bucket in here:
+                begin = bucket_start_in_file(table, files.rows_per_file, index, bucket)
+                end = bucket_start_in_file(table, files.rows_per_file, index, bucket + 1)
+                slot = int(starts[bucket] + filled[bucket])
+                rows_by_arena[int(arena[bucket])][slot : slot + end - begin] = source[begin:end]
+                filled[bucket] += end - begin
+                copied += end - begin
+            self._report(copied * source.shape[1])
+
+    def _place_mapped(self, number: int, table: TableSpec) -> TablePlace:
+        """Leaves a table in its row files: one arena for each, on the card of its first bucket here."""
+        files = self._files[table.name]
+        cards = self._cards[number]
+        here = np.flatnonzero(cards >= 0)
+        file_shift = files.rows_per_file.bit_length() - 1
+        arena = np.full((len(files.rows), NUM_BUCKETS), NOT_HERE, np.uint16)
+        base = np.zeros((len(files.rows), NUM_BUCKETS), np.int64)
+        for index in range(len(files.rows) if here.size else 0):
+            source = self._snapshot.rows_file(table.name, index)
+            arena[index, here] = len(self._arenas)
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, source, int(cards[here[0]]), "mapped"))
+            first_row = index * files.rows_per_file
+            if table.bucketing == "hash":
+                for bucket in here.tolist():
+                    start = bucket_start_in_file(table, files.rows_per_file, index, bucket)
+                    base[index, bucket] = start - (first_row >> 8)
+            else:
+                base[index, :] = -first_row
+        shift = bucket_shift(table.bucketing, table.num_embeddings)
+        slot_shift = 8 if table.bucketing == "hash" else 0
+        return TablePlace(file_shift, shift, slot_shift, arena.reshape(-1), base.reshape(-1))
+
+    def _report(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        self._progress("load", self._done_bytes, self._total_bytes)
+
+
+def _rows_of_buckets(table: TableSpec) -> Int64Array:
+    """int64 [256], how many rows of a table each bucket has."""
+    rows = table.num_embeddings
+    buckets = np.arange(NUM_BUCKETS + 1, dtype=np.int64)
+    if table.bucketing == "hash":
+        rounded_up: Int64Array = -((buckets[:-1] - rows) // NUM_BUCKETS)
+        return rounded_up.clip(min=0)
+    edges: Int64Array = np.minimum(buckets << bucket_shift("range", rows), rows)
+    return np.diff(edges)

@@ -1,0 +1,156 @@
+"""A shard node without its socket: the generations it holds, and pooling on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from loader.manifest import NUM_BUCKETS, Frozen
+from shard_node.bags import Float32Array, KeyedBags
+from shard_node.engine import Engine, LookupCount
+from shard_node.errors import InvalidBagsError
+from shard_node.generation import Generations
+from shard_node.table_layout import TableLayout
+
+Sharding = Literal["hash", "range", "table"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """The rows that one node holds, by bucket.
+
+    Attributes:
+        num_cards: cards of the node.
+        card_of_bucket: int16 [tables in layout order, 256]; the card that holds a bucket, -1 for another node's.
+    """
+
+    num_cards: int
+    card_of_bucket: npt.NDArray[np.int16]
+
+    def __post_init__(self) -> None:
+        if self.card_of_bucket.ndim != 2 or self.card_of_bucket.shape[1] != NUM_BUCKETS:
+            raise InvalidBagsError(f"card_of_bucket must be [tables, {NUM_BUCKETS}], got {self.card_of_bucket.shape}")
+        if self.card_of_bucket.min() < -1 or self.card_of_bucket.max() >= self.num_cards:
+            raise InvalidBagsError(f"card_of_bucket must be within -1..{self.num_cards - 1}")
+
+
+class NodeIdentity(Frozen):
+    """Which shard of how many a node is. Fixed for its life."""
+
+    shard_index: int = Field(ge=0)
+    num_shards: int = Field(ge=1)
+    num_cards: int = Field(ge=1)
+    sharding: Sharding
+
+
+class ServedVersion(Frozen):
+    """One version that a node can answer for. `plan_digest` ties it to the router's idea of who owns what."""
+
+    model: str
+    version: int
+    manifest_identity: str
+    plan_digest: str
+    state: str
+
+
+class MemoryReport(Frozen):
+    """Bytes of rows by card and tier, of one model version."""
+
+    model: str
+    version: int
+    card: int
+    tier: str
+    size_bytes: int
+
+
+class NodeInfo(Frozen):
+    """What a node tells of itself."""
+
+    identity: NodeIdentity
+    versions: tuple[ServedVersion, ...]
+    memory: tuple[MemoryReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTables:
+    """What a shard node's generation serves with."""
+
+    engine: Engine
+    manifest_identity: str
+    plan_digest: str
+
+
+class ShardNode:
+    """Holds generations of tables and pools bags from them. Thread-safe."""
+
+    def __init__(self, identity: NodeIdentity, retire: Callable[[LoadedTables], None] | None = None) -> None:
+        self.identity = identity
+        self.generations: Generations[LoadedTables] = Generations(retire or _close)
+
+    def stage(self, model: str, version: int, tables: LoadedTables) -> None:
+        """Puts loaded tables beside the live ones."""
+        self.generations.stage(model, version, tables)
+
+    def flip(self, model: str, version: int) -> None:
+        """Makes a staged version the live one."""
+        self.generations.flip(model, version)
+
+    def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
+        """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
+        with self.generations.lease(model, version) as lease:
+            return lease.payload.engine.pool(bags)
+
+    def table_layout(self, model: str, version: int) -> TableLayout:
+        """The layout that numbers the tables of a version. Raises GenerationNotFoundError."""
+        with self.generations.lease(model, version) as lease:
+            return lease.payload.engine.layout
+
+    def info(self) -> NodeInfo:
+        """What this node serves, and the memory it takes."""
+        generations = self.generations.all()
+        return NodeInfo(
+            identity=self.identity,
+            versions=tuple(
+                ServedVersion(
+                    model=one.model,
+                    version=one.version,
+                    manifest_identity=one.payload.manifest_identity,
+                    plan_digest=one.payload.plan_digest,
+                    state=one.state,
+                )
+                for one in generations
+            ),
+            memory=tuple(
+                MemoryReport(
+                    model=one.model,
+                    version=one.version,
+                    card=use.card,
+                    tier=use.tier,
+                    size_bytes=use.size_bytes,
+                )
+                for one in generations
+                for use in one.payload.engine.memory()
+            ),
+        )
+
+    def rows_looked_up(self) -> dict[str, tuple[LookupCount, ...]]:
+        """Lookup counters of each live model."""
+        counts: dict[str, tuple[LookupCount, ...]] = {}
+        for model in self.generations.models():
+            with self.generations.lease(model) as lease:
+                counts[model] = lease.payload.engine.rows_looked_up()
+        return counts
+
+    def close(self) -> None:
+        """Withdraws every generation; each is freed when its last lease ends."""
+        for generation in self.generations.all():
+            self.generations.remove(generation.model, generation.version)
+
+
+def _close(tables: LoadedTables) -> None:
+    tables.engine.close()

@@ -1,0 +1,156 @@
+"""Where each row of a node lies: from (table, row) to (arena, slot), by a fixed number of vector operations.
+
+Every table is a run of cells, one for each bucket (of each row file, if the table is left in the mapped snapshot).
+A cell says which arena holds its rows and at which slot they begin:
+
+    cell = first_cell[table] + ((row >> file_shift) << 8) + ((row >> bucket_shift) & 255)
+    arena, slot = cell_arena[cell], cell_base[cell] + (row >> slot_shift)
+
+A table that one card holds whole is laid out in row order there, so its slot is just base + row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.bags import Int64Array, KeyedBags
+from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
+
+NOT_HERE = np.uint16(2**16 - 1)
+NO_FILES_SHIFT = 63
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TablePlace:
+    """Where one table's rows lie.
+
+    Attributes:
+        file_shift: log2 of the rows in a cell row of 256 cells; 63 if the table is not cut by files.
+        bucket_shift: bucket = (row >> bucket_shift) & 255.
+        slot_shift: slot = base + (row >> slot_shift).
+        cell_arena: uint16 [cells], `NOT_HERE` for rows of another node.
+        cell_base: int64 [cells].
+    """
+
+    file_shift: int
+    bucket_shift: int
+    slot_shift: int
+    cell_arena: npt.NDArray[np.uint16]
+    cell_base: Int64Array
+
+    @property
+    def whole(self) -> bool:
+        """True if one arena holds all rows in row order."""
+        return (
+            self.slot_shift == 0
+            and self.cell_arena[0] != NOT_HERE
+            and bool((self.cell_arena == self.cell_arena[0]).all())
+            and bool((self.cell_base == self.cell_base[0]).all())
+        )
+
+
+def first_outside(
+    values: Int64Array, values_per_key: Int64Array, limits: npt.NDArray[np.uint64]
+) -> tuple[int, int] | None:
+    """Finds a value that is negative or not below its key's limit.
+
+    Args:
+        values: int64 [n], key by key.
+        values_per_key: int64 [S].
+        limits: uint64 [S].
+
+    Returns:
+        (segment, position) of the first one, or None. If all is well this costs one pass over the values.
+    """
+    filled = np.flatnonzero(values_per_key)
+    if not filled.size:
+        return None
+    starts = np.cumsum(values_per_key) - values_per_key
+    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
+    unsigned = values.view(np.uint64)
+    wrong = np.maximum.reduceat(unsigned, starts[filled]) >= limits[filled]
+    if not wrong.any():
+        return None
+    segment = int(filled[int(np.argmax(wrong))])
+    start, end = int(starts[segment]), int(starts[segment] + values_per_key[segment])
+    return segment, start + int(np.argmax(unsigned[start:end] >= limits[segment]))
+
+
+class Placement:
+    """The places of all tables of a node, merged into flat arrays.
+
+    Args:
+        layout: the tables.
+        places: one for each table, in layout order.
+    """
+
+    def __init__(self, layout: TableLayout, places: list[TablePlace]) -> None:
+        self._layout = layout
+        self._num_embeddings = np.array([table.num_embeddings for table in layout.tables], np.uint64)
+        sizes = [place.cell_arena.size for place in places]
+        self._first_cell = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        self._cell_arena = np.concatenate([place.cell_arena for place in places])
+        self._cell_base = np.concatenate([place.cell_base for place in places])
+        self._file_shift = np.array([place.file_shift for place in places], np.int64)
+        self._bucket_shift = np.array([place.bucket_shift for place in places], np.int64)
+        self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
+        # For tables held whole (by group) the row needs only its table's base.
+        self._whole = np.array([place.whole for place in places])
+        self._whole_base = np.array([place.cell_base[0] for place in places], np.int64)
+
+    def is_whole(self, first_table: int, end_table: int) -> bool:
+        """True if each of these tables lies in row order in one arena."""
+        return bool(self._whole[first_table:end_table].all())
+
+    def check(self, bags: KeyedBags, values_per_key: Int64Array) -> None:
+        """Refuses a row outside its table, so that no lookup reads another table's rows.
+
+        Raises:
+            InvalidBagsError: naming table, row and limit.
+        """
+        outside = first_outside(bags.values, values_per_key, self._num_embeddings[bags.keys])
+        if outside is not None:
+            segment, position = outside
+            table = self._layout.tables[int(bags.keys[segment])]
+            raise InvalidBagsError(
+                f"row {int(bags.values[position])} is not in 0..{table.num_embeddings - 1} of table {table.name!r}"
+            )
+
+    def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        """int64 [n], the slots of rows whose tables lie whole in their group's arena."""
+        base = self._whole_base[bags.keys]
+        if not base.any():
+            return bags.values
+        return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
+
+    def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
+        """Finds the arena (uint16 [n]) and the slot (int64 [n]) of each row.
+
+        Raises:
+            InvalidBagsError: for a row that another node holds.
+        """
+        rows = bags.values
+        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & 255
+        if (self._file_shift[bags.keys] < NO_FILES_SHIFT).any():
+            cell += (rows >> self._per_value(self._file_shift, bags, values_per_key)) << 8
+        cell += self._per_value(self._first_cell, bags, values_per_key)
+        arena = self._cell_arena[cell]
+        if (arena == NOT_HERE).any():
+            position = int(np.argmax(arena == NOT_HERE))
+            segment = int(np.searchsorted(np.cumsum(values_per_key), position, side="right"))
+            table = self._layout.tables[int(bags.keys[segment])].name
+            raise InvalidBagsError(f"row {int(rows[position])} of table {table!r} is not on this node")
+        slots = self._cell_base[cell]
+        slots += rows >> self._per_value(self._slot_shift, bags, values_per_key)
+        return arena, slots
+
+    def _per_value(self, by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        # Most models treat all tables alike; then one number serves all values and nothing is repeated.
+        chosen = by_table[bags.keys]
+        if chosen.size and (chosen == chosen[0]).all():
+            return chosen[:1]
+        return np.repeat(chosen, values_per_key)

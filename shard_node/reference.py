@@ -1,0 +1,75 @@
+"""The NumPy reference: what the answer is, by definition. Slow and plain; every engine is tested against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from loader.manifest import ModelSpec
+from shard_node.bags import Float32Array, KeyedBags
+from shard_node.engine import LookupCount, MemoryUse
+from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
+
+
+class ReferenceEngine:
+    """Pools by a loop over bags, in float64, from whole float32 tables.
+
+    Args:
+        spec: the model.
+        tables: table name to its decoded rows, float32 [num_embeddings, embedding_dim].
+    """
+
+    def __init__(self, spec: ModelSpec, tables: Mapping[str, Float32Array]) -> None:
+        self._layout = TableLayout.of(spec)
+        self._tables = [tables[table.name] for table in self._layout.tables]
+        self._counts = [0] * len(self._tables)
+
+    @property
+    def layout(self) -> TableLayout:
+        """The tables in layout order."""
+        return self._layout
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """As `Engine.pool`: sum over the bag of weight * row."""
+        starts = bags.bag_starts()
+        blocks = []
+        for group in self._layout.groups:
+            pooled: list[Float32Array] = []
+            for segment, key in enumerate(bags.keys.tolist()):
+                if not group.first_table <= key < group.end_table:
+                    continue
+                for bag in range(int(starts[segment]), int(starts[segment + 1])):
+                    pooled.append(self._pool_bag(bags, key, int(bags.offsets[bag]), int(bags.offsets[bag + 1])))
+            block = np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32)
+            blocks.append(block)
+        return blocks
+
+    def _pool_bag(self, bags: KeyedBags, key: int, start: int, end: int) -> Float32Array:
+        table = self._tables[key]
+        total = np.zeros(table.shape[1], np.float64)
+        for position in range(start, end):
+            row = int(bags.values[position])
+            if not 0 <= row < table.shape[0]:
+                name = self._layout.tables[key].name
+                raise InvalidBagsError(f"row {row} is outside table {name!r} with {table.shape[0]} rows")
+            weight = 1.0 if bags.weights is None else float(bags.weights[position])
+            total += weight * table[row].astype(np.float64)
+        self._counts[key] += end - start
+        return total.astype(np.float32)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """All of it in RAM, on one card."""
+        return (MemoryUse(0, "ram", sum(table.nbytes for table in self._tables)),)
+
+    def rows_looked_up(self) -> tuple[LookupCount, ...]:
+        """Counters by table."""
+        return tuple(
+            LookupCount(table.name, "ram", count)
+            for table, count in zip(self._layout.tables, self._counts, strict=True)
+        )
+
+    def close(self) -> None:
+        """Drops the tables."""
+        self._tables = []
