@@ -1,0 +1,159 @@
+"""From raw ids to rows, for all features of a batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.manifest import HashMapping, VocabularyMapping
+from router.feature_schema import FeatureSchema
+from router.hashing import hashed_rows
+from router.vocabulary import VocabularyIndex
+from shard_node.bags import Int64Array, KeyedBags
+from shard_node.placement import first_outside
+
+_IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
+_REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedId:
+    """An id that its table has no row for, under `unknown_id: reject`.
+
+    Attributes:
+        feature: the feature's name.
+        bag: the bag's number within that feature.
+        id: the id as it was sent (the fingerprint, for a string).
+        num_embeddings: rows of the feature's table.
+    """
+
+    feature: str
+    bag: int
+    id: int
+    num_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class MappedBags:
+    """Bags whose values are rows. A bag with a `rejected` id (the first of each is told) must not be used."""
+
+    bags: KeyedBags
+    rejected: tuple[RejectedId, ...]
+
+
+class IdMapper:
+    """Maps the raw ids of one model version.
+
+    Args:
+        schema: the model's features.
+        vocabularies: ids by table name, int64 [V], for tables with the vocabulary mapping; a position is a row.
+    """
+
+    def __init__(self, schema: FeatureSchema, vocabularies: Mapping[str, Int64Array]) -> None:
+        self._schema = schema
+        tables = [schema.spec.table_of(feature.name) for feature in schema.features]
+        kinds = {"identity": _IDENTITY, "hash": _HASH, "vocabulary": _VOCABULARY}
+        policies = {"reject": _REJECT, "default_row": _DEFAULT_ROW, "skip": _SKIP}
+        self._kind = np.array([kinds[table.id_mapping.kind] for table in tables], np.int8)
+        self._policy = np.array([policies[table.unknown_id] for table in tables], np.int8)
+        self._num_embeddings = np.array([table.num_embeddings for table in tables], np.uint64)
+        self._default_row = np.array([table.default_row for table in tables], np.int64)
+        seeds = [table.id_mapping.seed if isinstance(table.id_mapping, HashMapping) else 0 for table in tables]
+        self._seed = np.array(seeds, np.uint64)
+        wanted = [table.name for table in schema.spec.tables if isinstance(table.id_mapping, VocabularyMapping)]
+        self._vocabulary = VocabularyIndex({schema.layout.index[name]: vocabularies[name] for name in wanted})
+
+    def map(self, bags: KeyedBags) -> MappedBags:
+        """Maps raw ids to rows.
+
+        Args:
+            bags: keys are flat feature indices, values raw ids.
+
+        Returns:
+            The same bags with rows for values; ids unknown under `skip` are left out of their bags.
+        """
+        keys = bags.keys
+        if keys.size == 0 or not bags.num_values:
+            return MappedBags(bags, ())
+        values_per_key = bags.values_per_key()
+        kinds = self._kind[keys]
+        if (kinds == _IDENTITY).all():
+            limits = self._num_embeddings[keys]
+            if first_outside(bags.values, values_per_key, limits) is None:
+                return MappedBags(bags, ())
+            rows = bags.values
+            unknown = rows.view(np.uint64) >= np.repeat(limits, values_per_key)
+        elif (kinds == _HASH).all():
+            rows = hashed_rows(
+                bags.values,
+                _spread(self._seed[keys], values_per_key),
+                _spread(self._num_embeddings[keys], values_per_key),
+            )
+            return MappedBags(_with_values(bags, rows), ())
+        else:
+            rows, unknown = self._map_mixed(bags, values_per_key)
+        if not unknown.any():
+            return MappedBags(_with_values(bags, rows), ())
+        return self._resolve_unknown(bags, rows, unknown, values_per_key)
+
+    def _map_mixed(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        keys = bags.keys
+        kind = np.repeat(self._kind[keys], values_per_key)
+        feature = np.repeat(keys, values_per_key)
+        rows = bags.values.copy()
+        hashed = np.flatnonzero(kind == _HASH)
+        of = feature[hashed]
+        rows[hashed] = hashed_rows(bags.values[hashed], self._seed[of], self._num_embeddings[of])
+        known = np.flatnonzero(kind == _VOCABULARY)
+        rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
+        # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
+        return rows, rows.view(np.uint64) >= self._num_embeddings[feature]
+
+    def _resolve_unknown(
+        self, bags: KeyedBags, rows: Int64Array, unknown: npt.NDArray[np.bool_], values_per_key: Int64Array
+    ) -> MappedBags:
+        positions = np.flatnonzero(unknown)
+        segment = np.searchsorted(np.cumsum(values_per_key), positions, side="right")
+        feature = bags.keys[segment]
+        policy = self._policy[feature]
+        rows = rows.copy()
+        rows[positions] = np.where(policy == _DEFAULT_ROW, self._default_row[feature], 0)
+        refused = policy == _REJECT
+        rejected = self._rejected(bags, positions[refused], segment[refused])
+        skipped = positions[policy == _SKIP]
+        if not skipped.size:
+            return MappedBags(_with_values(bags, rows), rejected)
+        keep = np.ones(rows.size, dtype=bool)
+        keep[skipped] = False
+        kept_before = np.zeros(rows.size + 1, np.int64)
+        np.cumsum(keep, out=kept_before[1:])
+        weights = None if bags.weights is None else bags.weights[keep]
+        kept = KeyedBags(bags.keys, bags.bags_per_key, kept_before[bags.offsets], rows[keep], weights)
+        return MappedBags(kept, rejected)
+
+    def _rejected(self, bags: KeyedBags, positions: Int64Array, segment: Int64Array) -> tuple[RejectedId, ...]:
+        # One id is enough to refuse a bag, so the work is bounded by bags and not by ids.
+        bag_of_batch, first = np.unique(np.searchsorted(bags.offsets, positions, side="right") - 1, return_index=True)
+        positions, segment = positions[first], segment[first]
+        bag = bag_of_batch - bags.bag_starts()[segment]
+        features = self._schema.features
+        return tuple(
+            RejectedId(features[key].name, number, raw, int(self._num_embeddings[key]))
+            for key, number, raw in zip(
+                bags.keys[segment].tolist(), bag.tolist(), bags.values[positions].tolist(), strict=True
+            )
+        )
+
+
+def _with_values(bags: KeyedBags, values: Int64Array) -> KeyedBags:
+    return KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, values, bags.weights)
+
+
+def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:
+    """One number for each value; a single one if all keys share it."""
+    if (by_key == by_key[0]).all():
+        return by_key[:1]
+    return np.repeat(by_key, values_per_key)

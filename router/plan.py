@@ -1,0 +1,157 @@
+"""The plan: which shard owns which rows, and on which of its cards they lie.
+
+A plan is a pure function of the model and a few numbers, so router and shard nodes compute it for themselves and only
+compare digests. Rows are divided by bucket (`hash`, `range`: the table's own bucketing decides which rows a bucket
+has) or by whole tables (`table`). Small tables are replicated to every shard: their bags add no fan-out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.layout import num_buckets_used
+from loader.manifest import NUM_BUCKETS, ModelSpec, TableSpec
+from router.errors import PlanError
+from shard_node.arena import row_bytes_of
+from shard_node.node import NodeIdentity, Partition, Sharding
+from shard_node.table_layout import TableLayout
+
+REPLICATED = -1
+MAX_SHARDS = 1024
+MAX_CARDS_PER_SHARD = 64
+DEFAULT_REPLICATE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who owns what.
+
+    Attributes:
+        layout: the model's tables.
+        num_shards: shards of the fleet.
+        cards_per_shard: cards of each shard node.
+        sharding: how tables are divided.
+        shard_of_bucket: int16 [tables in layout order, 256], the shard that owns a bucket, or `REPLICATED`.
+    """
+
+    layout: TableLayout
+    num_shards: int
+    cards_per_shard: int
+    sharding: Sharding
+    shard_of_bucket: npt.NDArray[np.int16]
+
+    @classmethod
+    def make(
+        cls,
+        spec: ModelSpec,
+        num_shards: int = 1,
+        sharding: Sharding = "hash",
+        cards_per_shard: int = 1,
+        replicate_bytes: int = DEFAULT_REPLICATE_BYTES,
+    ) -> Plan:
+        """Plans a model.
+
+        Args:
+            spec: the model.
+            num_shards: shards of the fleet.
+            sharding: `hash` or `range` divides every table's buckets evenly and needs tables stored with that
+                bucketing; `table` gives each table to one shard, the largest first to the emptiest shard.
+            cards_per_shard: cards of each shard node.
+            replicate_bytes: tables of at most this size go to every shard.
+
+        Raises:
+            PlanError: for numbers out of range, or a table stored with another bucketing than `sharding` needs.
+        """
+        _check_range("num_shards", num_shards, MAX_SHARDS)
+        _check_range("cards_per_shard", cards_per_shard, MAX_CARDS_PER_SHARD)
+        layout = TableLayout.of(spec)
+        owners = np.zeros((len(layout.tables), NUM_BUCKETS), np.int16)
+        small = [num_shards > 1 and table_bytes(table) <= replicate_bytes for table in layout.tables]
+        loads = [0] * num_shards
+        for number in sorted(range(len(small)), key=lambda one: -table_bytes(layout.tables[one])):
+            table = layout.tables[number]
+            if small[number]:
+                owners[number] = REPLICATED
+            elif sharding == "table":
+                shard = loads.index(min(loads))
+                loads[shard] += table_bytes(table)
+                owners[number] = shard
+            elif table.bucketing == sharding:
+                owners[number] = _spread_buckets(table, num_shards)
+            else:
+                raise PlanError(
+                    f"sharding {sharding!r} needs tables stored with that bucketing, but table {table.name!r} "
+                    f"is stored with {table.bucketing!r}; use sharding {table.bucketing!r} or 'table', or re-export it"
+                )
+        return cls(layout, num_shards, cards_per_shard, sharding, owners)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of who owns what; router and shard nodes must agree on it."""
+        digest = hashlib.sha256(f"{self.num_shards}\n{self.sharding}\n".encode())
+        for table in self.layout.tables:
+            digest.update(f"{table.name}\n{table.num_embeddings}\n{table.bucketing}\n".encode())
+        digest.update(self.shard_of_bucket.astype("<i2").tobytes())
+        return digest.hexdigest()
+
+    def identity(self, shard_index: int) -> NodeIdentity:
+        """The identity of the node that serves a shard."""
+        _check_index(shard_index, self.num_shards)
+        return NodeIdentity(
+            shard_index=shard_index,
+            num_shards=self.num_shards,
+            num_cards=self.cards_per_shard,
+            sharding=self.sharding,
+        )
+
+    def partition(self, shard_index: int) -> Partition:
+        """The buckets that a shard holds, and the card of each.
+
+        A table divided over shards is divided over the shard's cards as well, in runs of its buckets; one that the
+        shard holds whole because it is small or because tables are placed whole goes to the emptiest card.
+        """
+        _check_index(shard_index, self.num_shards)
+        held = (self.shard_of_bucket == shard_index) | (self.shard_of_bucket == REPLICATED)
+        cards = np.full(held.shape, -1, np.int16)
+        loads = [0] * self.cards_per_shard
+        tables = self.layout.tables
+        for number in sorted(range(len(tables)), key=lambda one: -table_bytes(tables[one])):
+            table, mine = tables[number], held[number]
+            used = np.flatnonzero(mine[: num_buckets_used(table)])
+            replicated = self.shard_of_bucket[number, 0] == REPLICATED
+            if self.sharding == "table" or replicated:
+                if used.size:
+                    card = loads.index(min(loads))
+                    loads[card] += table_bytes(table)
+                    cards[number, mine] = card
+            else:
+                # Buckets behind the used ones hold no rows; they only need some owner, so that none is missing.
+                cards[number, mine] = self.cards_per_shard - 1
+                cards[number, used] = np.arange(used.size) * self.cards_per_shard // max(1, used.size)
+        return Partition(self.cards_per_shard, cards)
+
+
+def table_bytes(table: TableSpec) -> int:
+    """Bytes that a table's rows take as stored."""
+    return table.num_embeddings * row_bytes_of(table.dtype, table.embedding_dim)
+
+
+def _spread_buckets(table: TableSpec, num_shards: int) -> npt.NDArray[np.int16]:
+    # Contiguous runs of the buckets that hold rows, so that each shard reads one run of every row file.
+    used = num_buckets_used(table)
+    return np.minimum(np.arange(NUM_BUCKETS) * num_shards // used, num_shards - 1).astype(np.int16)
+
+
+def _check_range(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise PlanError(f"{name} is {value}, allowed is 1..{most}")
+
+
+def _check_index(shard_index: int, num_shards: int) -> None:
+    if not 0 <= shard_index < num_shards:
+        raise PlanError(f"shard_index is {shard_index}, allowed is 0..{num_shards - 1}")

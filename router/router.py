@@ -1,0 +1,171 @@
+"""The router: a batch's raw ids in, its pooled embeddings out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.layout import bucket_shift
+from router.embeddings import Embeddings
+from router.errors import PlanError
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import REPLICATED, Plan
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.shard import Shard
+from shard_node.split import Part, add, split
+
+
+class Router:
+    """Looks up batches of one model version over its shards.
+
+    Args:
+        schema: the model's features.
+        mapper: its id mapping.
+        plan: who owns what.
+        shards: one for each shard of the plan, in order.
+    """
+
+    def __init__(self, schema: FeatureSchema, mapper: IdMapper, plan: Plan, shards: Sequence[Shard]) -> None:
+        if len(shards) != plan.num_shards:
+            raise PlanError(f"the plan has {plan.num_shards} shards, but {len(shards)} were given")
+        self.schema = schema
+        self.plan = plan
+        self._mapper = mapper
+        self._shards = tuple(shards)
+        layout = plan.layout
+        self._bucket_shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables])
+        self._owner = plan.shard_of_bucket.reshape(-1)
+        self._has_replicated = bool((self._owner == REPLICATED).any())
+        self._has_none = bool(schema.is_none.any())
+        self._has_mean = bool(schema.is_mean.any())
+        self._turn = itertools.count()
+
+    async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
+        """Maps, splits, fans out and adds.
+
+        Args:
+            model: the model's name.
+            version: the version that every shard must answer with.
+            bags: keys are flat feature indices, values raw ids.
+            deadline: absolute time on the monotonic clock, in seconds.
+
+        Raises:
+            RouterError, ShardNodeError: if a shard can't answer.
+        """
+        mapped = self._mapper.map(bags)
+        by_feature = mapped.bags
+        by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
+        blocks = await self._pool(model, version, _by_table(by_row, self.schema.table_index), deadline)
+        row_starts = _starts_in_group(by_row, self.schema.group_starts)
+        embeddings = Embeddings(
+            schema=self.schema,
+            keys=bags.keys,
+            blocks=blocks,
+            row_starts=row_starts,
+            num_rows=by_row.bags_per_key,
+            bag_starts=by_feature.bag_starts(),
+            bag_lengths=by_feature.lengths,
+            rejected=mapped.rejected,
+        )
+        if self._has_mean:
+            self._divide_means(embeddings)
+        return embeddings
+
+    async def close(self) -> None:
+        """Closes the shards."""
+        for shard in self._shards:
+            await shard.close()
+
+    async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+        if len(self._shards) == 1:
+            return await self._shards[0].pool(model, version, bags, deadline)
+        parts = split(bags, self._owners(bags))
+        calls = [self._shards[part.owner].pool(model, version, part.bags, deadline) for part in parts]
+        if len(calls) == 1:
+            return self._add(bags, parts, [await calls[0]])
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(call) for call in calls]
+        except BaseExceptionGroup as errors:
+            # One shard's failure is the batch's; the others' calls were cancelled by the group.
+            raise errors.exceptions[0] from errors
+        return self._add(bags, parts, [task.result() for task in tasks])
+
+    def _owners(self, bags: KeyedBags) -> npt.NDArray[np.uint16]:
+        values_per_key = bags.values_per_key()
+        cell = (bags.values >> np.repeat(self._bucket_shift[bags.keys], values_per_key)) & 255
+        cell += np.repeat(bags.keys.astype(np.int64) << 8, values_per_key)
+        owner = self._owner[cell]
+        if self._has_replicated:
+            # Any shard has these rows. Turning from batch to batch spreads them evenly, a table at a time.
+            turn = next(self._turn)
+            stand_in = ((bags.keys + turn) % len(self._shards)).astype(np.int16)
+            owner = np.where(owner == REPLICATED, np.repeat(stand_in, values_per_key), owner)
+        unsigned: npt.NDArray[np.uint16] = owner.astype(np.uint16)
+        return unsigned
+
+    def _add(self, bags: KeyedBags, parts: list[Part], pooled: list[list[Float32Array]]) -> list[Float32Array]:
+        layout = self.plan.layout
+        edges = [group.first_table for group in layout.groups] + [len(layout.tables)]
+        bag_edges = bags.bag_starts()[np.searchsorted(bags.keys, edges)].tolist()
+        blocks = []
+        for number, group in enumerate(layout.groups):
+            first, end = bag_edges[number], bag_edges[number + 1]
+            here = []
+            for part, part_blocks in zip(parts, pooled, strict=True):
+                begin, stop = np.searchsorted(part.bag_index, (first, end)).tolist()
+                if begin < stop:
+                    here.append((part.bag_index[begin:stop], part_blocks[number]))
+            blocks.append(add(here, end - first, group.embedding_dim, first))
+        return blocks
+
+    def _divide_means(self, embeddings: Embeddings) -> None:
+        # A mean is a sum divided once, by the length of the whole bag. Runs of mean features are divided together.
+        mean = self.schema.is_mean[embeddings.keys]
+        starts = self.schema.group_starts
+        group_of = np.searchsorted(starts, embeddings.keys, side="right") - 1
+        for number in np.unique(group_of[mean]).tolist():
+            block = embeddings.blocks[number]
+            if not block.flags.writeable:
+                block = embeddings.blocks[number] = block.copy()
+            here = group_of == number
+            bags = np.repeat(mean[here], embeddings.num_rows[here])
+            lengths = np.ones(block.shape[0], np.float32)
+            of_bags = np.repeat(mean & here, np.diff(embeddings.bag_starts))
+            lengths[bags] = np.maximum(embeddings.bag_lengths[of_bags], 1)
+            block /= lengths[:, None]
+
+
+def _by_table(bags: KeyedBags, table_index: npt.NDArray[np.int32]) -> KeyedBags:
+    """Joins neighbouring features of one table into one segment. No value moves."""
+    tables = table_index[bags.keys]
+    if tables.size == 0 or (tables[1:] != tables[:-1]).all():
+        return KeyedBags(tables, bags.bags_per_key, bags.offsets, bags.values, bags.weights)
+    firsts = np.flatnonzero(np.concatenate([[True], tables[1:] != tables[:-1]]))
+    bags_per_table = np.add.reduceat(bags.bags_per_key, firsts)
+    return KeyedBags(tables[firsts], bags_per_table, bags.offsets, bags.values, bags.weights)
+
+
+def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
+    """Turns each id of a `none` feature into a bag of its own, so that a shard only ever sums."""
+    none = is_none[bags.keys]
+    if not none.any():
+        return bags
+    lengths = bags.lengths
+    in_none = np.repeat(none, bags.bags_per_key)
+    new_lengths = np.repeat(np.where(in_none, 1, lengths), np.where(in_none, lengths, 1))
+    bags_per_key = np.where(none, bags.values_per_key(), bags.bags_per_key)
+    return KeyedBags.from_lengths(bags.keys, bags_per_key, new_lengths, bags.values, bags.weights)
+
+
+def _starts_in_group(bags: KeyedBags, group_starts: Int64Array) -> Int64Array:
+    """int64 [S], the row of its group's block at which each key begins."""
+    starts = bags.bag_starts()
+    first_of_group = starts[np.searchsorted(bags.keys, group_starts)]
+    group_of = np.searchsorted(group_starts, bags.keys, side="right") - 1
+    return starts[:-1] - first_of_group[group_of]

@@ -1,0 +1,130 @@
+"""Raw ids become rows by their table's mapping; unknown ids get what the table says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.manifest import DenseModelSpec, FeatureSpec, HashMapping, ModelSpec, TableSpec, VocabularyMapping
+from router.feature_schema import FeatureSchema
+from router.hashing import hashed_rows, splitmix64
+from router.id_mapping import IdMapper
+from router.vocabulary import UNKNOWN, VocabularyIndex
+from shard_node.bags import KeyedBags
+
+
+def schema_of(**tables: TableSpec) -> FeatureSchema:
+    spec = ModelSpec(
+        model="m",
+        tables=tuple(tables.values()),
+        features=tuple(FeatureSpec(name=name, side="candidate") for name in tables),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+    return FeatureSchema.of(spec)
+
+
+def table(name: str, rows: int = 10, **options) -> TableSpec:
+    return TableSpec(name=f"t_{name}", num_embeddings=rows, embedding_dim=4, feature_names=(name,), **options)
+
+
+def bags_of(*per_feature: list[list[int]]) -> KeyedBags:
+    lengths = [len(bag) for feature in per_feature for bag in feature]
+    values = [one for feature in per_feature for bag in feature for one in bag]
+    return KeyedBags.from_lengths(
+        np.arange(len(per_feature), dtype=np.int32),
+        np.array([len(feature) for feature in per_feature], np.int64),
+        np.array(lengths, np.int64),
+        np.array(values, np.int64),
+    )
+
+
+def test_splitmix64_gives_the_published_sequence():
+    # The first outputs of the reference generator seeded with 1234567.
+    states = [(1234567 + step * 0x9E3779B97F4A7C15) % 2**64 for step in range(3)]
+    assert splitmix64(np.array(states, np.uint64)).tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1), st.integers(1, 2**32 - 1), st.integers(0, 2**63 - 1))
+def test_hashed_rows_follow_the_documented_formula_and_stay_inside_the_table(ids, rows, seed):
+    got = hashed_rows(np.array(ids, np.int64), np.array([seed], np.uint64), np.array([rows], np.uint64))
+    for one, row in zip(ids, got.tolist(), strict=True):
+        top = int(splitmix64(np.array([(one + seed) % 2**64], np.uint64))[0]) >> 32
+        assert row == top * rows >> 32
+        assert 0 <= row < rows
+
+
+@settings(max_examples=50)
+@given(
+    st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=50), max_size=4),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2**63 - 1)), max_size=50),
+)
+def test_the_vocabulary_index_finds_what_a_dictionary_finds(vocabularies, strangers):
+    index = VocabularyIndex({key: np.array(ids, np.int64) for key, ids in vocabularies.items()})
+    expected = {(key, one): row for key, ids in vocabularies.items() for row, one in enumerate(ids)}
+    wanted = list(expected) + strangers
+    tables = np.array([key for key, _ in wanted], np.int32)
+    ids = np.array([one for _, one in wanted], np.int64)
+    assert index.rows(tables, ids).tolist() == [expected.get(one, UNKNOWN) for one in wanted]
+
+
+def test_identity_ids_are_rows_and_nothing_is_copied():
+    bags = bags_of([[0, 9], []], [[3]])
+    mapped = IdMapper(schema_of(a=table("a"), b=table("b")), {}).map(bags)
+    assert mapped.bags.values is bags.values
+    assert mapped.rejected == ()
+
+
+def test_rejected_ids_are_told_by_feature_bag_and_id_one_for_each_bag():
+    mapper = IdMapper(schema_of(a=table("a"), b=table("b", rows=5)), {})
+    mapped = mapper.map(bags_of([[0], [10, 11], [2]], [[4], [5]]))
+    told = [(one.feature, one.bag, one.id, one.num_embeddings) for one in mapped.rejected]
+    assert told == [("a", 1, 10, 10), ("b", 1, 5, 5)]
+    assert mapped.bags.values.tolist() == [0, 0, 0, 2, 4, 0]
+
+
+def test_default_row_and_skip_resolve_unknown_ids():
+    mapper = IdMapper(
+        schema_of(a=table("a", unknown_id="default_row", default_row=7), b=table("b", unknown_id="skip")), {}
+    )
+    mapped = mapper.map(bags_of([[1, 99], [98]], [[99, 2, 97], [96], [3]]))
+    assert mapped.rejected == ()
+    assert mapped.bags.values.tolist() == [1, 7, 7, 2, 3]
+    assert mapped.bags.lengths.tolist() == [2, 1, 1, 0, 1]
+
+
+def test_skipped_ids_take_their_weights_with_them():
+    bags = bags_of([[99, 2], [3]])
+    bags = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, np.array([1, 2, 3], np.float32))
+    mapped = IdMapper(schema_of(a=table("a", unknown_id="skip")), {}).map(bags)
+    assert mapped.bags.weights.tolist() == [2, 3]
+
+
+def test_mixed_mappings_in_one_batch_agree_with_each_alone():
+    mapper = IdMapper(
+        schema_of(
+            a=table("a"),
+            b=table("b", rows=100, id_mapping=HashMapping(seed=5)),
+            c=table("c", id_mapping=VocabularyMapping(), unknown_id="default_row", default_row=9),
+        ),
+        {"t_c": np.array([70, 50, 60], np.int64)},
+    )
+    ids = [123456789, 0, 2**63 - 1]
+    mapped = mapper.map(bags_of([[3]], [ids], [[50, 60, 1, 70]]))
+    hashed = hashed_rows(np.array(ids, np.int64), np.array([5], np.uint64), np.array([100], np.uint64)).tolist()
+    assert mapped.bags.values.tolist() == [3, *hashed, 1, 2, 9, 0]
+    assert mapped.rejected == ()
+
+
+@pytest.mark.parametrize("kind", ["identity", "vocabulary"])
+def test_ids_of_extreme_size_are_unknown_and_read_nothing(kind):
+    options = {"id_mapping": VocabularyMapping()} if kind == "vocabulary" else {}
+    mapper = IdMapper(schema_of(a=table("a", **options)), {"t_a": np.arange(10, dtype=np.int64)})
+    mapped = mapper.map(bags_of([[2**63 - 1], [-(2**63)], [-1]]))
+    assert [one.bag for one in mapped.rejected] == [0, 1, 2]
+    assert mapped.bags.values.tolist() == [0, 0, 0]

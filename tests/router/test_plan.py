@@ -1,0 +1,132 @@
+"""A plan gives every row exactly one owner (or all of them), evenly, and the same on every machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.layout import bucket_shift, num_buckets_used
+from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from router.errors import PlanError
+from router.plan import REPLICATED, Plan, table_bytes
+
+
+def spec_of(rows: list[int], bucketing: str = "hash", dim: int = 8) -> ModelSpec:
+    return ModelSpec(
+        model="m",
+        tables=tuple(
+            TableSpec(
+                name=f"t{number}",
+                num_embeddings=count,
+                embedding_dim=dim,
+                feature_names=(f"f{number}",),
+                bucketing=bucketing,
+            )
+            for number, count in enumerate(rows)
+        ),
+        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(rows))),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+
+
+def rows_by_bucket(table: TableSpec) -> np.ndarray:
+    shift = bucket_shift(table.bucketing, table.num_embeddings)
+    return np.bincount((np.arange(table.num_embeddings) >> shift) & 255, minlength=256)
+
+
+row_counts = st.lists(st.integers(1, 5000), min_size=1, max_size=5)
+
+
+@given(
+    row_counts,
+    st.sampled_from(["hash", "range"]),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 8192),
+)
+def test_every_row_is_on_exactly_one_card_of_its_owner_or_on_every_shard(
+    rows, bucketing, by_table, shards, cards, replicate_bytes
+):
+    plan = Plan.make(
+        spec_of(rows, bucketing),
+        num_shards=shards,
+        sharding="table" if by_table else bucketing,
+        cards_per_shard=cards,
+        replicate_bytes=replicate_bytes,
+    )
+    partitions = [plan.partition(shard) for shard in range(shards)]
+    for number, table in enumerate(plan.layout.tables):
+        holds = np.stack([partition.card_of_bucket[number] >= 0 for partition in partitions])
+        used = rows_by_bucket(table) > 0
+        owner = plan.shard_of_bucket[number]
+        if (owner == REPLICATED).all():
+            assert shards > 1
+            assert table_bytes(table) <= replicate_bytes
+            assert holds[:, used].all()
+        else:
+            assert (holds.sum(axis=0)[used] == 1).all()
+            assert (holds.argmax(axis=0)[used] == owner[used]).all()
+        for partition in partitions:
+            assert partition.num_cards == cards
+
+
+@pytest.mark.parametrize("bucketing", ["hash", "range"])
+@pytest.mark.parametrize(("shards", "cards"), [(2, 2), (3, 1), (1, 8)])
+def test_a_large_table_is_divided_evenly_over_shards_and_cards(bucketing, shards, cards):
+    plan = Plan.make(
+        spec_of([1 << 20], bucketing), num_shards=shards, sharding=bucketing, cards_per_shard=cards, replicate_bytes=0
+    )
+    rows = rows_by_bucket(plan.layout.tables[0])
+    held = []
+    for shard in range(shards):
+        card_of_bucket = plan.partition(shard).card_of_bucket[0]
+        held += [rows[card_of_bucket == card].sum() for card in range(cards)]
+    assert sum(held) == 1 << 20
+    assert max(held) / min(held) < 1.03
+
+
+def test_whole_tables_go_to_the_emptiest_shard_largest_first():
+    plan = Plan.make(spec_of([100, 5000, 3000, 2900]), num_shards=2, sharding="table", replicate_bytes=0)
+    assert plan.shard_of_bucket[:, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_the_digest_depends_on_owners_and_not_on_cards():
+    spec = spec_of([5000, 3000])
+    plan = Plan.make(spec, num_shards=2, replicate_bytes=0)
+    assert plan.digest == Plan.make(spec, num_shards=2, cards_per_shard=4, replicate_bytes=0).digest
+    assert plan.digest != Plan.make(spec, num_shards=3, replicate_bytes=0).digest
+    assert plan.digest != Plan.make(spec, num_shards=2, sharding="table", replicate_bytes=0).digest
+    assert plan.digest != Plan.make(spec_of([5000, 3001]), num_shards=2, replicate_bytes=0).digest
+
+
+def test_sharding_that_the_stored_bucketing_can_not_serve_is_refused_with_the_way_out():
+    with pytest.raises(PlanError, match="table 't0' is stored with 'hash'; use sharding 'hash' or 'table'"):
+        Plan.make(spec_of([5000]), num_shards=2, sharding="range", replicate_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_shards": 0}, "num_shards is 0, allowed is 1..1024"),
+        ({"cards_per_shard": 65}, "cards_per_shard is 65, allowed is 1..64"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.make(spec_of([10]), **arguments)
+
+
+def test_a_shard_outside_the_plan_is_refused():
+    with pytest.raises(PlanError, match=r"shard_index is 2, allowed is 0\.\.1"):
+        Plan.make(spec_of([10]), num_shards=2).partition(2)
+
+
+@given(row_counts)
+def test_buckets_in_use_are_the_first_ones(rows):
+    for bucketing in ("hash", "range"):
+        for table in spec_of(rows, bucketing).tables:
+            used = np.flatnonzero(rows_by_bucket(table))
+            assert used.tolist() == list(range(num_buckets_used(table)))

@@ -1,0 +1,187 @@
+"""Any topology gives the reference's answer: shards, cards, sharding kinds, tiers, dtypes, poolings, bag shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader.reader import Snapshot
+from router.errors import PlanError
+from router.feature_schema import FeatureSchema
+from router.router import Router
+from shard_node.bags import KeyedBags
+from shardrank_testing.snapshots import make_spec, write_snapshot
+from shardrank_testing.topologies import (
+    Topology,
+    decoded_tables,
+    expected_feature,
+    local_router,
+    lookup,
+    remote_router,
+)
+
+TOPOLOGIES = {
+    "1x1": Topology(),
+    "1x3": Topology(cards=3),
+    "2x2": Topology(shards=2, cards=2),
+    "3x1": Topology(shards=3),
+    "2x2 small tables replicated": Topology(shards=2, cards=2, replicate_bytes=4096),
+    "3x2 all replicated": Topology(shards=3, cards=2, replicate_bytes=1 << 30),
+    "table 2x2": Topology(shards=2, cards=2, sharding="table"),
+    "mapped 1x1": Topology(memory_budget_bytes=0),
+    "mapped 2x2": Topology(shards=2, cards=2, memory_budget_bytes=0),
+    "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
+}
+DTYPES = ["int8", "int4", "fp16", "fp32"]
+
+
+class Stored:
+    """A snapshot with every pooling, and what its features must answer."""
+
+    def __init__(self, folder: Path, bucketing: str, dtype: str | None) -> None:
+        self.spec = make_spec(bucketing=bucketing, dtype=dtype)
+        path, tables = write_snapshot(folder, self.spec, seed=3, rows_per_file=256)
+        self.snapshot = Snapshot.open(path)
+        self.tables = decoded_tables(self.spec, tables)
+        self.schema = FeatureSchema.of(self.spec)
+
+    def check(self, router: Router, bags: KeyedBags, embeddings) -> None:
+        assert embeddings.rejected == ()
+        starts = bags.bag_starts()
+        for segment, key in enumerate(bags.keys.tolist()):
+            name = self.schema.features[key].name
+            edges = bags.offsets[starts[segment] : starts[segment + 1] + 1].tolist()
+            rows = [bags.values[a:b].tolist() for a, b in itertools.pairwise(edges)]
+            weights = None
+            if bags.weights is not None:
+                weights = [bags.weights[a:b].tolist() for a, b in itertools.pairwise(edges)]
+            expected = expected_feature(self.spec, self.tables, name, rows, weights)
+            actual = embeddings.feature(key)
+            scale = 10.0 * max([1, *map(len, rows)])
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+            assert embeddings.lengths(key).tolist() == [len(bag) for bag in rows]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[tuple[str, str | None], Stored]:
+    kinds = [("hash", None), ("range", None), *(("hash", dtype) for dtype in DTYPES)]
+    return {kind: Stored(tmp_path_factory.mktemp("store"), *kind) for kind in kinds}
+
+
+def random_bags(stored: Stored, rng: np.random.Generator, max_bags: int, max_hotness: int) -> KeyedBags:
+    """Raw ids (here: rows) for all features; weights are 1 where a feature is not weighted."""
+    schema = stored.schema
+    count = len(schema.features)
+    bags_per_key = rng.integers(0, max_bags + 1, count).astype(np.int64)
+    lengths = rng.integers(0, max_hotness + 1, int(bags_per_key.sum()))
+    lengths[rng.random(lengths.size) < 0.2] = 0
+    bags = KeyedBags.from_lengths(
+        np.arange(count, dtype=np.int32), bags_per_key, lengths, np.zeros(int(lengths.sum()), np.int64)
+    )
+    limits = [stored.spec.table_of(feature.name).num_embeddings for feature in schema.features]
+    values = (rng.random(bags.num_values) * np.repeat(limits, bags.values_per_key())).astype(np.int64)
+    weighted = np.repeat([feature.weighted for feature in schema.features], bags.values_per_key())
+    weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
+    return KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, values, weights)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
+@pytest.mark.parametrize("bucketing", ["hash", "range"])
+@pytest.mark.parametrize(("max_bags", "max_hotness"), [(1, 1), (7, 5), (3, 1000), (0, 0), (2048, 1)])
+def test_any_topology_gives_the_references_answer(stores, topology, bucketing, max_bags, max_hotness):
+    stored = stores[bucketing, None]
+    router = local_router(stored.snapshot, topology)
+    bags = random_bags(stored, np.random.default_rng(max_bags + max_hotness), max_bags, max_hotness)
+    stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(shards=2, cards=2)], ids=["1x1", "2x2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_gives_the_references_answer(stores, topology, dtype):
+    stored = stores["hash", dtype]
+    router = local_router(stored.snapshot, topology)
+    for seed in range(5):
+        bags = random_bags(stored, np.random.default_rng(seed), 6, 6)
+        stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(), Topology(shards=2, cards=2), Topology(shards=3, replicate_bytes=4096, replicas=2)],
+    ids=["1x1", "2x2", "3x1 with two replicas"],
+)
+def test_shards_behind_sockets_give_the_same_bits_as_in_process(stores, tmp_path, topology):
+    stored = stores["hash", None]
+    local = local_router(stored.snapshot, topology)
+
+    async def run() -> None:
+        async with remote_router(stored.snapshot, topology, tmp_path) as router:
+            for seed in range(4):
+                bags = random_bags(stored, np.random.default_rng(seed), 9, 9)
+                remote = await lookup(router, stored.snapshot, bags)
+                stored.check(router, bags, remote)
+                # A second router takes the same turns, so replicated tables are asked for at the same shards.
+                for ours, theirs in zip(
+                    remote.blocks, (await lookup(local, stored.snapshot, bags)).blocks, strict=True
+                ):
+                    np.testing.assert_array_equal(ours, theirs)
+
+    asyncio.run(run())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shards=st.integers(1, 4),
+    cards=st.integers(1, 3),
+    sharding=st.sampled_from([None, "table"]),
+    replicate_bytes=st.sampled_from([0, 5000, 20000]),
+    budget=st.sampled_from([None, 0, 9000]),
+    seed=st.integers(0, 2**32),
+)
+def test_drawn_topologies_give_the_references_answer(stores, shards, cards, sharding, replicate_bytes, budget, seed):
+    stored = stores["hash", None]
+    router = local_router(stored.snapshot, Topology(shards, cards, sharding, budget, replicate_bytes))
+    rng = np.random.default_rng(seed)
+    bags = random_bags(stored, rng, int(rng.integers(1, 5)), int(rng.integers(0, 5)))
+    stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
+
+
+def test_some_of_the_features_can_be_asked_for(stores):
+    stored = stores["hash", None]
+    router = local_router(stored.snapshot, Topology(shards=2))
+    index = stored.schema.index
+    keys = np.array(sorted([index["genre"], index["history"]]), np.int32)
+    bags = KeyedBags.from_lengths(
+        keys, np.array([2, 2], np.int64), np.array([1, 2, 0, 3]), np.arange(6, dtype=np.int64)
+    )
+    embeddings = asyncio.run(lookup(router, stored.snapshot, bags))
+    stored.check(router, bags, embeddings)
+    with pytest.raises(KeyError, match="user"):
+        embeddings.feature(index["user"])
+
+
+def test_rejected_ids_are_told_and_other_bags_are_right(stores):
+    stored = stores["hash", None]
+    router = local_router(stored.snapshot, Topology(shards=2))
+    film = stored.schema.index["film"]
+    bags = KeyedBags.from_lengths(
+        np.array([film], np.int32), np.array([3], np.int64), np.array([1, 1, 1]), np.array([5, 777, 6], np.int64)
+    )
+    embeddings = asyncio.run(lookup(router, stored.snapshot, bags))
+    told = [(one.feature, one.bag, one.id, one.num_embeddings) for one in embeddings.rejected]
+    assert told == [("film", 1, 777, 777)]
+    expected = expected_feature(stored.spec, stored.tables, "film", [[5], [6]], None)
+    np.testing.assert_allclose(embeddings.feature(film)[[0, 2]], expected, rtol=1e-5)
+
+
+def test_a_router_needs_a_shard_for_each_of_the_plan(stores):
+    stored = stores["hash", None]
+    router = local_router(stored.snapshot, Topology(shards=2))
+    with pytest.raises(PlanError, match="the plan has 2 shards, but 0 were given"):
+        Router(stored.schema, None, router.plan, [])

@@ -1,0 +1,127 @@
+"""Fleets of every shape over one snapshot, in this process or behind real sockets, and what they must answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loader.codecs import codec_for
+from loader.manifest import ModelSpec
+from loader.reader import Snapshot
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import Plan
+from router.replicas import ReplicatedShard
+from router.router import Router
+from shard_node.address import Address
+from shard_node.bags import KeyedBags
+from shard_node.client import ShardClient
+from shard_node.loading import load_tables
+from shard_node.node import ShardNode
+from shard_node.server import NodeServer
+from shard_node.shard import LocalShard, Shard
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a snapshot is served: over how many shards and cards, divided how, in which tier."""
+
+    shards: int = 1
+    cards: int = 1
+    sharding: str | None = None  # None: as the tables are stored
+    memory_budget_bytes: int | None = None
+    replicate_bytes: int = 0
+    replicas: int = 1
+
+    def plan(self, spec: ModelSpec) -> Plan:
+        return Plan.make(
+            spec,
+            num_shards=self.shards,
+            sharding=self.sharding or spec.tables[0].bucketing,
+            cards_per_shard=self.cards,
+            replicate_bytes=self.replicate_bytes,
+        )
+
+
+def make_node(snapshot: Snapshot, plan: Plan, shard: int, memory_budget_bytes: int | None = None) -> ShardNode:
+    node = ShardNode(plan.identity(shard))
+    tables = load_tables(snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=memory_budget_bytes)
+    node.stage(snapshot.spec.model, snapshot.version, tables)
+    node.flip(snapshot.spec.model, snapshot.version)
+    return node
+
+
+def make_router(snapshot: Snapshot, plan: Plan, shards: list[Shard]) -> Router:
+    schema = FeatureSchema.of(snapshot.spec)
+    vocabularies = {
+        table.name: snapshot.vocabulary(table.name)
+        for table in snapshot.spec.tables
+        if table.id_mapping.kind == "vocabulary"
+    }
+    return Router(schema, IdMapper(schema, vocabularies), plan, shards)
+
+
+def local_router(snapshot: Snapshot, topology: Topology) -> Router:
+    plan = topology.plan(snapshot.spec)
+    nodes = [make_node(snapshot, plan, shard, topology.memory_budget_bytes) for shard in range(plan.num_shards)]
+    return make_router(snapshot, plan, [LocalShard(node) for node in nodes])
+
+
+@asynccontextmanager
+async def remote_router(snapshot: Snapshot, topology: Topology, folder: Path) -> AsyncIterator[Router]:
+    """The same over Unix sockets, in this process's loop."""
+    plan = topology.plan(snapshot.spec)
+    servers: list[NodeServer] = []
+    shards: list[Shard] = []
+    try:
+        for shard in range(plan.num_shards):
+            clients = []
+            for replica in range(topology.replicas):
+                server = NodeServer(make_node(snapshot, plan, shard, topology.memory_budget_bytes))
+                await server.start([Address.parse(f"unix:{folder}/{shard}-{replica}.sock")])
+                servers.append(server)
+                clients.append(ShardClient(server.addresses[0]))
+            shards.append(ReplicatedShard(plan, shard, snapshot.manifest.identity, clients))
+        router = make_router(snapshot, plan, shards)
+        yield router
+    finally:
+        for shard in shards:
+            await shard.close()
+        await asyncio.gather(*(server.close() for server in servers))
+
+
+def decoded_tables(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What rows are worth once stored: the dtype's own rounding is no error of whoever serves them."""
+    out = {}
+    for table in spec.tables:
+        codec = codec_for(table.dtype, table.embedding_dim)
+        out[table.name] = codec.decode(codec.encode(tables[table.name]))
+    return out
+
+
+def expected_feature(
+    spec: ModelSpec, tables: dict[str, np.ndarray], name: str, rows: list[list[int]], weights: list[list[float]] | None
+) -> np.ndarray:
+    """One feature's answer by definition, in float64: its pooled bags, or all its rows one after the other."""
+    table = tables[spec.table_of(name).name].astype(np.float64)
+    pooling = spec.pooling_of(name)
+    if pooling == "none":
+        return table[[row for bag in rows for row in bag]].reshape(-1, table.shape[1])
+    out = np.zeros((len(rows), table.shape[1]))
+    for number, bag in enumerate(rows):
+        for position, row in enumerate(bag):
+            out[number] += (1.0 if weights is None else weights[number][position]) * table[row]
+        if pooling == "mean" and bag:
+            out[number] /= len(bag)
+    return out
+
+
+def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0):
+    """One lookup, as a coroutine."""
+    return router.lookup(snapshot.spec.model, snapshot.version, bags, time.monotonic() + timeout_s)
