@@ -1,0 +1,77 @@
+"""The shape of the tree itself: imports point left, files and functions stay small, packages say what they own."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Each package may import itself and what stands before it.
+ORDER = ["loader", "shard_node", "router", "serving", "loadtest"]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+SOURCES = [
+    path for folder in [*ORDER, "tests"] for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name
+]
+
+
+def imported_packages(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_imports_only_what_stands_to_its_left(package):
+    forbidden = set(ORDER[ORDER.index(package) + 1 :]) | {"tests", "shardrank_testing"}
+    wrong = {
+        relative(path): sorted(found)
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if (found := imported_packages(ast.parse(path.read_text())) & forbidden)
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_says_what_it_owns(package):
+    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    assert docstring is not None
+    assert "Owns" in docstring
+
+
+def test_cupy_is_imported_in_one_place_at_most():
+    users = [relative(path) for path in SOURCES if "cupy" in imported_packages(ast.parse(path.read_text()))]
+    assert len(users) <= 1
+
+
+def test_files_are_at_most_400_lines():
+    long = {relative(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES}
+    assert long == {}
+
+
+def test_functions_are_at_most_70_lines():
+    long = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long[f"{relative(path)}:{node.name}"] = lines
+    assert long == {}
+
+
+def test_nothing_is_pickled():
+    users = [relative(path) for path in SOURCES if "pickle" in imported_packages(ast.parse(path.read_text()))]
+    # The metadata of torch.distributed.checkpoint is a pickle; it is read by an unpickler with a fixed list of classes.
+    reader = "loader/metadata_unpickler.py"
+    assert [user for user in users if not user.startswith("tests") and user != reader] == []
