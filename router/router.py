@@ -84,7 +84,7 @@ class Router:
     async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
         if len(self._shards) == 1:
             return await self._shards[0].pool(model, version, bags, deadline)
-        parts = split(bags, self._owners(bags))
+        parts = split(bags, self._owners(bags), range(len(self._shards)))
         calls = [self._shards[part.owner].pool(model, version, part.bags, deadline) for part in parts]
         if len(calls) == 1:
             return self._add(bags, parts, [await calls[0]])

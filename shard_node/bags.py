@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KeyedBags:
     """Bags of several keys, key by key (TorchRec's KeyedJaggedTensor with its own bag count for each key).
 
@@ -35,6 +35,9 @@ class KeyedBags:
     offsets: Int64Array
     values: Int64Array
     weights: Float32Array | None = None
+    # Both are asked for at every step from parsing to pooling, so they are worked out once.
+    _bag_starts: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
+    _values_per_key: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -66,14 +69,22 @@ class KeyedBags:
         return np.diff(self.offsets)
 
     def bag_starts(self) -> Int64Array:
-        """int64 [S + 1], the first bag of each key, then B."""
-        starts = np.zeros(self.keys.size + 1, dtype=np.int64)
-        np.cumsum(self.bags_per_key, out=starts[1:])
+        """int64 [S + 1], the first bag of each key, then B. Not to be changed."""
+        starts = self._bag_starts
+        if starts is None:
+            starts = np.zeros(self.keys.size + 1, dtype=np.int64)
+            np.cumsum(self.bags_per_key, out=starts[1:])
+            object.__setattr__(self, "_bag_starts", starts)
         return starts
 
     def values_per_key(self) -> Int64Array:
-        """int64 [S], values of each key."""
-        return np.diff(self.offsets[self.bag_starts()])
+        """int64 [S], values of each key. Not to be changed."""
+        counts = self._values_per_key
+        if counts is None:
+            edges = self.offsets[self.bag_starts()]
+            counts = edges[1:] - edges[:-1]
+            object.__setattr__(self, "_values_per_key", counts)
+        return counts
 
     def validate(self) -> None:
         """Checks that the arrays describe bags; for input that comes from outside the process.

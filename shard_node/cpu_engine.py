@@ -23,6 +23,7 @@ class _GroupPlace:
     first_table: int
     end_table: int
     embedding_dim: int
+    arenas: range
     only_arena: int | None
     whole: bool
 
@@ -45,7 +46,7 @@ class CpuEngine:
         self,
         layout: TableLayout,
         arenas: Sequence[Arena],
-        group_arenas: Sequence[Sequence[int]],
+        group_arenas: Sequence[range],
         placement: Placement,
         tiers: Sequence[Tier],
     ) -> None:
@@ -58,6 +59,7 @@ class CpuEngine:
                 group.first_table,
                 group.end_table,
                 group.embedding_dim,
+                numbers,
                 numbers[0] if len(numbers) == 1 else None,
                 len(numbers) == 1 and placement.is_whole(group.first_table, group.end_table),
             )
@@ -99,7 +101,7 @@ class CpuEngine:
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
-            for part in split(placed, arena)
+            for part in split(placed, arena, group.arenas)
         ]
         return add(pooled, bags.num_bags, group.embedding_dim)
 

@@ -124,7 +124,7 @@ class _Builder:
         self._total_bytes = sum(ram)
         self._progress("load", 0, self._total_bytes)
         places: list[TablePlace] = []
-        group_arenas: list[list[int]] = []
+        group_arenas: list[range] = []
         for group in self._layout.groups:
             first_arena = len(self._arenas)
             by_card = self._allocate(group.first_table, group.end_table, tiers)
@@ -134,7 +134,7 @@ class _Builder:
                     places.append(self._place_in_ram(number, table, by_card))
                 else:
                     places.append(self._place_mapped(number, table))
-            group_arenas.append(list(range(first_arena, len(self._arenas))))
+            group_arenas.append(range(first_arena, len(self._arenas)))
         return CpuEngine(self._layout, self._arenas, group_arenas, Placement(self._layout, places), tiers)
 
     def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> dict[int, _Filling]:

@@ -7,15 +7,19 @@ Used by the router over shards and by the CPU engine over arenas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
-MAX_OWNERS = 2**16
+# Up to so many owners a pass for each is faster than a sort (measured: 266,240 values cost 0.4 ms a pass, 2 ms sorted).
+MAX_MASKED_OWNERS = 6
+# For each owner: its number, the positions of its values, the bags that they are in, and how many each has (or one).
+Division: TypeAlias = Iterator[tuple[int, Int64Array, Int64Array, Int64Array | None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,52 +37,85 @@ class Part:
     bag_index: Int64Array
 
 
-def split(bags: KeyedBags, owner: npt.NDArray[np.uint16]) -> list[Part]:
+def split(bags: KeyedBags, owner: npt.NDArray[np.uint16], owners: range) -> list[Part]:
     """Splits bags by the owner of each value.
 
     Args:
         bags: the whole.
-        owner: uint16 [n], who owns each value.
+        owner: uint16 [n], who owns each value; each is in `owners`.
+        owners: all there are.
 
     Returns:
         One part for each owner that has a value, by owner. Within a bag values keep their order.
     """
-    if not bags.num_values:
+    filled = np.flatnonzero(bags.lengths)
+    if not filled.size:
         return []
-    bag_of_value = np.repeat(np.arange(bags.num_bags, dtype=np.int64), bags.lengths)
-    # A stable sort of 16-bit keys is a radix sort: linear, whatever the number of owners.
+    bag_starts = bags.bag_starts()
+    divide = _divide_by_masks if len(owners) <= MAX_MASKED_OWNERS else _divide_by_sorting
+    return [
+        _part(bags, bag_starts, number, positions, bag_index, lengths)
+        for number, positions, bag_index, lengths in divide(bags, filled, owner, owners)
+    ]
+
+
+def _divide_by_masks(bags: KeyedBags, filled: Int64Array, owner: npt.NDArray[np.uint16], owners: range) -> Division:
+    """One pass over the values for each owner: the fastest way if there are few."""
+    one_each = filled.size == bags.num_values
+    starts = bags.offsets[filled]
+    for number in owners:
+        mask = owner == number
+        positions = np.flatnonzero(mask)
+        if not positions.size:
+            continue
+        if one_each:
+            yield number, positions, filled[positions], None
+        else:
+            counts = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int64)
+            has_values = np.flatnonzero(counts)
+            yield number, positions, filled[has_values], counts[has_values]
+
+
+def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: npt.NDArray[np.uint16], owners: range) -> Division:
+    """One stable sort of 16-bit keys, which is a radix sort: linear, whatever the number of owners."""
+    del owners
     order = np.argsort(owner, kind="stable")
-    sorted_owner, sorted_bag = owner[order], bag_of_value[order]
-    values = bags.values[order]
-    weights = None if bags.weights is None else bags.weights[order]
+    bag_of_value = np.repeat(filled, bags.lengths[filled])[order]
+    sorted_owner = owner[order]
     # A new bag of a part begins wherever the owner or the bag changes.
     begins = np.empty(order.size, dtype=bool)
     begins[0] = True
-    np.logical_or(sorted_bag[1:] != sorted_bag[:-1], sorted_owner[1:] != sorted_owner[:-1], out=begins[1:])
+    np.logical_or(bag_of_value[1:] != bag_of_value[:-1], sorted_owner[1:] != sorted_owner[:-1], out=begins[1:])
     starts = np.flatnonzero(begins)
-    part_owner, part_bag = sorted_owner[starts], sorted_bag[starts]
-    owners, first = np.unique(part_owner, return_index=True)
+    lengths = np.diff(starts, append=order.size)
+    present, first = np.unique(sorted_owner[starts], return_index=True)
     edges = [*first.tolist(), starts.size]
-    bag_starts = bags.bag_starts()
-    parts = []
-    for number, begin, end in zip(owners.tolist(), edges[:-1], edges[1:], strict=True):
-        value_begin = int(starts[begin])
-        value_end = int(starts[end]) if end < starts.size else order.size
-        bag_index = part_bag[begin:end]
-        offsets = np.empty(end - begin + 1, dtype=np.int64)
-        np.subtract(starts[begin:end], value_begin, out=offsets[:-1])
-        offsets[-1] = value_end - value_begin
-        bags_per_key = np.diff(np.searchsorted(bag_index, bag_starts))
-        has_bags = bags_per_key > 0
-        part = KeyedBags(
-            keys=bags.keys[has_bags],
-            bags_per_key=bags_per_key[has_bags],
-            offsets=offsets,
-            values=values[value_begin:value_end],
-            weights=None if weights is None else weights[value_begin:value_end],
-        )
-        parts.append(Part(number, part, bag_index))
-    return parts
+    for number, begin, end in zip(present.tolist(), edges[:-1], edges[1:], strict=True):
+        first_value = int(starts[begin])
+        positions = order[first_value : first_value + int(lengths[begin:end].sum())]
+        yield number, positions, bag_of_value[starts[begin:end]], lengths[begin:end]
+
+
+def _part(
+    bags: KeyedBags,
+    bag_starts: Int64Array,
+    number: int,
+    positions: Int64Array,
+    bag_index: Int64Array,
+    lengths: Int64Array | None,
+) -> Part:
+    if lengths is None:
+        offsets = np.arange(bag_index.size + 1, dtype=np.int64)
+    else:
+        offsets = np.zeros(bag_index.size + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+    bags_per_key = np.diff(np.searchsorted(bag_index, bag_starts))
+    has_bags = bags_per_key > 0
+    weights = None if bags.weights is None else bags.weights[positions]
+    keys = bags.keys[has_bags]
+    return Part(
+        number, KeyedBags(keys, bags_per_key[has_bags], offsets, np.take(bags.values, positions), weights), bag_index
+    )
 
 
 def add(

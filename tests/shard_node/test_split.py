@@ -24,20 +24,20 @@ def pool_by_definition(bags: KeyedBags) -> np.ndarray:
     return out
 
 
-@given(keyed_bags(), st.integers(1, 6), st.randoms(use_true_random=False))
+@given(keyed_bags(), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_adding_the_pooled_parts_of_any_split_gives_the_whole(bags, num_owners, random):
     owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint16)
-    parts = split(bags, owner)
+    parts = split(bags, owner, range(num_owners))
     pooled = [(part.bag_index, pool_by_definition(part.bags)) for part in parts]
     np.testing.assert_array_equal(add(pooled, bags.num_bags, DIM), pool_by_definition(bags))
 
 
-@given(keyed_bags(), st.integers(1, 6), st.randoms(use_true_random=False))
+@given(keyed_bags(), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_parts_hold_every_value_once_in_bags_that_are_not_empty_and_under_the_right_key(bags, num_owners, random):
     owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint16)
     key_of_bag = np.repeat(bags.keys, bags.bags_per_key)
     seen = []
-    for part in split(bags, owner):
+    for part in split(bags, owner, range(num_owners)):
         part.bags.validate()
         assert (part.bags.lengths > 0).all()
         assert (np.diff(part.bag_index) > 0).all()
@@ -48,13 +48,13 @@ def test_parts_hold_every_value_once_in_bags_that_are_not_empty_and_under_the_ri
     assert sorted(seen) == sorted(zip(owner.tolist(), bag_of_value, bags.values, strict=True))
 
 
-@given(keyed_bags(), st.integers(1, 5), st.randoms(use_true_random=False), st.data())
+@given(keyed_bags(), st.integers(1, 12), st.randoms(use_true_random=False), st.data())
 def test_a_block_of_some_of_the_bags_adds_only_their_parts(bags, num_owners, random, data):
     owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint16)
     first = data.draw(st.integers(0, bags.num_bags))
     end = data.draw(st.integers(first, bags.num_bags))
     pooled = []
-    for part in split(bags, owner):
+    for part in split(bags, owner, range(num_owners)):
         here = (part.bag_index >= first) & (part.bag_index < end)
         pooled.append((part.bag_index[here], pool_by_definition(part.bags)[here]))
     np.testing.assert_array_equal(add(pooled, end - first, DIM, first), pool_by_definition(bags)[first:end])

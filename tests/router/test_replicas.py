@@ -1,0 +1,196 @@
+"""A shard of several nodes answers while one does, and never with the sums of a node that holds something else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.reader import Snapshot
+from router.errors import ShardUnavailableError
+from router.plan import Plan
+from router.replicas import ReplicatedShard
+from shard_node.address import Address
+from shard_node.bags import KeyedBags
+from shard_node.client import ShardClient
+from shard_node.errors import DeadlineExceededError
+from shard_node.node import ShardNode
+from shard_node.server import NodeServer
+from shardrank_testing.snapshots import one_table_spec, write_snapshot
+from shardrank_testing.topologies import Topology, make_node
+
+BAGS = KeyedBags.from_lengths(
+    np.array([0], np.int32), np.array([2], np.int64), np.array([1, 2]), np.array([5, 6, 7], np.int64)
+)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory) -> Snapshot:
+    path, _ = write_snapshot(tmp_path_factory.mktemp("store"), one_table_spec(100), seed=1)
+    return Snapshot.open(path)
+
+
+class Fleet:
+    """Nodes behind Unix sockets that can be stopped and started again on the same address."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers: dict[int, NodeServer] = {}
+
+    def address(self, number: int) -> Address:
+        return Address.parse(f"unix:{self._folder}/{number}.sock")
+
+    async def start(self, number: int, node: ShardNode) -> None:
+        self._servers[number] = NodeServer(node)
+        await self._servers[number].start([self.address(number)])
+
+    async def stop(self, number: int) -> None:
+        await self._servers.pop(number).close()
+
+    async def stop_all(self) -> None:
+        for number in list(self._servers):
+            await self.stop(number)
+
+
+def shard_over(fleet: Fleet, snapshot: Snapshot, plan: Plan, *numbers: int) -> tuple[ReplicatedShard, list[str]]:
+    retries: list[str] = []
+    clients = [ShardClient(fleet.address(number)) for number in numbers]
+    return ReplicatedShard(plan, 0, snapshot.manifest.identity, clients, retries.append), retries
+
+
+async def ask(shard: ReplicatedShard, snapshot: Snapshot, timeout_s: float = 30.0) -> np.ndarray:
+    blocks = await shard.pool(snapshot.spec.model, snapshot.version, BAGS, time.monotonic() + timeout_s)
+    return blocks[0]
+
+
+def run(scenario, folder: Path) -> None:
+    async def main() -> None:
+        fleet = Fleet(folder)
+        try:
+            await scenario(fleet)
+        finally:
+            await fleet.stop_all()
+
+    asyncio.run(main())
+
+
+def test_with_one_of_two_replicas_gone_every_call_is_answered(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+    expected = make_node(snapshot, plan, 0).pool(snapshot.spec.model, snapshot.version, BAGS)[0]
+
+    async def scenario(fleet: Fleet) -> None:
+        for number in (0, 1):
+            await fleet.start(number, make_node(snapshot, plan, 0))
+        shard, retries = shard_over(fleet, snapshot, plan, 0, 1)
+        for _ in range(4):
+            np.testing.assert_array_equal(await ask(shard, snapshot), expected)
+        assert retries == []
+        await fleet.stop(0)
+        for _ in range(20):
+            np.testing.assert_array_equal(await ask(shard, snapshot), expected)
+        assert set(retries) <= {"node_unavailable"}
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_with_no_replica_the_error_says_what_each_said_and_service_resumes_by_itself(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        shard, _ = shard_over(fleet, snapshot, plan, 0, 1)
+        with pytest.raises(ShardUnavailableError, match=r"shard 0 of 1: no replica answered \(.*0\.sock.*; .*1\.sock"):
+            await ask(shard, snapshot)
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        answered = False
+        give_up = time.monotonic() + 5.0
+        while not answered and time.monotonic() < give_up:
+            try:
+                await ask(shard, snapshot)
+                answered = True
+            except ShardUnavailableError:
+                await asyncio.sleep(0.01)
+        assert answered
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_node_of_another_shard_is_refused(snapshot, tmp_path):
+    plan = Topology(shards=2).plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start(0, make_node(snapshot, plan, 1))
+        shard, retries = shard_over(fleet, snapshot, plan, 0)
+        with pytest.raises(ShardUnavailableError, match=r"the node is shard 1 of 2 \(hash\), wanted is 0 of 2"):
+            await ask(shard, snapshot)
+        assert retries == ["plan_mismatch"]
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_node_that_divides_by_another_plan_is_refused(snapshot, tmp_path):
+    plan = Topology(shards=2).plan(snapshot.spec)
+    other = Topology(shards=2, replicate_bytes=1 << 20).plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start(0, make_node(snapshot, other, 0))
+        shard, _ = shard_over(fleet, snapshot, plan, 0)
+        with pytest.raises(ShardUnavailableError, match="by another plan"):
+            await ask(shard, snapshot)
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_node_restarted_with_another_snapshot_of_the_same_version_is_refused(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+    path, _ = write_snapshot(tmp_path / "other", snapshot.spec, seed=2)
+    other = Snapshot.open(path)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start(0, make_node(snapshot, plan, 0))
+        shard, _ = shard_over(fleet, snapshot, plan, 0)
+        await ask(shard, snapshot)
+        await fleet.stop(0)
+        await fleet.start(0, make_node(other, plan, 0))
+        refused = ""
+        give_up = time.monotonic() + 5.0
+        while "another snapshot" not in refused and time.monotonic() < give_up:
+            try:
+                await ask(shard, snapshot)
+                pytest.fail("a node with another snapshot was believed")
+            except ShardUnavailableError as error:
+                refused = str(error)
+                await asyncio.sleep(0.01)
+        assert "another snapshot" in refused
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_node_that_accepts_and_never_answers_costs_the_deadline_and_no_more(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_unix_server(silent, fleet.address(0).path)
+        shard, _ = shard_over(fleet, snapshot, plan, 0)
+        with pytest.raises(DeadlineExceededError, match="while asking the node what it serves"):
+            await ask(shard, snapshot, timeout_s=0.05)
+        await shard.close()
+        server.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_shard_without_replicas_is_refused(snapshot):
+    with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
+        ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.manifest.identity, [])
