@@ -14,7 +14,7 @@ ShardrankError                      500 INTERNAL
     │   └── SnapshotExistsError     409 ALREADY_EXISTS
     ├── ExportError                 400 INVALID_ARGUMENT: what was handed to the writer can't be a snapshot
     │   └── NonFiniteRowError       NaN or inf in a table's row
-    └── CheckpointError             400 INVALID_ARGUMENT: a checkpoint that can't be read or does not fit its description
+    └── CheckpointError             400 INVALID_ARGUMENT: a checkpoint that can't be read or does not fit the spec
 ```
 """
 

@@ -51,7 +51,7 @@ class HashMapping(Frozen):
 
 
 class VocabularyMapping(Frozen):
-    """The position of the id in a stored list is its row. String ids are stored and looked up by a 63-bit fingerprint."""
+    """An id's position in a stored list is its row. String ids are stored and looked up by a 63-bit fingerprint."""
 
     kind: Literal["vocabulary"] = "vocabulary"
     id_type: Literal["integer", "string"] = "integer"

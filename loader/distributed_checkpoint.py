@@ -1,0 +1,174 @@
+"""A folder written by `torch.distributed.checkpoint`, read in one process without a process group.
+
+The library's `.metadata` is a pickle, read as `loader.metadata_unpickler` says. Tensors are read by the library itself,
+which loads them with `weights_only`.
+Memory: the library reads a stored chunk (one rank's shard of a table) as a whole, so one or two chunks bound it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from loader.checkpoint import Checkpoint
+from loader.codecs import Float32Array
+from loader.errors import CheckpointError
+from loader.metadata_unpickler import UnpicklingError, load_metadata
+from loader.row_source import FLOAT_DTYPES, RowSource
+
+MAX_METADATA_BYTES = 1 << 30
+
+
+class DistributedCheckpoint(Checkpoint):
+    """Tensors of a distributed checkpoint; what is not a tensor in it is left alone."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError if the metadata can't be read, or holds what metadata never does."""
+        super().__init__(path)
+        metadata = _read_metadata(path)
+        self._reader = FileSystemReader(path)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return tuple(self._entry(name).size)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, put together from all its chunks."""
+        size = self._entry(name).size
+        return self.read_part(name, ChunkStorageMetadata(torch.Size([0] * len(size)), size))
+
+    def rows(self, name: str) -> RowSource:
+        """Rows read chunk by chunk."""
+        entry = self._entry(name)
+        if len(entry.size) != 2 or entry.properties.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r}: expected floats [rows, dim], "
+                f"got {entry.properties.dtype} {list(entry.size)}"
+            )
+        return ChunkedRows(self, name, entry)
+
+    def read_part(self, name: str, part: ChunkStorageMetadata) -> torch.Tensor:
+        """The part of a tensor at `part.offsets` of size `part.sizes`. Raises CheckpointError."""
+        entry = self._entry(name)
+        target = torch.empty(part.sizes, dtype=entry.properties.dtype)
+        items = create_read_items_for_chunk_list(name, entry, [part])
+        if sum(item.lengths.numel() for item in items) != target.numel():
+            raise CheckpointError(f"{self.path}: tensor {name!r}: the chunks do not cover its shape {list(entry.size)}")
+        try:
+            self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, AssertionError, UnpicklingError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r}: can't be read: {error!r}") from error
+        return target
+
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        if name not in self._tensors:
+            raise self._unknown(name)
+        return self._tensors[name]
+
+
+class ChunkedRows:
+    """Rows of one table of a distributed checkpoint. Keeps the chunks that the last block came from, and no others."""
+
+    def __init__(self, checkpoint: DistributedCheckpoint, name: str, entry: TensorStorageMetadata) -> None:
+        self._checkpoint = checkpoint
+        self._name = name
+        self._entry = entry
+        self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return int(self._entry.size[0])
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+        return int(self._entry.size[1])
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """One block, put together from the chunks that hold these rows, be the table split by rows or by columns."""
+        last_row = min(first_row + max_rows, self.num_embeddings)
+        wanted = [
+            chunk
+            for chunk in self._entry.chunks
+            if chunk.offsets[0] < last_row and first_row < chunk.offsets[0] + chunk.sizes[0]
+        ]
+        kept = {tuple(chunk.offsets) for chunk in wanted}
+        self._loaded = {offsets: tensor for offsets, tensor in self._loaded.items() if offsets in kept}
+        block = torch.empty(last_row - first_row, self.embedding_dim)
+        for chunk in wanted:
+            row, column = chunk.offsets
+            if (row, column) not in self._loaded:
+                self._loaded[row, column] = self._checkpoint.read_part(self._name, chunk)
+            start, stop = max(first_row, row), min(last_row, row + chunk.sizes[0])
+            columns = slice(column, column + chunk.sizes[1])
+            block[start - first_row : stop - first_row, columns] = self._loaded[row, column][start - row : stop - row]
+        yield block.numpy()
+
+
+class _IntoTensor(LoadPlanner):
+    """Has the library's reader copy what it reads into one tensor; the planning methods are not used."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self._target
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.storage_index.fqn!r} is not a tensor")
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        raise NotImplementedError
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError
+
+
+def _read_metadata(path: Path) -> Metadata:
+    file = path / ".metadata"
+    try:
+        if file.stat().st_size > MAX_METADATA_BYTES:
+            raise CheckpointError(f"{file}: larger than {MAX_METADATA_BYTES} bytes")
+        with file.open("rb") as stream:
+            metadata = load_metadata(stream)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint")
+    for info in metadata.storage_data.values():
+        if PurePath(info.relative_path).name != info.relative_path:
+            raise CheckpointError(f"{file}: path {info.relative_path!r} is not a plain file name")
+    return metadata

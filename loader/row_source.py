@@ -1,0 +1,212 @@
+"""Where the float32 rows of a table come from, in row order and in bounded memory.
+
+A source is asked for one range of rows after the other and never has to hold a table. What it reads may be float16,
+bfloat16, float32 or float64; what it gives is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loader.codecs import Float32Array
+from loader.errors import ExportError
+
+_NUMPY_DTYPES = (np.float16, np.float32, np.float64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class RowSource(Protocol):
+    """A table's rows in training precision."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Rows [first_row, first_row + max_rows), or up to the table's end, as consecutive blocks float32 [k, dim].
+
+        A block is only valid until the next is taken. Memory is bounded by `max_rows` rows.
+        """
+
+
+class ArrayRows:
+    """Rows of a NumPy array or memmap [num_embeddings, dim] of floats."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """Raises ExportError if the array is not two-dimensional or not of floats."""
+        if array.ndim != 2 or array.dtype.newbyteorder("=") not in _NUMPY_DTYPES:
+            raise ExportError(
+                f"rows: expected a float16, float32 or float64 array [rows, dim], got {array.dtype} {list(array.shape)}"
+            )
+        self._array = array
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return int(self._array.shape[0])
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+        return int(self._array.shape[1])
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """One block: a view where the array is float32, else a converted copy of these rows."""
+        yield _to_float32(self._array[first_row : first_row + max_rows])
+
+
+class TensorRows:
+    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Raises ExportError if the tensor is not two-dimensional or not of floats."""
+        if tensor.ndim != 2 or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
+            raise ExportError(
+                "rows: expected a dense float16, bfloat16, float32 or float64 tensor [rows, dim], "
+                f"got {tensor.layout} {tensor.dtype} {list(tensor.shape)}"
+            )
+        self._tensor = tensor.detach()
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return int(self._tensor.shape[0])
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+        return int(self._tensor.shape[1])
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """One block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
+        block: Float32Array = self._tensor[first_row : first_row + max_rows].to("cpu", torch.float32).numpy()
+        yield block
+
+
+class SafetensorsRows:
+    """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
+
+    def __init__(self, path: str | Path, name: str) -> None:
+        """Raises ExportError if the file can't be read, has no such tensor, or it is not a matrix of floats."""
+        try:
+            file: Any = safe_open(str(path), framework="pt")
+            self._slice = file.get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ExportError(f"rows: {path}, tensor {name!r}: {error}") from error
+        shape, dtype = self._slice.get_shape(), self._slice.get_dtype()
+        if len(shape) != 2 or dtype not in ("F16", "BF16", "F32", "F64"):
+            raise ExportError(f"rows: {path}, tensor {name!r}: expected floats [rows, dim], got {dtype} {shape}")
+        self._shape = (int(shape[0]), int(shape[1]))
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return self._shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+        return self._shape[1]
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """One block, read from the file."""
+        last_row = min(first_row + max_rows, self._shape[0])
+        block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
+        yield block
+
+
+class IteratorRows:
+    """Rows from an iterable of blocks that is read once, front to back. Blocks may have any number of rows."""
+
+    def __init__(
+        self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
+    ) -> None:
+        self._iterator = iter(blocks)
+        self._num_embeddings = num_embeddings
+        self._embedding_dim = embedding_dim
+        self._next_row = 0
+        self._block: ArrayRows | TensorRows | None = None
+        self._block_first_row = 0
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return self._num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+        return self._embedding_dim
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """The asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+
+        Raises:
+            ExportError: the rows were already read, a block has the wrong dim, or there are too few or too many rows.
+        """
+        if first_row < self._next_row:
+            raise ExportError(
+                f"rows: row {first_row} asked after row {self._next_row}, but an iterator of blocks is read only once"
+            )
+        last_row = min(first_row + max_rows, self._num_embeddings)
+        while self._next_row < last_row:
+            block, block_first_row = self._current_block(), self._block_first_row
+            block_end = block_first_row + block.num_embeddings
+            start, stop = max(first_row, self._next_row), min(last_row, block_end)
+            self._next_row = stop
+            if stop == block_end:
+                self._block, self._block_first_row = None, block_end
+            if start < stop:
+                yield from block.blocks(start - block_first_row, stop - start)
+        if last_row == self._num_embeddings:
+            self._check_end()
+
+    def _current_block(self) -> ArrayRows | TensorRows:
+        if self._block is None:
+            block = self._take_block()
+            if block is None:
+                raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self._num_embeddings}")
+            if block.embedding_dim != self._embedding_dim:
+                raise ExportError(
+                    f"rows: the block at row {self._block_first_row} has dim {block.embedding_dim}, "
+                    f"expected {self._embedding_dim}"
+                )
+            self._block = block
+        return self._block
+
+    def _take_block(self) -> ArrayRows | TensorRows | None:
+        """The next block that has rows, or None at the end."""
+        return next((block for block in map(rows_of, self._iterator) if block.num_embeddings), None)
+
+    def _check_end(self) -> None:
+        if self._block is not None or self._take_block() is not None:
+            raise ExportError(f"rows: the blocks hold more than the {self._num_embeddings} rows of the table")
+
+
+def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
+    """The source for rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
+    return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
+
+
+def rows_from_blocks(
+    blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
+) -> IteratorRows:
+    """A source over an iterable of row blocks [k, dim] in row order, read once; together `num_embeddings` rows."""
+    return IteratorRows(blocks, num_embeddings, embedding_dim)
+
+
+def _to_float32(block: npt.NDArray[Any]) -> Float32Array:
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
+        converted: Float32Array = block.astype(np.float32, copy=False)
+    return converted

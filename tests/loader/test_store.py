@@ -1,0 +1,47 @@
+"""A store finds models and versions, and nothing that is neither."""
+
+from __future__ import annotations
+
+import pytest
+
+from loader.errors import SnapshotNotFoundError
+from loader.store import Store
+from shardrank_testing.snapshots import one_table_spec, write_snapshot
+
+
+def test_models_and_versions_are_found_in_order_and_other_entries_are_not(tmp_path):
+    for version in (10, 9, 2):
+        write_snapshot(tmp_path, one_table_spec(10, model="a"), version=version)
+    write_snapshot(tmp_path, one_table_spec(10, model="b"))
+    for name in (".export-11", "007", "0", "-3", "x", "1.5", str(2**63)):
+        (tmp_path / "a" / name).mkdir()
+    (tmp_path / "a" / "12").write_text("a file is no version")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / ".hidden" / "1").mkdir(parents=True)
+    store = Store(tmp_path)
+    assert store.models() == ["a", "b"]
+    assert store.versions("a") == [2, 9, 10]
+    assert store.latest("a") == 10
+    assert store.next_version("a") == 11
+    assert store.snapshot_path("a") == tmp_path / "a" / "10"
+    assert store.snapshot_path("a", 9) == tmp_path / "a" / "9"
+
+
+def test_what_does_not_exist_is_told_with_what_does(tmp_path):
+    write_snapshot(tmp_path, one_table_spec(10, model="a"), version=3)
+    store = Store(tmp_path)
+    with pytest.raises(SnapshotNotFoundError, match=r"no version 4 of model 'a'; it has \[3\]"):
+        store.snapshot_path("a", 4)
+    with pytest.raises(SnapshotNotFoundError, match=r"no model 'b'; it has \['a'\]"):
+        store.snapshot_path("b")
+    for name in ("..", "../a", "", "."):
+        with pytest.raises(SnapshotNotFoundError):
+            store.latest(name)
+
+
+def test_a_store_that_is_not_there_is_empty(tmp_path):
+    store = Store(tmp_path / "absent")
+    assert store.models() == []
+    assert store.next_version("a") == 1
+    with pytest.raises(SnapshotNotFoundError, match="it has none"):
+        store.latest("a")

@@ -1,0 +1,208 @@
+"""Small models and their snapshots, with the float32 rows that they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.golden import GoldenRequests
+from loader.manifest import (
+    Bucketing,
+    DenseInputs,
+    DenseModelSpec,
+    FeatureSpec,
+    HashMapping,
+    ModelSpec,
+    Pooling,
+    RowDtype,
+    TableSpec,
+    VocabularyMapping,
+)
+from loader.row_source import rows_of
+from loader.vocabulary import Vocabulary
+from loader.writer import export_snapshot
+
+Float32Array = npt.NDArray[np.float32]
+DEFAULT_DENSE_MODEL = DenseModelSpec(kind="mlp")
+DEFAULT_DENSE_INPUTS = DenseInputs(context=2, candidate=3)
+
+
+def random_rows(rng: np.random.Generator, num_rows: int, dim: int) -> Float32Array:
+    """float32 [num_rows, dim], each row with its own scale and offset, so that a mixed-up scale or bias is seen."""
+    rows = rng.standard_normal((num_rows, dim), dtype=np.float32)
+    rows *= rng.uniform(0.05, 2.0, (num_rows, 1)).astype(np.float32)
+    rows += rng.uniform(-1.0, 1.0, (num_rows, 1)).astype(np.float32)
+    return rows
+
+
+def make_spec(
+    model: str = "films",
+    *,
+    dtype: RowDtype | None = None,
+    bucketing: Bucketing | None = None,
+    dense_inputs: DenseInputs = DEFAULT_DENSE_INPUTS,
+    dense_model: DenseModelSpec = DEFAULT_DENSE_MODEL,
+) -> ModelSpec:
+    """A model with five tables and seven features that has one of everything.
+
+    | table | rows x dim | dtype | bucketing | features (pooling) |
+    |---|---|---|---|---|
+    | user | 1000 x 16 | int8 | hash | user (sum), context |
+    | film | 777 x 16 | int8 | hash | film (sum), candidate; history (none), context: a shared table |
+    | genre | 19 x 8 | fp32 | range | genre (mean), candidate |
+    | tag | 257 x 8 | int4 | range | tag (sum, weighted), candidate; liked_tag (sum, weighted), context |
+    | city | 300 x 4 | fp16 | hash | city (sum), context |
+
+    Args:
+        model: its name.
+        dtype: use this dtype for all tables instead.
+        bucketing: use this bucketing for all tables instead.
+        dense_inputs: dense floats of a request.
+        dense_model: the dense model's kind and config.
+    """
+
+    def table(
+        name: str,
+        rows: int,
+        dim: int,
+        own_dtype: RowDtype,
+        own_bucketing: Bucketing,
+        features: tuple[str, ...],
+        pooling: Pooling = "sum",
+    ) -> TableSpec:
+        return TableSpec(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=dim,
+            feature_names=features,
+            pooling=pooling,
+            dtype=dtype or own_dtype,
+            bucketing=bucketing or own_bucketing,
+        )
+
+    return ModelSpec(
+        model=model,
+        tables=(
+            table("user", 1000, 16, "int8", "hash", ("user",)),
+            table("film", 777, 16, "int8", "hash", ("film", "history")),
+            table("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
+            table("tag", 257, 8, "int4", "range", ("tag", "liked_tag")),
+            table("city", 300, 4, "fp16", "hash", ("city",)),
+        ),
+        features=(
+            FeatureSpec(name="user", side="context"),
+            FeatureSpec(name="film", side="candidate"),
+            FeatureSpec(name="history", side="context", pooling="none"),
+            FeatureSpec(name="genre", side="candidate"),
+            FeatureSpec(name="tag", side="candidate", weighted=True),
+            FeatureSpec(name="liked_tag", side="context", weighted=True),
+            FeatureSpec(name="city", side="context"),
+        ),
+        dense_inputs=dense_inputs,
+        dense_model=dense_model,
+    )
+
+
+def one_table_spec(
+    num_embeddings: int,
+    embedding_dim: int = 8,
+    *,
+    dtype: RowDtype = "int8",
+    bucketing: Bucketing = "hash",
+    id_mapping: VocabularyMapping | HashMapping | None = None,
+    model: str = "small",
+) -> ModelSpec:
+    """A model of one table `items` with one candidate feature `item`."""
+    mapping = {} if id_mapping is None else {"id_mapping": id_mapping}
+    table = TableSpec(
+        name="items",
+        num_embeddings=num_embeddings,
+        embedding_dim=embedding_dim,
+        feature_names=("item",),
+        dtype=dtype,
+        bucketing=bucketing,
+        **mapping,
+    )
+    return ModelSpec(
+        model=model,
+        tables=(table,),
+        features=(FeatureSpec(name="item", side="candidate"),),
+        dense_model=DEFAULT_DENSE_MODEL,
+    )
+
+
+def random_tables(spec: ModelSpec, seed: int) -> dict[str, Float32Array]:
+    """Float32 rows for every table, by name."""
+    rng = np.random.default_rng(seed)
+    return {table.name: random_rows(rng, table.num_embeddings, table.embedding_dim) for table in spec.tables}
+
+
+def random_golden(spec: ModelSpec, seed: int, num_requests: int = 3, max_ids_per_bag: int = 4) -> GoldenRequests:
+    """Requests that fit the spec, with ids below `num_embeddings` and arbitrary scores."""
+    rng = np.random.default_rng(seed)
+    num_candidates = rng.integers(1, 6, num_requests, dtype=np.int32)
+    total = int(num_candidates.sum())
+    values, lengths, weights = {}, {}, {}
+    for feature in spec.features:
+        bags = num_requests if feature.side == "context" else total
+        lengths[feature.name] = rng.integers(0, max_ids_per_bag + 1, bags, dtype=np.int32)
+        nnz = int(lengths[feature.name].sum())
+        values[feature.name] = rng.integers(0, spec.table_of(feature.name).num_embeddings, nnz, dtype=np.int64)
+        if feature.weighted:
+            weights[feature.name] = rng.standard_normal(nnz, dtype=np.float32)
+    return GoldenRequests(
+        num_candidates=num_candidates,
+        values=values,
+        lengths=lengths,
+        weights=weights,
+        context_dense=rng.standard_normal((num_requests, spec.dense_inputs.context), dtype=np.float32),
+        candidate_dense=rng.standard_normal((total, spec.dense_inputs.candidate), dtype=np.float32),
+        scores=rng.random(total, dtype=np.float32),
+    )
+
+
+def write_snapshot(
+    store_path: Path,
+    spec: ModelSpec,
+    seed: int = 0,
+    *,
+    dense: Mapping[str, torch.Tensor] | None = None,
+    vocabularies: Mapping[str, Vocabulary] | None = None,
+    golden: GoldenRequests | None = None,
+    version: int | None = None,
+    rows_per_file: int | None = None,
+) -> tuple[Path, dict[str, Float32Array]]:
+    """Exports the spec with random rows into the store at `store_path`.
+
+    Returns:
+        The snapshot's folder, and each table's float32 rows [num_embeddings, embedding_dim].
+    """
+    tables = random_tables(spec, seed)
+    path = export_snapshot(
+        store_path,
+        spec,
+        rows={name: rows_of(rows) for name, rows in tables.items()},
+        dense={"weight": torch.zeros(1)} if dense is None else dense,
+        vocabularies=vocabularies,
+        golden=golden,
+        version=version,
+        rows_per_file=rows_per_file,
+    )
+    return path, tables
+
+
+def rewrite_manifest(snapshot_path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edits `manifest.json` as a forger would: the checksum beside it is made to fit again."""
+    path = snapshot_path / "manifest.json"
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    (snapshot_path / "manifest.json.sha256").write_text(f"{digest}  manifest.json\n")
