@@ -1,0 +1,174 @@
+"""From looked-up embeddings to a ranking model's inputs, in a number of vector operations fixed by the model.
+
+A lookup answers with one block per (embedding_dim, dtype) group: feature after feature, each with all its bags. The
+ranking model wants one row a candidate with its features side by side. Features that are neighbours in both orders, on
+one side, form a run, and a run is written by one strided copy, which converts to the model's number format on the way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loader.manifest import ModelSpec, Side
+from router.embeddings import Embeddings
+from router.feature_schema import FeatureSchema
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from shard_node.bags import Float32Array, Int64Array
+
+# A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
+# process; here blocks are only read from.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writ", category=UserWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pooled features of one side that are neighbours in their block and in the columns.
+
+    Attributes:
+        block: which of the lookup's blocks holds them.
+        side: context features have a bag a request, candidate features a bag a candidate.
+        first_feature: flat index of the first.
+        num_features: how many.
+        dim: embedding_dim of each.
+        column: first column in `RankingInputs.columns`.
+    """
+
+    block: int
+    side: Side
+    first_feature: int
+    num_features: int
+    dim: int
+    column: int
+
+
+def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
+    """Splits the pooled features, in flat order, into the fewest runs."""
+    shapes = InputShapes.of(spec)
+    block_of_feature = np.searchsorted(schema.group_starts, np.arange(len(schema.features)), side="right") - 1
+    runs: list[Run] = []
+    for index, feature in enumerate(schema.features):
+        if feature.name in shapes.sequence_dims:
+            continue
+        block, dim = int(block_of_feature[index]), spec.table_of(feature.name).embedding_dim
+        column = shapes.dense_width + shapes.offsets[feature.name]
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (last.block, last.side) == (block, feature.side)
+            and last.first_feature + last.num_features == index
+            and last.column + last.num_features * dim == column
+        ):
+            runs[-1] = replace(last, num_features=last.num_features + 1)
+        else:
+            runs.append(Run(block, feature.side, index, 1, dim, column))
+    return tuple(runs)
+
+
+class InputAssembler:
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs.
+
+    Args:
+        spec: the model.
+        schema: its features in flat order.
+        dtype: the ranking model's number format, float32 or bfloat16.
+    """
+
+    def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
+        self.shapes = InputShapes.of(spec)
+        self.dtype = dtype
+        self.runs = find_runs(spec, schema)
+        self._sequences = tuple(
+            (index, feature.name)
+            for index, feature in enumerate(schema.features)
+            if feature.name in self.shapes.sequence_dims
+        )
+
+    def assemble(
+        self,
+        embeddings: Embeddings,
+        request_of_candidate: Int64Array,
+        context_dense: Float32Array,
+        candidate_dense: Float32Array,
+    ) -> RankingInputs:
+        """Builds the inputs of R requests' N candidates.
+
+        Args:
+            embeddings: the batch's lookup of all features; context features have R bags, candidate features N.
+            request_of_candidate: int64 [N], ascending.
+            context_dense: float32 [R, Kc].
+            candidate_dense: float32 [N, Kd].
+
+        Returns:
+            The inputs, in the assembler's dtype.
+        """
+        num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
+        shapes = self.shapes
+        owner = torch.from_numpy(request_of_candidate)
+        columns = torch.empty(num_candidates, shapes.padded_width, dtype=self.dtype)
+        # Memory that was never written may hold NaN, which a zero weight does not remove.
+        columns[:, shapes.width :].zero_()
+        if shapes.context_dense_width:
+            self._expand(torch.from_numpy(context_dense), owner, columns, 0)
+        if shapes.candidate_dense_width:
+            columns[:, shapes.context_dense_width : shapes.dense_width].copy_(torch.from_numpy(candidate_dense))
+        for run in self.runs:
+            self._write_run(run, embeddings, num_requests, owner, columns)
+        sequences = {
+            name: padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
+            for index, name in self._sequences
+        }
+        return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
+
+    def _write_run(self, run: Run, embeddings: Embeddings, num_requests: int, owner: Tensor, columns: Tensor) -> None:
+        num_candidates = columns.shape[0]
+        first = int(embeddings.row_starts[run.first_feature])
+        bags = num_requests if run.side == "context" else num_candidates
+        block = embeddings.blocks[run.block][first : first + run.num_features * bags]
+        # [F, bags, D] to [bags, F, D]: a view.
+        by_bag = torch.from_numpy(block).view(run.num_features, bags, run.dim).transpose(0, 1)
+        if run.side == "context":
+            self._expand(by_bag, owner, columns, run.column)
+        else:
+            width = run.num_features * run.dim
+            target = columns[:, run.column : run.column + width].view(num_candidates, run.num_features, run.dim)
+            target.copy_(by_bag)
+
+    def _expand(self, per_request: Tensor, owner: Tensor, columns: Tensor, column: int) -> None:
+        """Writes [R, ...] into the columns from `column` on, each request's row for each of its candidates."""
+        rows = per_request.to(self.dtype).flatten(1)
+        torch.index_select(rows, 0, owner, out=columns[:, column : column + rows.shape[1]])
+
+
+def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:
+    """Lays out ragged sequences side by side.
+
+    Args:
+        rows: float32 [lengths.sum(), D], sequence after sequence.
+        lengths: int64 [R].
+        dtype: of the result.
+
+    Returns:
+        Rows [R, max(lengths), D] that end in zeros, and their mask.
+    """
+    num_requests, dim = lengths.size, rows.shape[1]
+    longest = int(lengths.max(initial=0))
+    mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
+    source = torch.from_numpy(rows).to(dtype)
+    if rows.shape[0] == num_requests * longest:
+        return SequenceInput(source.view(num_requests, longest, dim), mask)
+    padded = torch.zeros(num_requests * longest, dim, dtype=dtype)
+    padded.index_copy_(0, torch.from_numpy(padded_positions(lengths, longest)), source)
+    return SequenceInput(padded.view(num_requests, longest, dim), mask)
+
+
+def padded_positions(lengths: Int64Array, longest: int) -> npt.NDArray[np.int64]:
+    """int64 [lengths.sum()]: where each element of ragged sequences lies in the flat [R * longest] padded form."""
+    ends = np.cumsum(lengths)
+    within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    return np.repeat(np.arange(lengths.size, dtype=np.int64) * longest, lengths) + within

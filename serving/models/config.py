@@ -1,0 +1,186 @@
+"""The typed configs of the ranking models, and the check that one fits the features of its model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from loader.manifest import Frozen, ModelSpec
+from serving.models.errors import RankingModelError
+
+MAX_LAYERS = 32
+MAX_LAYER_SIZE = 65_536
+
+LayerSize = Annotated[int, Field(ge=1, le=MAX_LAYER_SIZE)]
+LayerSizes = Annotated[tuple[LayerSize, ...], Field(max_length=MAX_LAYERS)]
+
+
+class MlpConfig(Frozen):
+    """logit = MLP(concat(dense, embeddings)).
+
+    Attributes:
+        hidden: sizes of the hidden layers (ReLU); a last layer of size 1 follows.
+    """
+
+    kind: Literal["mlp"] = "mlp"
+    hidden: LayerSizes = (256, 64)
+
+
+class DlrmConfig(Frozen):
+    """DLRM (Naumov et al., 2019, arXiv:1906.00091) with dot interaction.
+
+    Attributes:
+        bottom_mlp: layer sizes of the MLP over the dense inputs (ReLU after each); the last is the embedding_dim.
+            Empty if, and only if, the model has no dense inputs.
+        top_mlp: sizes of the hidden layers over the interactions (ReLU); a last layer of size 1 follows.
+    """
+
+    kind: Literal["dlrm"] = "dlrm"
+    bottom_mlp: LayerSizes = ()
+    top_mlp: LayerSizes = (256, 64)
+
+
+class DcnV2Config(Frozen):
+    """DCN-v2 (Wang et al., 2021, arXiv:2008.13535), stacked: cross layers, then deep layers.
+
+    Attributes:
+        num_cross_layers: how many cross layers.
+        low_rank: rank of each cross layer's two factors, or None for one full matrix.
+        bottom_mlp: layer sizes of an MLP over the dense inputs (ReLU after each), whose output takes their place; this
+            is MLPerf's DLRM-v2. Empty: the dense inputs enter the cross layers as they are.
+        deep: sizes of the deep layers (ReLU); a last layer of size 1 follows.
+    """
+
+    kind: Literal["dcn_v2"] = "dcn_v2"
+    num_cross_layers: int = Field(default=3, ge=1, le=MAX_LAYERS)
+    low_rank: LayerSize | None = None
+    bottom_mlp: LayerSizes = ()
+    deep: LayerSizes = (256, 64)
+
+
+class TargetAttentionConfig(Frozen):
+    """Attention of each candidate over a history, after DIN (Zhou et al., 2018, arXiv:1706.06978).
+
+    Attributes:
+        history_feature: a context feature with pooling none.
+        target_feature: the pooled candidate feature that attends, of the same embedding_dim.
+        attention_hidden: sizes of the hidden layers (ReLU) of the attention MLP over [q, k, q - k, q * k].
+        hidden: sizes of the hidden layers (ReLU) over concat(dense, embeddings, attended history); a last layer of
+            size 1 follows.
+    """
+
+    kind: Literal["target_attention"] = "target_attention"
+    history_feature: str
+    target_feature: str
+    attention_hidden: Annotated[LayerSizes, Field(min_length=1)] = (32,)
+    hidden: LayerSizes = (128, 64)
+
+
+DenseModelConfig: TypeAlias = MlpConfig | DlrmConfig | DcnV2Config | TargetAttentionConfig
+
+_ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig, Field(discriminator="kind")])
+
+
+def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
+    """Validates `spec.dense_model` and its fit with the model's features and dense inputs.
+
+    Raises:
+        RankingModelError: naming the model, the option, its value and what is allowed.
+    """
+    described = spec.dense_model
+    if "kind" in described.config:
+        raise RankingModelError(
+            f"model {spec.model!r}: dense_model.config must not have 'kind', it stands beside config"
+        )
+    try:
+        config = _ADAPTER.validate_python({"kind": described.kind, **described.config})
+    except ValidationError as error:
+        # A discriminated union puts the kind in front of each location; the name of the option follows.
+        reasons = "; ".join(
+            f"{'.'.join(str(part) for part in one['loc'][1:]) or 'kind'}: {one['msg']} (got {one['input']!r:.80})"
+            for one in error.errors()
+        )
+        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
+    if isinstance(config, DlrmConfig):
+        _check_dlrm(spec, config)
+    elif isinstance(config, DcnV2Config):
+        _check_dcn_v2(spec, config)
+    elif isinstance(config, TargetAttentionConfig):
+        _check_target_attention(spec, config)
+    elif _input_width(spec) == 0:
+        raise RankingModelError(f"model {spec.model!r}: {config.kind} has no pooled feature and no dense input")
+    _check_sequences(spec, config)
+    return config
+
+
+def _pooled(spec: ModelSpec) -> list[str]:
+    return [feature.name for feature in spec.features if spec.pooling_of(feature.name) != "none"]
+
+
+def _dense_width(spec: ModelSpec) -> int:
+    return spec.dense_inputs.context + spec.dense_inputs.candidate
+
+
+def _input_width(spec: ModelSpec) -> int:
+    return _dense_width(spec) + sum(spec.table_of(name).embedding_dim for name in _pooled(spec))
+
+
+def _check_sequences(spec: ModelSpec, config: DenseModelConfig) -> None:
+    used = {config.history_feature} if isinstance(config, TargetAttentionConfig) else set()
+    for feature in spec.features:
+        if spec.pooling_of(feature.name) == "none" and feature.name not in used:
+            raise RankingModelError(
+                f"model {spec.model!r}: feature {feature.name!r} has pooling none, which {config.kind} does not use; "
+                "use pooling sum or mean, or target_attention with it as history_feature"
+            )
+
+
+def _check_dlrm(spec: ModelSpec, config: DlrmConfig) -> None:
+    dims = {name: spec.table_of(name).embedding_dim for name in _pooled(spec)}
+    if len(set(dims.values())) != 1:
+        raise RankingModelError(f"model {spec.model!r}: dlrm needs features of one embedding_dim, got {dims}")
+    dim = next(iter(dims.values()))
+    if bool(config.bottom_mlp) != bool(_dense_width(spec)):
+        raise RankingModelError(
+            f"model {spec.model!r}: dlrm with {_dense_width(spec)} dense inputs has bottom_mlp "
+            f"{list(config.bottom_mlp)}; it must be empty without dense inputs, and only then"
+        )
+    if config.bottom_mlp and config.bottom_mlp[-1] != dim:
+        raise RankingModelError(
+            f"model {spec.model!r}: dlrm's bottom_mlp ends in {config.bottom_mlp[-1]}, not in the embedding_dim {dim}"
+        )
+    if len(dims) + bool(config.bottom_mlp) < 2:
+        raise RankingModelError(
+            f"model {spec.model!r}: dlrm needs at least two vectors to interact, got {sorted(dims)}"
+        )
+
+
+def _check_dcn_v2(spec: ModelSpec, config: DcnV2Config) -> None:
+    if config.bottom_mlp and not _dense_width(spec):
+        raise RankingModelError(
+            f"model {spec.model!r}: dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
+        )
+    if _input_width(spec) == 0:
+        raise RankingModelError(f"model {spec.model!r}: dcn_v2 has no pooled feature and no dense input")
+
+
+def _check_target_attention(spec: ModelSpec, config: TargetAttentionConfig) -> None:
+    names = [feature.name for feature in spec.features]
+    for option, name in (("history_feature", config.history_feature), ("target_feature", config.target_feature)):
+        if name not in names:
+            raise RankingModelError(f"model {spec.model!r}: {option} {name!r} is not one of its features: {names}")
+    history, target = spec.feature(config.history_feature), spec.feature(config.target_feature)
+    if history.side != "context" or spec.pooling_of(history.name) != "none":
+        raise RankingModelError(
+            f"model {spec.model!r}: history_feature {history.name!r} must be a context feature with pooling none, "
+            f"it is a {history.side} feature with pooling {spec.pooling_of(history.name)}"
+        )
+    if target.side != "candidate" or spec.pooling_of(target.name) == "none":
+        raise RankingModelError(
+            f"model {spec.model!r}: target_feature {target.name!r} must be a candidate feature with pooling sum or "
+            f"mean, it is a {target.side} feature with pooling {spec.pooling_of(target.name)}"
+        )
+    dims = {name: spec.table_of(name).embedding_dim for name in (history.name, target.name)}
+    if len(set(dims.values())) != 1:
+        raise RankingModelError(f"model {spec.model!r}: history and target differ in embedding_dim: {dims}")

@@ -1,0 +1,116 @@
+"""Building a ranking model from its description, and loading its tensors strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from loader.manifest import ModelSpec
+from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, parse_dense_model
+from serving.models.dcn_v2 import DcnV2
+from serving.models.dlrm import Dlrm
+from serving.models.errors import RankingModelError
+from serving.models.inputs import InputShapes, RankingInputs
+from serving.models.mlp import MlpRanking
+from serving.models.ranking_model import RankingModel
+from serving.models.target_attention import TargetAttention
+
+DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
+
+
+def build_model(spec: ModelSpec) -> RankingModel:
+    """An untrained model in float32, as its description says.
+
+    Raises:
+        RankingModelError: if the description is not valid.
+    """
+    config, shapes = parse_dense_model(spec), InputShapes.of(spec)
+    if isinstance(config, MlpConfig):
+        return MlpRanking(config, shapes)
+    if isinstance(config, DlrmConfig):
+        return Dlrm(config, shapes)
+    if isinstance(config, DcnV2Config):
+        return DcnV2(config, shapes)
+    return TargetAttention(config, shapes)
+
+
+def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> RankingModel:
+    """A model that is ready to score.
+
+    Args:
+        spec: its description.
+        tensors: its weights by name; exactly those that the description asks for.
+        dtype: float32 or bfloat16; the weights are converted.
+
+    Raises:
+        RankingModelError: naming the tensors that are missing, unknown, not floating point, not finite or of another
+            shape.
+    """
+    # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
+    _check_tensors(spec, tensors, expected)
+    model = build_model(spec)
+    model.load_state_dict(dict(tensors), strict=True)
+    model.pad_inputs()
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    prefix = f"model {spec.model!r}: dense model {spec.dense_model.kind!r}"
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise RankingModelError(f"{prefix}: missing tensors: {missing}")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise RankingModelError(f"{prefix}: unknown tensors: {unknown}; it has: {sorted(expected)}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise RankingModelError(
+                f"{prefix}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected[name])}"
+            )
+        if not tensor.is_floating_point():
+            raise RankingModelError(f"{prefix}: tensor {name!r} is {tensor.dtype}, expected floating point")
+        if not bool(torch.isfinite(tensor).all()):
+            raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
+
+
+def bfloat16_is_native(capabilities: Mapping[str, Any] | None = None) -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32.
+
+    Args:
+        capabilities: of the CPU, as `torch.cpu.get_capabilities` tells them; None asks it.
+    """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    capabilities = torch.cpu.get_capabilities() if capabilities is None else capabilities
+    if capabilities["architecture"] != "x86_64":
+        return True
+    # On x86 oneDNN counts any AVX-512 as support, which includes emulation.
+    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+
+
+def choose_dtype(choice: DtypeChoice, *, native: bool | None = None) -> torch.dtype:
+    """The number format of the ranking model: `auto` is bfloat16 where the CPU has it.
+
+    Args:
+        choice: what was configured.
+        native: whether the CPU has bfloat16; None asks it.
+
+    Raises:
+        RankingModelError: if bfloat16 is asked for and the CPU has none.
+    """
+    if choice == "float32":
+        return torch.float32
+    native = bfloat16_is_native() if native is None else native
+    if choice == "bfloat16" and not native:
+        raise RankingModelError("dtype 'bfloat16': this CPU has no bfloat16; use 'auto' or 'float32'")
+    return torch.bfloat16 if native else torch.float32
+
+
+def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:
+    """The largest difference of a score between two number formats of one model, each fed the same float32 inputs."""
+    expected = reference.score(inputs.to(reference.dtype))
+    scores = model.score(inputs.to(model.dtype))
+    return float((scores - expected).abs().max()) if expected.numel() else 0.0

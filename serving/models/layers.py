@@ -1,0 +1,62 @@
+"""The fully connected layers that the ranking models are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+
+class Mlp(nn.Module):
+    """Linear layers with ReLU between them.
+
+    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out].
+
+    Args:
+        input_width: columns of the input.
+        sizes: output size of each layer.
+        relu_at_end: whether ReLU follows the last layer too.
+    """
+
+    def __init__(self, input_width: int, sizes: Sequence[int], *, relu_at_end: bool) -> None:
+        super().__init__()
+        widths = [input_width, *sizes]
+        self.layers = nn.ModuleList(nn.Linear(widths[i], widths[i + 1]) for i in range(len(sizes)))
+        self.relu_at_end = relu_at_end
+        self.output_width = widths[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_width] to [..., sizes[-1]]."""
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number < last or self.relu_at_end:
+                x = F.relu_(x)
+        return x
+
+    def pad_input(self, width: int) -> None:
+        """Widens the first layer by columns of zeros, so that it can read an input with padding at its end."""
+        first = self.layers[0]
+        assert isinstance(first, nn.Linear)
+        self.layers[0] = padded_linear(first, in_features=width)
+
+
+def padded_linear(linear: nn.Linear, *, in_features: int, out_features: int | None = None) -> nn.Linear:
+    """The same layer with zero weights for inputs and outputs that are added at the end."""
+    out_features = out_features or linear.out_features
+    wider = nn.Linear(
+        in_features, out_features, bias=linear.bias is not None, device=linear.weight.device, dtype=linear.weight.dtype
+    )
+    wider.weight = nn.Parameter(padded(linear.weight, out_features, in_features), requires_grad=False)
+    if linear.bias is not None:
+        wider.bias = nn.Parameter(padded(linear.bias, out_features), requires_grad=False)
+    return wider
+
+
+def padded(tensor: Tensor, *shape: int) -> Tensor:
+    """A copy of `tensor` at the beginning of a tensor of zeros of that shape."""
+    result = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    result[tuple(slice(size) for size in tensor.shape)] = tensor.detach()
+    return result

@@ -1,0 +1,185 @@
+"""Inputs assembled from real lookups, against loops over requests, candidates and features."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from router.embeddings import Embeddings
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import Plan
+from router.router import Router
+from serving.models.assembler import InputAssembler, find_runs, padded_sequence
+from serving.models.inputs import RankingInputs
+from shard_node.bags import KeyedBags
+from shard_node.node import LoadedTables, NodeIdentity, ShardNode
+from shard_node.reference import ReferenceEngine
+from shard_node.shard import LocalShard
+from shardrank_testing.ranking import ranking_spec
+
+ROWS = 20
+
+
+def spec_of(features: list[tuple[str, str, int]], dense: tuple[int, int] = (0, 0)) -> ModelSpec:
+    """A float32 table for each feature: (side, pooling, dim)."""
+    return ModelSpec(
+        model="m",
+        tables=tuple(
+            TableSpec.model_validate(
+                {
+                    "name": f"t{i}",
+                    "num_embeddings": ROWS,
+                    "embedding_dim": dim,
+                    "feature_names": [f"f{i}"],
+                    "pooling": pooling,
+                    "dtype": "fp32",
+                }
+            )
+            for i, (_, pooling, dim) in enumerate(features)
+        ),
+        features=tuple(
+            FeatureSpec.model_validate({"name": f"f{i}", "side": side}) for i, (side, _, _) in enumerate(features)
+        ),
+        dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+
+
+def look_up(spec: ModelSpec, candidates: list[int], max_hotness: int, rng: np.random.Generator) -> Embeddings:
+    """A random batch through router and node, all in this process."""
+    schema, plan = FeatureSchema.of(spec), Plan.make(spec, 1, "hash")
+    tables = {table.name: rng.normal(size=(ROWS, table.embedding_dim)).astype(np.float32) for table in spec.tables}
+    identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash")
+    node = ShardNode(identity)
+    node.stage("m", 1, LoadedTables(ReferenceEngine(spec, tables), "identity", plan.digest))
+    node.flip("m", 1)
+    bags_per_key = np.where(schema.is_context, len(candidates), sum(candidates)).astype(np.int64)
+    lengths = rng.integers(0, max_hotness + 1, int(bags_per_key.sum()))
+    bags = KeyedBags.from_lengths(
+        np.arange(len(schema.features), dtype=np.int32),
+        bags_per_key,
+        lengths,
+        rng.integers(0, ROWS, int(lengths.sum())),
+    )
+    router = Router(schema, IdMapper(schema, {}), plan, [LocalShard(node)])
+    return asyncio.run(router.lookup("m", 1, bags, math.inf))
+
+
+def assemble(
+    spec: ModelSpec, embeddings: Embeddings, candidates: list[int], rng: np.random.Generator, dtype: torch.dtype
+) -> tuple[RankingInputs, np.ndarray, np.ndarray, np.ndarray]:
+    owner = np.repeat(np.arange(len(candidates)), candidates)
+    context = rng.normal(size=(len(candidates), spec.dense_inputs.context)).astype(np.float32)
+    candidate = rng.normal(size=(owner.size, spec.dense_inputs.candidate)).astype(np.float32)
+    inputs = InputAssembler(spec, embeddings.schema, dtype).assemble(embeddings, owner, context, candidate)
+    return inputs, owner, context, candidate
+
+
+def expected_columns(
+    spec: ModelSpec, embeddings: Embeddings, owner: np.ndarray, context: np.ndarray, candidate: np.ndarray
+) -> np.ndarray:
+    rows = []
+    for n, request in enumerate(owner):
+        row = [*context[request], *candidate[n]]
+        for feature in spec.features:
+            if spec.pooling_of(feature.name) != "none":
+                pooled = embeddings.feature(embeddings.schema.index[feature.name])
+                row.extend(pooled[request if feature.side == "context" else n])
+        rows.append(row)
+    return np.array(rows, np.float32)
+
+
+FEATURES = st.lists(
+    st.tuples(st.sampled_from(["context", "candidate"]), st.sampled_from(["sum", "mean"]), st.sampled_from([4, 8]))
+    | st.tuples(st.just("context"), st.just("none"), st.sampled_from([4, 8])),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    FEATURES,
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 2**32 - 1),
+)
+def test_every_column_holds_its_own_feature_of_its_own_request(
+    features: list[tuple[str, str, int]],
+    candidates: list[int],
+    dense: tuple[int, int],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    spec, rng = spec_of(features, dense), np.random.default_rng(seed)
+    embeddings = look_up(spec, candidates, 3, rng)
+    inputs, owner, context, candidate = assemble(spec, embeddings, candidates, rng, dtype)
+    expected = torch.from_numpy(expected_columns(spec, embeddings, owner, context, candidate)).to(dtype)
+    carried = expected.reshape(len(owner), -1).shape[1]
+    assert inputs.columns.dtype == dtype
+    assert inputs.columns.shape[1] % 32 == 0
+    assert torch.equal(inputs.columns[:, :carried], expected.reshape(len(owner), -1))
+    assert not inputs.columns[:, carried:].any()
+    assert inputs.request_of_candidate.tolist() == owner.tolist()
+    assert inputs.dense.shape[1] == sum(dense)
+    assert set(inputs.sequences) == {f"f{i}" for i, (_, pooling, _) in enumerate(features) if pooling == "none"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+def test_sequences_are_laid_out_side_by_side_and_end_in_zeros(lengths: list[int]) -> None:
+    rows = np.random.default_rng(0).normal(size=(sum(lengths), 3)).astype(np.float32)
+    sequence = padded_sequence(rows, np.array(lengths), torch.float32)
+    assert sequence.rows.shape == (len(lengths), max(lengths), 3)
+    parts = np.split(rows, np.cumsum(lengths)[:-1])
+    for request, (length, part) in enumerate(zip(lengths, parts, strict=True)):
+        assert sequence.mask[request].tolist() == [True] * length + [False] * (max(lengths) - length)
+        assert torch.equal(sequence.rows[request, :length], torch.from_numpy(part))
+        assert not sequence.rows[request, length:].any()
+
+
+def test_a_history_that_shares_its_items_table_arrives_in_order() -> None:
+    spec = ranking_spec("target_attention", dense=(0, 0))
+    tables = tuple(table.model_copy(update={"dtype": "fp32", "num_embeddings": ROWS}) for table in spec.tables)
+    spec = spec.model_copy(update={"model": "m", "tables": tables})
+    rng = np.random.default_rng(3)
+    embeddings = look_up(spec, [2, 3], 4, rng)
+    inputs, *_ = assemble(spec, embeddings, [2, 3], rng, torch.float32)
+    history = embeddings.schema.index["history"]
+    real = inputs.sequences["history"].rows[inputs.sequences["history"].mask]
+    assert torch.equal(real, torch.from_numpy(embeddings.feature(history)))
+
+
+@pytest.mark.parametrize(
+    ("features", "runs"),
+    [
+        ([("candidate", "sum", 4)] * 9, 1),
+        ([("context", "sum", 4)] * 4 + [("candidate", "mean", 4)] * 5, 2),
+        ([("context", "sum", 4), ("candidate", "sum", 4)] * 3, 6),
+        ([("candidate", "sum", 4)] * 3 + [("candidate", "sum", 8)] * 3, 2),
+        ([("candidate", "sum", 4), ("context", "none", 4), ("candidate", "sum", 4)], 2),
+    ],
+)
+def test_neighbours_of_one_side_and_width_are_copied_together(features: list[tuple[str, str, int]], runs: int) -> None:
+    spec = spec_of(features)
+    assert len(find_runs(spec, FeatureSchema.of(spec))) == runs
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_blocks_in_read_only_memory_are_read_as_they_are() -> None:
+    spec, rng = spec_of([("context", "sum", 4), ("candidate", "sum", 4)]), np.random.default_rng(0)
+    embeddings = look_up(spec, [2, 1], 2, rng)
+    expected, *_ = assemble(spec, embeddings, [2, 1], rng, torch.float32)
+    for block in embeddings.blocks:
+        block.flags.writeable = False
+    inputs, *_ = assemble(spec, embeddings, [2, 1], rng, torch.float32)
+    assert torch.equal(inputs.columns, expected.columns)

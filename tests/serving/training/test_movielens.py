@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.training.errors import DatasetError
+from serving.training.movielens import read_movielens
+from shardrank_testing.movielens import small_interactions, write_movielens
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    written = small_interactions()
+    read = read_movielens(write_movielens(tmp_path, written))
+    assert read.source == "movielens-100k"
+    for name in ("user_index", "film_index", "ratings", "timestamps"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
+    for name in ("ids", "years", "genre_offsets", "genre_ids"):
+        np.testing.assert_array_equal(getattr(read.films, name), getattr(written.films, name))
+    np.testing.assert_array_equal(read.users.ages, written.users.ages)
+    assert read.films.titles == written.films.titles
+    assert read.films.genre_names == written.films.genre_names
+    assert read.users.occupations == written.users.occupations
+    assert read.users.zip_codes == written.users.zip_codes
+
+
+def test_titles_are_latin_1_and_a_film_may_have_no_year(tmp_path: Path) -> None:
+    folder = write_movielens(tmp_path, small_interactions())
+    lines = (folder / "u.item").read_text("latin-1").split("\n")
+    lines[0] = lines[0].replace(lines[0].split("|")[1], "Misérables, Les\x85")
+    (folder / "u.item").write_text("\n".join(lines), "latin-1")
+    films = read_movielens(folder).films
+    assert films.titles[0] == "Misérables, Les\x85"
+    assert films.years[0] == 0
+    assert films.years[1] > 0
+
+
+def test_files_may_list_users_and_films_in_any_order(tmp_path: Path) -> None:
+    written = small_interactions()
+    folder = write_movielens(tmp_path, written)
+    for name in ("u.item", "u.user"):
+        lines = (folder / name).read_text("latin-1").splitlines()
+        (folder / name).write_text("\n".join(reversed(lines)), "latin-1")
+    read = read_movielens(folder)
+    np.testing.assert_array_equal(read.film_index, written.film_index)
+    assert read.films.titles == written.films.titles
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "text", "problem"),
+    [
+        ("u.data", 3, "1\t2\t3", r"u\.data, line 3: 3 fields separated by '\\t', expected 4"),
+        ("u.data", 1, "1\t2\t6\t0", r"u\.data, line 1: rating 6 is not in 1\.\.5"),
+        ("u.data", 2, "1\tx\t3\t0", r"u\.data, line 2: film id 'x' is not a whole number"),
+        ("u.data", 2, "1\t-1\t3\t0", r"u\.data, line 2: film id '-1' is not a whole number"),
+        ("u.data", 5, "1\t99999\t3\t0", r"u\.data: rating 5: film id 99999 is not in u\.item"),
+        ("u.data", 5, "99999\t1\t3\t0", r"u\.data: rating 5: user id 99999 is not in u\.user"),
+        ("u.user", 4, "4|x|M|writer|12345", r"u\.user, line 4: age 'x' is not a whole number"),
+        ("u.user", 4, "3|20|M|writer|12345", r"u\.user: user id 3 is there twice"),
+        ("u.genre", 2, "Action|7", r"u\.genre, line 2: genre number 7 is not 1"),
+        ("u.item", 1, "1|A (1990)|||", r"u\.item, line 1: 5 fields"),
+        ("u.item", 2, "2|A (1990)|||" + "|2" * 16, r"u\.item, line 2: genre flags \['2'\] are not 0 or 1"),
+    ],
+)
+def test_a_malformed_line_is_refused_by_file_and_line(
+    tmp_path: Path, file: str, line: int, text: str, problem: str
+) -> None:
+    folder = write_movielens(tmp_path, small_interactions())
+    lines = (folder / file).read_text("latin-1").split("\n")
+    lines[line - 1] = text
+    (folder / file).write_text("\n".join(lines), "latin-1")
+    with pytest.raises(DatasetError, match=problem):
+        read_movielens(folder)
+
+
+@pytest.mark.parametrize("file", ["u.data", "u.item", "u.user", "u.genre"])
+def test_a_missing_or_empty_file_is_refused_by_name(tmp_path: Path, file: str) -> None:
+    folder = write_movielens(tmp_path, small_interactions())
+    (folder / file).write_text("\n\n")
+    with pytest.raises(DatasetError, match=f"{file}: holds no line"):
+        read_movielens(folder)
+    (folder / file).unlink()
+    with pytest.raises(DatasetError, match=f"{file}: No such file"):
+        read_movielens(folder)

@@ -1,0 +1,107 @@
+"""Models of a few features for the tests of ranking models: descriptions, random inputs, random tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from serving.models.factory import build_model
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+
+DIM = 4
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mlp": {"hidden": [8, 6]},
+    "dlrm": {"bottom_mlp": [6, DIM], "top_mlp": [8]},
+    "dcn_v2": {"num_cross_layers": 2, "low_rank": 3, "deep": [8]},
+    "target_attention": {
+        "history_feature": "history",
+        "target_feature": "film",
+        "attention_hidden": [7, 5],
+        "hidden": [8],
+    },
+}
+
+
+def ranking_spec(
+    kind: str, config: Mapping[str, Any] | None = None, *, dense: tuple[int, int] = (2, 3), history: str = ""
+) -> ModelSpec:
+    """user (context), film and genre (candidate) of dim 4, a history that shares film's table, and dense inputs.
+
+    The history's pooling is none for target attention and mean otherwise, unless `history` says which.
+    """
+    pooling = history or ("none" if kind == "target_attention" else "mean")
+    return ModelSpec(
+        model="films",
+        tables=(
+            TableSpec(name="users", num_embeddings=50, embedding_dim=DIM, feature_names=("user",)),
+            TableSpec(name="films", num_embeddings=40, embedding_dim=DIM, feature_names=("film", "history")),
+            TableSpec(name="genres", num_embeddings=10, embedding_dim=DIM, feature_names=("genre",), pooling="mean"),
+        ),
+        features=(
+            FeatureSpec(name="user", side="context"),
+            FeatureSpec.model_validate({"name": "history", "side": "context", "pooling": pooling}),
+            FeatureSpec(name="film", side="candidate"),
+            FeatureSpec(name="genre", side="candidate"),
+        ),
+        dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
+        dense_model=DenseModelSpec(kind=kind, config=dict(CONFIGS[kind] if config is None else config)),
+    )
+
+
+def random_inputs(
+    spec: ModelSpec, candidates: Sequence[int], history_lengths: Sequence[int] | None = None, seed: int = 0
+) -> RankingInputs:
+    """Standard normal inputs of requests with that many candidates each."""
+    shapes, draw = InputShapes.of(spec), torch.Generator().manual_seed(seed)
+    owner = torch.repeat_interleave(torch.arange(len(candidates)), torch.tensor(candidates))
+    lengths = torch.tensor(history_lengths if history_lengths is not None else [3] * len(candidates))
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    sequences = {
+        name: SequenceInput(torch.randn(*mask.shape, dim, generator=draw) * mask.unsqueeze(2), mask)
+        for name, dim in shapes.sequence_dims.items()
+    }
+    return RankingInputs.of_parts(
+        torch.randn(len(owner), shapes.dense_width, generator=draw),
+        torch.randn(len(owner), shapes.embedding_width, generator=draw),
+        owner,
+        sequences,
+    )
+
+
+def only_request(inputs: RankingInputs, index: int) -> RankingInputs:
+    """One request of a batch alone; its history is cut to its own length."""
+    chosen = inputs.request_of_candidate == index
+    sequences = {}
+    for name, sequence in inputs.sequences.items():
+        length = int(sequence.mask[index].sum())
+        sequences[name] = SequenceInput(
+            sequence.rows[index : index + 1, :length], sequence.mask[index : index + 1, :length]
+        )
+    owner = torch.zeros(int(chosen.sum()), dtype=torch.int64)
+    return RankingInputs.of_parts(inputs.dense[chosen], inputs.embeddings[chosen], owner, sequences)
+
+
+def random_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights of the spec's ranking model, scaled so that logits are of the order of 1."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=draw) / max(1, tensor.shape[-1]) ** 0.5
+        for name, tensor in build_model(spec).state_dict().items()
+    }
+
+
+def numpy_mlp(
+    tensors: Mapping[str, torch.Tensor], prefix: str, x: np.ndarray, *, relu_at_end: bool = False
+) -> np.ndarray:
+    """The plain formula of `Mlp`, in float64."""
+    names = sorted(name for name in tensors if name.startswith(f"{prefix}.layers.") and name.endswith(".weight"))
+    for number in range(len(names)):
+        weight = tensors[f"{prefix}.layers.{number}.weight"].double().numpy()
+        x = x @ weight.T + tensors[f"{prefix}.layers.{number}.bias"].double().numpy()
+        if number < len(names) - 1 or relu_at_end:
+            x = np.maximum(x, 0)
+    return x
