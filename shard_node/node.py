@@ -68,12 +68,23 @@ class MemoryReport(Frozen):
     size_bytes: int
 
 
+class LookupReport(Frozen):
+    """Rows looked up by table and tier since a model version was loaded."""
+
+    model: str
+    version: int
+    table: str
+    tier: str
+    rows: int
+
+
 class NodeInfo(Frozen):
     """What a node tells of itself."""
 
     identity: NodeIdentity
     versions: tuple[ServedVersion, ...]
     memory: tuple[MemoryReport, ...]
+    lookups: tuple[LookupReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,11 @@ class ShardNode:
                 )
                 for one in generations
                 for use in one.payload.engine.memory()
+            ),
+            lookups=tuple(
+                LookupReport(model=one.model, version=one.version, table=count.table, tier=count.tier, rows=count.rows)
+                for one in generations
+                for count in one.payload.engine.rows_looked_up()
             ),
         )
 

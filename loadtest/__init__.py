@@ -1,0 +1,4 @@
+"""Proof: workloads, benchmarks and their reports.
+
+Owns how shardrank is measured. Nothing imports it; it may use every other package the way a user would.
+"""

@@ -1,0 +1,191 @@
+"""Frames: the fixed header, and cutting a byte stream into frames. No I/O; docs/wire-protocol.md is the format.
+
+A frame is a header of 24 bytes and a body whose length the header states, so a body is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.errors import FrameTooLargeError, WireError
+
+MAGIC = b"SHRK"
+PROTOCOL_VERSION = 1
+DEFAULT_MAX_FRAME_BYTES = 64 << 20
+MAX_BODY_BYTES = 2**32 - 1
+MAX_BUDGET_US = 2**32 - 1
+
+# magic, protocol version, frame type, request id, body bytes, budget in microseconds.
+HEADER = struct.Struct("<4sHHQII")
+# Frames up to this size come in with one read and are copied out once; of larger ones only this much is copied.
+CHUNK_BYTES = 64 << 10
+
+Body = npt.NDArray[np.uint8]
+
+
+class FrameType(IntEnum):
+    """What a frame is. A number that is in use never changes its meaning."""
+
+    POOL = 1
+    POOLED = 2
+    INFO = 3
+    INFO_ANSWER = 4
+    ERROR = 5
+    GOAWAY = 6
+
+
+class FrameHeader(NamedTuple):
+    """The first 24 bytes of a frame, without the magic.
+
+    Attributes:
+        protocol_version: of the sender.
+        frame_type: a `FrameType`, or a number that this release does not know.
+        request_id: chosen by the client, repeated in the answer; 0 in a frame that answers no request.
+        body_bytes: length of what follows the header.
+        budget_us: microseconds that the client will still wait; 0 for no limit.
+    """
+
+    protocol_version: int
+    frame_type: int
+    request_id: int
+    body_bytes: int
+    budget_us: int
+
+
+class Frame(NamedTuple):
+    """A whole frame. `body` is uint8 [body_bytes], at an address that is a multiple of 8."""
+
+    header: FrameHeader
+    body: Body
+
+
+def pack_header(frame_type: FrameType, request_id: int, body_bytes: int, budget_us: int = 0) -> bytes:
+    """The header as bytes.
+
+    Raises:
+        FrameTooLargeError: for a body that the length field can't state.
+    """
+    if body_bytes > MAX_BODY_BYTES:
+        raise FrameTooLargeError(f"body has {body_bytes} bytes, a frame holds at most {MAX_BODY_BYTES}")
+    return HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, request_id, body_bytes, budget_us)
+
+
+def unpack_header(data: memoryview) -> FrameHeader:
+    """Reads a header from the first 24 bytes.
+
+    Raises:
+        WireError: if they do not begin with the magic.
+    """
+    magic, *fields = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise WireError(f"magic is {magic!r}, a frame begins with {MAGIC!r}")
+    return FrameHeader(*fields)
+
+
+def check_header(header: FrameHeader, max_frame_bytes: int) -> None:
+    """Refuses a frame from its header alone.
+
+    An ERROR frame of any protocol version is let through: its layout is the same in all, so that a peer of another
+    version can always say what is wrong.
+
+    Raises:
+        WireError: for another protocol version.
+        FrameTooLargeError: if header and body are longer than `max_frame_bytes`.
+    """
+    if header.protocol_version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
+        raise WireError(f"protocol version {header.protocol_version} is not spoken here, only {PROTOCOL_VERSION}")
+    if header.body_bytes + HEADER.size > max_frame_bytes:
+        raise FrameTooLargeError(
+            f"frame has {header.body_bytes + HEADER.size} bytes, at most {max_frame_bytes} are taken"
+        )
+
+
+class FrameReceiver:
+    """Cuts a stream of bytes into frames. The caller reads into `get_buffer()` and says how much came.
+
+    A small frame arrives with others in one chunk, and its body is copied out. A large body is read straight into
+    the array that is handed over. That array is allocated when the header has been checked, and its pages are only
+    touched as bytes come in, so a header that promises much costs nothing.
+
+    After a WireError the stream can't be followed any more, and the receiver must be dropped.
+
+    Args:
+        max_frame_bytes: longer frames are refused.
+    """
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._chunk = np.empty(CHUNK_BYTES, np.uint8)
+        self._chunk_view = self._chunk.data
+        self._start = 0
+        self._end = 0
+        self._header: FrameHeader | None = None
+        self._body = self._chunk[:0]
+        self._body_filled = 0
+
+    @property
+    def is_mid_frame(self) -> bool:
+        """Whether a frame has begun and is not whole."""
+        return self._header is not None or self._start != self._end
+
+    @property
+    def request_id(self) -> int:
+        """The request id of the frame at which `next_frame` failed; 0 if it could not be read."""
+        return 0 if self._header is None else self._header.request_id
+
+    def get_buffer(self) -> memoryview:
+        """Writable bytes for the next read; never empty once `next_frame` has given None."""
+        if self._header is not None:
+            return self._body.data[self._body_filled :]
+        if self._start:
+            rest = self._end - self._start
+            # At most a part of a header is left, so this moves less than 24 bytes.
+            self._chunk[:rest] = self._chunk[self._start : self._end]
+            self._start, self._end = 0, rest
+        return self._chunk_view[self._end :]
+
+    def get_discard_buffer(self) -> memoryview:
+        """Writable bytes for reads that nobody looks at; no frame may be taken afterwards."""
+        return self._chunk_view
+
+    def received(self, num_bytes: int) -> None:
+        """Counts in what was read into the buffer that `get_buffer` gave last."""
+        if self._header is not None:
+            self._body_filled += num_bytes
+        else:
+            self._end += num_bytes
+
+    def next_frame(self) -> Frame | None:
+        """The next whole frame, or None until more bytes come.
+
+        Raises:
+            WireError: if the header is not one, or is of another protocol version.
+            FrameTooLargeError: if it states more than `max_frame_bytes`.
+        """
+        header = self._header
+        if header is None:
+            if self._end - self._start < HEADER.size:
+                return None
+            header = self._begin_frame()
+        if self._body_filled < header.body_bytes:
+            return None
+        frame = Frame(header, self._body)
+        self._header = None
+        return frame
+
+    def _begin_frame(self) -> FrameHeader:
+        header = unpack_header(self._chunk_view[self._start : self._end])
+        self._header = header
+        check_header(header, self._max_frame_bytes)
+        self._start += HEADER.size
+        here = min(self._end - self._start, header.body_bytes)
+        self._body = np.empty(header.body_bytes, np.uint8)
+        self._body[:here] = self._chunk[self._start : self._start + here]
+        self._body_filled = here
+        self._start += here
+        return header

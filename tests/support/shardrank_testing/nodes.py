@@ -1,0 +1,221 @@
+"""Real shard nodes for tests: small tables with exact sums, real sockets on either event loop, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import pytest
+import uvloop
+
+from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from shard_node.address import Address
+from shard_node.bags import KeyedBags
+from shard_node.client import ShardClient
+from shard_node.frame import HEADER, Frame, unpack_header
+from shard_node.node import LoadedTables, NodeIdentity, ShardNode
+from shard_node.reference import ReferenceEngine
+from shard_node.server import NodeServer, ServerLimits
+from shard_node.table_layout import TableLayout
+
+Result = TypeVar("Result")
+
+MODEL = "films"
+VERSION = 7
+# Layout order is by (dim, dtype, name): genre 0, film 1, user 2; two groups, of dim 4 and dim 8.
+SIZES = {"genre": (30, 4), "film": (500, 8), "user": (1000, 8)}
+NEVER_S = 30.0
+
+
+def small_spec() -> ModelSpec:
+    """Three float32 tables in two groups."""
+    return ModelSpec(
+        model=MODEL,
+        tables=tuple(
+            TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=(f"{name}_id",), dtype="fp32")
+            for name, (rows, dim) in SIZES.items()
+        ),
+        features=tuple(FeatureSpec(name=f"{name}_id", side="candidate") for name in SIZES),
+        dense_model=DenseModelSpec(kind="none"),
+    )
+
+
+def reference_engine() -> ReferenceEngine:
+    """Tables of small whole numbers, so that every sum is exact and answers can be compared bit by bit."""
+    rng = np.random.default_rng(11)
+    tables = {name: rng.integers(-50, 50, shape).astype(np.float32) for name, shape in SIZES.items()}
+    return ReferenceEngine(small_spec(), tables)
+
+
+@dataclass
+class HookedEngine:
+    """The reference engine, with something that happens first when a certain row is asked for."""
+
+    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    inner: ReferenceEngine = field(default_factory=reference_engine)
+
+    @property
+    def layout(self) -> TableLayout:
+        return self.inner.layout
+
+    def pool(self, bags: KeyedBags) -> list[np.ndarray]:
+        for row in sorted(self.hooks.keys() & set(bags.values.tolist())):
+            self.hooks[row]()
+        return self.inner.pool(bags)
+
+    def memory(self) -> tuple[Any, ...]:
+        return self.inner.memory()
+
+    def rows_looked_up(self) -> tuple[Any, ...]:
+        return self.inner.rows_looked_up()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def small_node(engine: HookedEngine | ReferenceEngine | None = None) -> ShardNode:
+    """A node that serves MODEL at VERSION."""
+    node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
+    node.stage(MODEL, VERSION, LoadedTables(engine or reference_engine(), "identity", "digest"))
+    node.flip(MODEL, VERSION)
+    return node
+
+
+def film_bags(*bags: Sequence[int]) -> KeyedBags:
+    """Bags of the film table (key 1)."""
+    return KeyedBags.from_lengths(
+        np.array([1], np.int32),
+        np.array([len(bags)], np.int64),
+        np.array([len(bag) for bag in bags], np.int64),
+        np.array([row for bag in bags for row in bag], np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """An event loop and a kind of socket."""
+
+    loop: Literal["asyncio", "uvloop"]
+    socket: Literal["tcp", "unix"]
+
+    def __str__(self) -> str:
+        return f"{self.loop}-{self.socket}"
+
+    def address(self, folder: Path) -> Address:
+        return Address(path=str(folder / "node.sock")) if self.socket == "unix" else Address.parse("127.0.0.1:0")
+
+    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
+        """Runs to the end; an exception that nobody caught on the loop fails the test."""
+        uncaught: list[dict[str, Any]] = []
+
+        async def watched() -> Result:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
+            return await asyncio.wait_for(main, NEVER_S)
+
+        factory = uvloop.new_event_loop if self.loop == "uvloop" else asyncio.new_event_loop
+        with asyncio.Runner(loop_factory=factory) as runner:
+            result = runner.run(watched())
+        assert uncaught == []
+        return result
+
+
+EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
+in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
+on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[1::2], ids=str)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    address: Address, node: ShardNode | None = None, limits: ServerLimits | None = None
+) -> AsyncIterator[NodeServer]:
+    """A server on the address; its own address, with the real port, is `server.addresses[0]`."""
+    server = NodeServer(node or small_node(), limits)
+    await server.start([address])
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(address: Address, **options: Any) -> AsyncIterator[ShardClient]:
+    """A client of the address."""
+    client = ShardClient(address, **options)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop run until the condition holds; for what gives no event. The test's own time limit bounds it."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@dataclass
+class RawPeer:
+    """Somebody who writes whatever bytes he likes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def connect(cls, address: Address) -> RawPeer:
+        if address.is_unix:
+            return cls(*await asyncio.open_unix_connection(address.path))
+        return cls(*await asyncio.open_connection(address.host, address.port))
+
+    def write(self, *buffers: bytes | bytearray | memoryview) -> None:
+        self.writer.writelines(buffers)
+
+    async def read_frame(self) -> Frame:
+        header = unpack_header(memoryview(await self.reader.readexactly(HEADER.size)))
+        return Frame(header, np.frombuffer(bytearray(await self.reader.readexactly(header.body_bytes)), np.uint8))
+
+    async def read_end(self) -> bytes:
+        """What still comes before the other side closes."""
+        return await self.reader.read()
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+@contextlib.contextmanager
+def node_process(address: Address) -> Iterator[tuple[subprocess.Popen[str], Address]]:
+    """A shard node in a process of its own, killed at the end at the latest; its address has the real port."""
+    root = Path(__file__).resolve().parents[3]
+    path = os.pathsep.join([str(root), str(root / "tests" / "support")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardrank_testing.nodes", str(address)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert process.stdout is not None
+        yield process, Address.parse(process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def _serve(address: Address) -> None:
+    async with serving(address) as server:
+        sys.stdout.write(f"{server.addresses[0]}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(_serve(Address.parse(sys.argv[1])))
