@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from router.feature_schema import FeatureSchema
-from router.id_mapping import RejectedId
+from router.id_mapping import RejectedIds
 from shard_node.bags import Float32Array, Int32Array, Int64Array
 
 
@@ -34,7 +34,7 @@ class Embeddings:
     num_rows: Int64Array
     bag_starts: Int64Array
     bag_lengths: Int64Array
-    rejected: tuple[RejectedId, ...]
+    rejected: RejectedIds
 
     def feature(self, index: int) -> Float32Array:
         """A view of one feature, float32 [bags, embedding_dim], or [ids, embedding_dim] with pooling `none`.

@@ -12,36 +12,40 @@ from loader.manifest import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows
 from router.vocabulary import VocabularyIndex
-from shard_node.bags import Int64Array, KeyedBags
-from shard_node.placement import first_outside
+from shard_node.bags import Int32Array, Int64Array, KeyedBags
+from shard_node.checks import first_outside
 
 _IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
 _REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class RejectedId:
-    """An id that its table has no row for, under `unknown_id: reject`.
+@dataclass(frozen=True, slots=True, eq=False)
+class RejectedIds:
+    """Ids that their tables have no row for, under `unknown_id: reject`: the first of each bag, in the order of bags.
 
     Attributes:
-        feature: the feature's name.
-        bag: the bag's number within that feature.
-        id: the id as it was sent (the fingerprint, for a string).
-        num_embeddings: rows of the feature's table.
+        feature: int32 [k], the flat index of the feature.
+        bag: int64 [k], the bag's number within that feature.
+        id: int64 [k], the id as it was sent (the fingerprint, for a string).
     """
 
-    feature: str
-    bag: int
-    id: int
-    num_embeddings: int
+    feature: Int32Array
+    bag: Int64Array
+    id: Int64Array
+
+    def __len__(self) -> int:
+        return self.bag.size
 
 
-@dataclass(frozen=True, slots=True)
+NONE_REJECTED = RejectedIds(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MappedBags:
     """Bags whose values are rows. A bag with a `rejected` id (the first of each is told) must not be used."""
 
     bags: KeyedBags
-    rejected: tuple[RejectedId, ...]
+    rejected: RejectedIds
 
 
 class IdMapper:
@@ -77,13 +81,13 @@ class IdMapper:
         """
         keys = bags.keys
         if keys.size == 0 or not bags.num_values:
-            return MappedBags(bags, ())
+            return MappedBags(bags, NONE_REJECTED)
         values_per_key = bags.values_per_key()
         kinds = self._kind[keys]
         if (kinds == _IDENTITY).all():
             limits = self._num_embeddings[keys]
             if first_outside(bags.values, values_per_key, limits) is None:
-                return MappedBags(bags, ())
+                return MappedBags(bags, NONE_REJECTED)
             rows = bags.values
             unknown = rows.view(np.uint64) >= np.repeat(limits, values_per_key)
         elif (kinds == _HASH).all():
@@ -92,11 +96,11 @@ class IdMapper:
                 _spread(self._seed[keys], values_per_key),
                 _spread(self._num_embeddings[keys], values_per_key),
             )
-            return MappedBags(_with_values(bags, rows), ())
+            return MappedBags(_with_values(bags, rows), NONE_REJECTED)
         else:
             rows, unknown = self._map_mixed(bags, values_per_key)
         if not unknown.any():
-            return MappedBags(_with_values(bags, rows), ())
+            return MappedBags(_with_values(bags, rows), NONE_REJECTED)
         return self._resolve_unknown(bags, rows, unknown, values_per_key)
 
     def _map_mixed(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
@@ -134,18 +138,11 @@ class IdMapper:
         kept = KeyedBags(bags.keys, bags.bags_per_key, kept_before[bags.offsets], rows[keep], weights)
         return MappedBags(kept, rejected)
 
-    def _rejected(self, bags: KeyedBags, positions: Int64Array, segment: Int64Array) -> tuple[RejectedId, ...]:
-        # One id is enough to refuse a bag, so the work is bounded by bags and not by ids.
+    def _rejected(self, bags: KeyedBags, positions: Int64Array, segment: Int64Array) -> RejectedIds:
+        # One id is enough to refuse a bag.
         bag_of_batch, first = np.unique(np.searchsorted(bags.offsets, positions, side="right") - 1, return_index=True)
         positions, segment = positions[first], segment[first]
-        bag = bag_of_batch - bags.bag_starts()[segment]
-        features = self._schema.features
-        return tuple(
-            RejectedId(features[key].name, number, raw, int(self._num_embeddings[key]))
-            for key, number, raw in zip(
-                bags.keys[segment].tolist(), bag.tolist(), bags.values[positions].tolist(), strict=True
-            )
-        )
+        return RejectedIds(bags.keys[segment], bag_of_batch - bags.bag_starts()[segment], bags.values[positions])
 
 
 def _with_values(bags: KeyedBags, values: Int64Array) -> KeyedBags:

@@ -24,6 +24,8 @@ from shard_node.shard import Shard
 
 # A lookup changes nothing, so after any of these it may be asked again elsewhere.
 _ASK_ANOTHER = (NodeUnavailableError, NodeOverloadedError, GenerationNotFoundError, RemoteError, PlanMismatchError)
+_HOLDS_THE_WRONG_THING = (GenerationNotFoundError, PlanMismatchError)
+REST_S = 1.0
 
 
 class Replica(Shard, Protocol):
@@ -48,9 +50,12 @@ class Replica(Shard, Protocol):
 class ReplicatedShard:
     """One shard of one model version and the nodes that serve it. Implements `Shard`; belongs to one event loop.
 
-    The available replica with the fewest calls in flight is asked; if it fails, the others are, each once. A node is
-    asked what it holds before its first answer is used and after every reconnect: a node of another shard, plan or
-    snapshot is refused, since its sums would be wrong without being an error.
+    The available replica with the fewest calls in flight is asked; if it fails, the others are, each once. While
+    another could still be asked, an attempt gets only half of the time that is left, so that a node that hangs does not
+    cost the deadline. A replica that hung or held the wrong thing rests for a second: it is asked after the others.
+
+    A node is asked what it holds before its first answer is used and after every reconnect: a node of another shard,
+    plan or snapshot is refused, since its sums would be wrong without being an error.
 
     Args:
         plan: who owns what.
@@ -77,6 +82,7 @@ class ReplicatedShard:
         self._manifest_identity = manifest_identity
         self._replicas = list(replicas)
         self._checked: dict[int, int] = {}
+        self._rests_until = [float("-inf")] * len(self._replicas)
         self._turn = itertools.count()
         self._on_retry = on_retry
         self._clock = clock
@@ -89,16 +95,27 @@ class ReplicatedShard:
             ShardNodeError: if a replica refused the request itself, or the deadline passed.
         """
         failures: list[str] = []
-        for number in self._order():
+        order = self._order()
+        for attempt, number in enumerate(order, start=1):
             replica = self._replicas[number]
+            left_s = deadline - self._clock()
+            attempt_deadline = deadline if attempt == len(order) else deadline - left_s / 2
             try:
-                await self._check(number, model, version, deadline)
-                blocks = await replica.pool(model, version, bags, deadline)
+                await self._check(number, model, version, attempt_deadline)
+                blocks = await replica.pool(model, version, bags, attempt_deadline)
                 if self._checked[number] == replica.connections:
                     return blocks
                 # It reconnected in between: whoever answered was not checked.
                 failures.append("it reconnected while it was asked")
+            except DeadlineExceededError as error:
+                self._rest(number)
+                if attempt == len(order):
+                    raise
+                failures.append(f"{error.kind}: {error}")
+                self._on_retry(error.kind)
             except _ASK_ANOTHER as error:
+                if isinstance(error, _HOLDS_THE_WRONG_THING):
+                    self._rest(number)
                 failures.append(f"{error.kind}: {error}")
                 self._on_retry(error.kind)
         index, count = self._identity.shard_index, self._identity.num_shards
@@ -124,7 +141,16 @@ class ReplicatedShard:
         count = len(self._replicas)
         start = next(self._turn) % count
         rotated = [(start + step) % count for step in range(count)]
-        return sorted(rotated, key=lambda one: (not self._replicas[one].available, self._replicas[one].in_flight))
+        now = self._clock()
+
+        def rank(number: int) -> tuple[bool, bool, int]:
+            replica = self._replicas[number]
+            return self._rests_until[number] > now, not replica.available, replica.in_flight
+
+        return sorted(rotated, key=rank)
+
+    def _rest(self, number: int) -> None:
+        self._rests_until[number] = self._clock() + REST_S
 
     async def _check(self, number: int, model: str, version: int, deadline: float) -> None:
         replica = self._replicas[number]

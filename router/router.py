@@ -103,7 +103,7 @@ class Router:
         owner = self._owner[cell]
         if self._has_replicated:
             # Any shard has these rows. Turning from batch to batch spreads them evenly, a table at a time.
-            turn = next(self._turn)
+            turn = next(self._turn) % len(self._shards)
             stand_in = ((bags.keys + turn) % len(self._shards)).astype(np.int16)
             owner = np.where(owner == REPLICATED, np.repeat(stand_in, values_per_key), owner)
         unsigned: npt.NDArray[np.uint16] = owner.astype(np.uint16)

@@ -6,6 +6,7 @@ a third less) or one row file of the snapshot, read where it lies through the pa
 
 from __future__ import annotations
 
+import logging
 import mmap
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from loader.codecs import codec_for
 from loader.manifest import RowDtype
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.engine import Tier
+
+logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
 # Gathered fp16 rows are widened to float32 before they are summed; this bounds the memory that takes.
@@ -87,7 +90,11 @@ def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
         return np.zeros((num_rows, row_bytes), np.uint8)
     padded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        # A kernel built without transparent huge pages says EINVAL; small pages hold the same rows.
+        logger.info("no huge pages for %d bytes of rows: %s", size_bytes, error)
     return np.frombuffer(memory, np.uint8, count=size_bytes).reshape(num_rows, row_bytes)
 
 

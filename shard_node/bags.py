@@ -103,7 +103,8 @@ class KeyedBags:
         # Each count is bounded by the number of bags before it is summed, so that the sum can't wrap around.
         if (self.bags_per_key > self.num_bags).any() or int(self.bags_per_key.sum()) != self.num_bags:
             raise InvalidBagsError(f"bags_per_key must add up to the {self.num_bags} bags that offsets describes")
-        if (np.diff(self.offsets) < 0).any():
+        # Compared, not subtracted: a difference of two int64 can wrap around.
+        if (self.offsets[1:] < self.offsets[:-1]).any():
             raise InvalidBagsError("offsets must not descend")
         if int(self.offsets[-1]) != self.values.size:
             raise InvalidBagsError(f"offsets ends at {int(self.offsets[-1])}, but there are {self.values.size} values")

@@ -1,4 +1,4 @@
-"""Checks of bags that come from outside the process against the tables that they ask for."""
+"""Checks of bags against the tables that they ask for: every engine runs them before it reads a row."""
 
 from __future__ import annotations
 
@@ -7,9 +7,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Int32Array, KeyedBags
+from shard_node.bags import Int32Array, Int64Array, KeyedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
+
+
+def first_outside(
+    values: Int64Array, values_per_key: Int64Array, limits: npt.NDArray[np.uint64]
+) -> tuple[int, int] | None:
+    """Finds a value that is negative or not below its key's limit.
+
+    Args:
+        values: int64 [n], key by key.
+        values_per_key: int64 [S].
+        limits: uint64 [S].
+
+    Returns:
+        (segment, position) of the first one, or None. If all is well this costs one pass over the values.
+    """
+    filled = np.flatnonzero(values_per_key)
+    if not filled.size:
+        return None
+    starts = np.cumsum(values_per_key) - values_per_key
+    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
+    unsigned = values.view(np.uint64)
+    wrong = np.maximum.reduceat(unsigned, starts[filled]) >= limits[filled]
+    if not wrong.any():
+        return None
+    segment = int(filled[int(np.argmax(wrong))])
+    start, end = int(starts[segment]), int(starts[segment] + values_per_key[segment])
+    return segment, start + int(np.argmax(unsigned[start:end] >= limits[segment]))
 
 
 class TableLimits:
@@ -47,34 +74,28 @@ class TableLimits:
         return int(np.dot(self._row_bytes[keys], counts))
 
     def check(self, bags: KeyedBags) -> None:
-        """Everything that `KeyedBags.validate` checks, that keys are tables, and that values are rows of them.
+        """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
 
-        Every request passes here, so the check is one run of few vector operations; only if it fails is it asked
-        what is wrong.
+        What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of
+        few vector operations; only if it fails is it asked what is wrong.
 
         Raises:
             InvalidBagsError: naming the array, or the table, the row and the limit.
         """
+        _check_arrays(bags)
         if self._is_right(bags):
             return
         bags.validate()
-        self.check_rows(bags)
-        raise InvalidBagsError("the arrays do not describe bags of this model's tables")
-
-    def check_rows(self, bags: KeyedBags) -> None:
-        """Checks that keys are tables and values are rows of them. `bags.validate()` has passed before.
-
-        Raises:
-            InvalidBagsError: naming the table, the row and the limit.
-        """
-        if not bags.keys.size:
-            return
         self._check_keys(bags.keys)
-        value_starts = bags.offsets[bags.bag_starts()]
-        wrong = np.flatnonzero(~self._rows_are_right(bags, value_starts))
-        if wrong.size:
-            segment = int(wrong[0])
-            raise self._first_wrong_row(bags, segment, int(value_starts[segment]), int(value_starts[segment + 1]))
+        outside = first_outside(bags.values, bags.values_per_key(), self._num_embeddings[bags.keys])
+        if outside is None:
+            raise InvalidBagsError("the arrays do not describe bags of this model's tables")
+        segment, position = outside
+        table = self.layout.tables[int(bags.keys[segment])]
+        raise InvalidBagsError(
+            f"row {int(bags.values[position])} (value {position}) is not in 0..{table.num_embeddings - 1} "
+            f"of table {table.name!r}"
+        )
 
     def _is_right(self, bags: KeyedBags) -> bool:
         keys, counts, offsets, weights = bags.keys, bags.bags_per_key, bags.offsets, bags.weights
@@ -90,39 +111,29 @@ class TableLimits:
             return False
         if keys[0] < 0 or keys[-1] >= len(self.layout.tables) or (keys[1:] <= keys[:-1]).any():
             return False
-        bag_starts = np.zeros(num_keys + 1, np.int64)
-        np.add.accumulate(counts, out=bag_starts[1:])
-        if bag_starts[-1] != num_bags:
+        if bags.bag_starts()[-1] != num_bags:
             return False
-        return bool(self._rows_are_right(bags, offsets[bag_starts]).all())
-
-    def _rows_are_right(self, bags: KeyedBags, value_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether all values of a key are rows of its table, bool [S]."""
-        right: npt.NDArray[np.bool_] = np.equal(value_starts[:-1], value_starts[1:])
-        # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
-        filled = np.flatnonzero(~right)
-        if filled.size:
-            # A negative row is a huge unsigned one, so a single maximum finds both kinds of error.
-            largest = np.maximum.reduceat(bags.values.view(np.uint64), value_starts[filled])
-            right[filled] = largest < self._num_embeddings[bags.keys[filled]]
-        return right
+        return first_outside(bags.values, bags.values_per_key(), self._num_embeddings[keys]) is None
 
     def _check_keys(self, keys: Int32Array) -> None:
         num_tables = len(self.layout.tables)
-        if int(np.maximum.reduce(keys.view(np.uint32))) >= num_tables:
+        if keys.size and int(np.maximum.reduce(keys.view(np.uint32))) >= num_tables:
             wrong = keys[(keys < 0) | (keys >= num_tables)]
             raise InvalidBagsError(f"key {int(wrong[0])} is no table, tables are 0..{num_tables - 1}")
 
-    def _first_wrong_row(self, bags: KeyedBags, segment: int, start: int, end: int) -> InvalidBagsError:
-        table = self.layout.tables[int(bags.keys[segment])]
-        values = bags.values[start:end]
-        position = int(np.flatnonzero((values < 0) | (values >= table.num_embeddings))[0])
-        return InvalidBagsError(
-            f"row {int(values[position])} (value {start + position}) is outside table {table.name!r}, "
-            f"whose rows are 0..{table.num_embeddings - 1}"
+
+def _check_arrays(bags: KeyedBags) -> None:
+    # The torch ops read flat memory of these dtypes without asking.
+    wrong = [
+        f"{name} must be flat and contiguous {dtype}, got {array.dtype} {list(array.shape)}"
+        for name, array, dtype in (
+            ("keys", bags.keys, "int32"),
+            ("bags_per_key", bags.bags_per_key, "int64"),
+            ("offsets", bags.offsets, "int64"),
+            ("values", bags.values, "int64"),
+            ("weights", bags.weights, "float32"),
         )
-
-
-def check_rows(bags: KeyedBags, layout: TableLayout) -> None:
-    """`TableLimits.check_rows` for a single call; a server keeps the limits of a layout instead."""
-    TableLimits(layout).check_rows(bags)
+        if array is not None and not (array.ndim == 1 and array.flags.c_contiguous and array.dtype == dtype)
+    ]
+    if wrong:
+        raise InvalidBagsError("; ".join(wrong))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shard_node.arena import Arena
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.checks import TableLimits
 from shard_node.engine import LookupCount, MemoryUse, Tier
 from shard_node.placement import Placement
 from shard_node.split import add, split
@@ -53,6 +54,7 @@ class CpuEngine:
         self._layout = layout
         self._arenas = list(arenas)
         self._placement = placement
+        self._limits = TableLimits(layout)
         self._tiers = tuple(tiers)
         self._groups = tuple(
             _GroupPlace(
@@ -75,8 +77,8 @@ class CpuEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
+        self._limits.check(bags)
         values_per_key = bags.values_per_key()
-        self._placement.check(bags, values_per_key)
         bag_starts = bags.bag_starts()
         blocks = []
         for group in self._groups:
@@ -91,7 +93,7 @@ class CpuEngine:
             self._counts[bags.keys] += values_per_key
         return blocks
 
-    def _pool_group(self, group: _GroupPlace, bags: KeyedBags, values_per_key: np.ndarray) -> Float32Array:
+    def _pool_group(self, group: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
         if group.whole and group.only_arena is not None:
             slots = self._placement.slots_in_whole(bags, values_per_key)
             return self._arenas[group.only_arena].pool(slots, bags.offsets, bags.weights)
@@ -127,7 +129,8 @@ class CpuEngine:
 
 
 def _slice_keys(bags: KeyedBags, first: int, end: int, first_bag: int, end_bag: int) -> KeyedBags:
-    if end_bag - first_bag == bags.num_bags:
+    # Keys of other groups must go even if they have no bags: what follows counts by key.
+    if first == 0 and end == bags.keys.size:
         return bags
     first_value, end_value = int(bags.offsets[first_bag]), int(bags.offsets[end_bag])
     return KeyedBags(

@@ -1,12 +1,15 @@
 """Generations and leases: which versions of a model are here, which one is live, and who still uses which.
 
-A generation goes staged -> live -> draining -> retired. A lease keeps one generation's payload alive, so a request
-sees one version from its first lookup to its last. The same type serves shard nodes (payload: an engine) and serving
-processes (payload: a router with its ranking replicas).
+A generation is staged beside the live one, becomes live by a flip, and stays, staged again, after the next flip: other
+processes may still ask for it, and a rollback is a flip back. Only `retire` ends it: from then on it drains, no new
+lease is given, and when the last one ends its payload is freed in a thread of its own: no request waits for that.
+
+The same type serves shard nodes (payload: an engine) and serving processes (payload: a router with its replicas).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,20 +18,25 @@ from typing import Generic, Literal, TypeVar
 
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 
+logger = logging.getLogger(__name__)
+
 Payload = TypeVar("Payload")
 GenerationState = Literal["staged", "live", "draining", "retired"]
 
 
 @dataclass(eq=False)
 class Generation(Generic[Payload]):
-    """One servable version. Fields but `state` and `leases` never change; those two belong to `Generations`."""
+    """One servable version. Fields but `state` and `leases` never change; those two belong to `Generations`.
+
+    `retired` is set when the payload has been freed, or freeing it has failed (which is logged).
+    """
 
     model: str
     version: int
     payload: Payload
     state: GenerationState = "staged"
     leases: int = 0
-    drained: threading.Event = field(default_factory=threading.Event)
+    retired: threading.Event = field(default_factory=threading.Event)
 
 
 class Lease(Generic[Payload]):
@@ -75,12 +83,11 @@ class Generations(Generic[Payload]):
     """All generations of a process. Thread-safe; taking and releasing a lease is a few instructions under one lock.
 
     Args:
-        retire: frees a payload once its generation has drained. Called without the lock held, off the caller of
-            `release` if the caller wants so: `retire` decides where the work is done.
+        free: frees a payload after its last lease; called in a thread of its own.
     """
 
-    def __init__(self, retire: Callable[[Payload], None]) -> None:
-        self._retire = retire
+    def __init__(self, free: Callable[[Payload], None]) -> None:
+        self._free_payload = free
         self._lock = threading.Lock()
         self._by_key: dict[tuple[str, int], Generation[Payload]] = {}
         self._live: dict[str, Generation[Payload]] = {}
@@ -89,48 +96,40 @@ class Generations(Generic[Payload]):
         """Puts a loaded version beside the live one.
 
         Raises:
-            GenerationStateError: if that version is already here.
+            GenerationStateError: if that version is already here, or still drains.
         """
         generation = Generation(model, version, payload)
         with self._lock:
-            if (model, version) in self._by_key:
-                raise GenerationStateError(f"version {version} of model {model!r} is already here")
+            before = self._by_key.get((model, version))
+            if before is not None:
+                raise GenerationStateError(f"version {version} of model {model!r} is already here ({before.state})")
             self._by_key[model, version] = generation
         return generation
 
     def flip(self, model: str, version: int) -> None:
-        """Makes a staged (or draining) version live; the one that was live begins to drain.
+        """Makes a staged version the live one; the one that was live is staged again.
 
         Raises:
-            GenerationNotFoundError: if that version is not here.
+            GenerationNotFoundError: if that version is not here, or drains.
         """
-        retired = None
         with self._lock:
             generation = self._find(model, version)
             before = self._live.get(model)
-            if before is generation:
-                return
-            generation.state = "live"
-            generation.drained.clear()
-            self._live[model] = generation
             if before is not None:
-                before.state = "draining"
-                retired = self._take_if_drained(before)
-        self._free(retired)
+                before.state = "staged"
+            generation.state = "live"
+            self._live[model] = generation
 
     def lease(self, model: str, version: int | None = None) -> Lease[Payload]:
-        """A lease on the live generation, or on the given version in whatever state it is.
+        """A lease on the live generation, or on the given version, live or staged.
 
         Raises:
             GenerationNotFoundError: naming what is here instead.
         """
         with self._lock:
-            if version is None:
-                generation = self._live.get(model)
-                if generation is None:
-                    raise self._not_found(model, version)
-            else:
-                generation = self._find(model, version)
+            generation = self._live.get(model) if version is None else self._find(model, version)
+            if generation is None:
+                raise self._not_found(model, version)
             generation.leases += 1
         return Lease(self, generation)
 
@@ -138,26 +137,40 @@ class Generations(Generic[Payload]):
         """Gives one lease back; called by `Lease.release`."""
         with self._lock:
             generation.leases -= 1
-            retired = self._take_if_drained(generation)
-        self._free(retired)
+            drained = self._take_if_drained(generation)
+        if drained:
+            self._free(generation)
 
-    def remove(self, model: str, version: int) -> Generation[Payload]:
-        """Withdraws a version that is staged or live: no new lease is given; it is retired when the last one ends.
+    def retire(self, model: str, version: int) -> Generation[Payload]:
+        """Withdraws a version: no new lease is given, and it is freed when the last one ends.
 
         Returns:
-            The generation; its `drained` event is set when its payload may be freed.
+            The generation; wait for its `retired` event.
 
         Raises:
-            GenerationNotFoundError: if that version is not here.
+            GenerationNotFoundError: if that version is not here, or was withdrawn before.
         """
         with self._lock:
             generation = self._find(model, version)
             if self._live.get(model) is generation:
                 del self._live[model]
             generation.state = "draining"
-            retired = self._take_if_drained(generation)
-        self._free(retired)
+            drained = self._take_if_drained(generation)
+        if drained:
+            self._free(generation)
         return generation
+
+    def retire_all(self) -> list[Generation[Payload]]:
+        """Withdraws every version that is not withdrawn yet; returns all that are not freed yet."""
+        with self._lock:
+            generations = list(self._by_key.values())
+            self._live.clear()
+            for generation in generations:
+                generation.state = "draining"
+            drained = [generation for generation in generations if self._take_if_drained(generation)]
+        for generation in drained:
+            self._free(generation)
+        return generations
 
     def models(self) -> list[str]:
         """Models that have a live version, sorted."""
@@ -171,7 +184,7 @@ class Generations(Generic[Payload]):
 
     def _find(self, model: str, version: int) -> Generation[Payload]:
         generation = self._by_key.get((model, version))
-        if generation is None:
+        if generation is None or generation.state == "draining":
             raise self._not_found(model, version)
         return generation
 
@@ -180,15 +193,22 @@ class Generations(Generic[Payload]):
         wanted = f"model {model!r}" if version is None else f"version {version} of model {model!r}"
         return GenerationNotFoundError(f"{wanted} is not here; here: {', '.join(here) or 'nothing'}")
 
-    def _take_if_drained(self, generation: Generation[Payload]) -> Generation[Payload] | None:
-        # Once taken out of the map no new lease can find it, so the payload can be freed outside the lock.
+    def _take_if_drained(self, generation: Generation[Payload]) -> bool:
         if generation.state != "draining" or generation.leases:
-            return None
+            return False
         generation.state = "retired"
         del self._by_key[generation.model, generation.version]
-        return generation
+        return True
 
-    def _free(self, generation: Generation[Payload] | None) -> None:
-        if generation is not None:
-            self._retire(generation.payload)
-            generation.drained.set()
+    def _free(self, generation: Generation[Payload]) -> None:
+        # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it.
+        name = f"retire-{generation.model}-{generation.version}"
+        threading.Thread(target=self._free_now, args=(generation,), name=name, daemon=True).start()
+
+    def _free_now(self, generation: Generation[Payload]) -> None:
+        try:
+            self._free_payload(generation.payload)
+        except Exception:
+            logger.exception("freeing version %d of model %r failed", generation.version, generation.model)
+        finally:
+            generation.retired.set()

@@ -13,6 +13,7 @@ from loader.manifest import NUM_BUCKETS, TableSpec
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from shard_node.arena import Arena, allocate_rows, row_bytes_of
+from shard_node.available_memory import available_memory_bytes
 from shard_node.bags import Int64Array
 from shard_node.cpu_engine import CpuEngine
 from shard_node.engine import Tier
@@ -63,33 +64,22 @@ def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None, available
     slow reads. Ties go to the later table.
 
     Raises:
-        MemoryBudgetError: without a budget, if the tables do not fit what is available.
+        MemoryBudgetError: if what goes to RAM does not fit what is available.
     """
     total = sum(table_bytes)
     tiers: list[Tier] = ["ram"] * len(table_bytes)
-    if budget_bytes is None:
-        limit = available_bytes - MEMORY_RESERVE_BYTES
-        if total > limit:
-            raise MemoryBudgetError(
-                f"rows take {total} bytes, but {available_bytes} are available and {MEMORY_RESERVE_BYTES} are kept "
-                "free; give a memory budget to leave the largest tables in the mapped snapshot"
-            )
-        return tiers
+    budget_bytes = total if budget_bytes is None else budget_bytes
     for number in sorted(range(len(table_bytes)), key=lambda one: (table_bytes[one], one), reverse=True):
         if total <= budget_bytes:
             break
         tiers[number] = "mapped"
         total -= table_bytes[number]
+    if total and total > available_bytes - MEMORY_RESERVE_BYTES:
+        raise MemoryBudgetError(
+            f"rows take {total} bytes, but {available_bytes} are available and {MEMORY_RESERVE_BYTES} are kept "
+            "free; give a (smaller) memory budget to leave the largest tables in the mapped snapshot"
+        )
     return tiers
-
-
-def available_memory_bytes() -> int:
-    """MemAvailable of /proc/meminfo."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise MemoryBudgetError("/proc/meminfo has no MemAvailable line")
 
 
 @dataclass(slots=True)
@@ -143,7 +133,7 @@ class _Builder:
         rows = self._bucket_rows[first_table:end_table]
         table = self._layout.tables[first_table]
         by_card: dict[int, _Filling] = {}
-        for card in np.unique(cards[cards >= 0]).tolist():
+        for card in np.unique(cards[(cards >= 0) & (rows > 0)]).tolist():
             memory = allocate_rows(int(rows[cards == card].sum()), self._row_bytes[first_table])
             by_card[card] = _Filling(len(self._arenas), memory)
             self._arenas.append(Arena(table.dtype, table.embedding_dim, memory, card, "ram"))
@@ -222,6 +212,10 @@ class _Builder:
         base = np.zeros((len(files.rows), NUM_BUCKETS), np.int64)
         for index in range(len(files.rows) if here.size else 0):
             source = self._snapshot.rows_file(table.name, index)
+            if len(self._arenas) == NOT_HERE:
+                raise MemoryBudgetError(
+                    f"table {table.name!r}: a node has at most {NOT_HERE} arenas (row files mapped)"
+                )
             arena[index, here] = len(self._arenas)
             self._arenas.append(Arena(table.dtype, table.embedding_dim, source, int(cards[here[0]]), "mapped"))
             first_row = index * files.rows_per_file

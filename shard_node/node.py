@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from loader.manifest import NUM_BUCKETS, Frozen
+from loader.manifest import NUM_BUCKETS
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine import Engine, LookupCount
 from shard_node.errors import InvalidBagsError
@@ -39,7 +38,13 @@ class Partition:
             raise InvalidBagsError(f"card_of_bucket must be within -1..{self.num_cards - 1}")
 
 
-class NodeIdentity(Frozen):
+class Message(BaseModel):
+    """What processes tell each other: unknown keys are let pass, so that releases can differ during an upgrade."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class NodeIdentity(Message):
     """Which shard of how many a node is. Fixed for its life."""
 
     shard_index: int = Field(ge=0)
@@ -48,7 +53,7 @@ class NodeIdentity(Frozen):
     sharding: Sharding
 
 
-class ServedVersion(Frozen):
+class ServedVersion(Message):
     """One version that a node can answer for. `plan_digest` ties it to the router's idea of who owns what."""
 
     model: str
@@ -58,7 +63,7 @@ class ServedVersion(Frozen):
     state: str
 
 
-class MemoryReport(Frozen):
+class MemoryReport(Message):
     """Bytes of rows by card and tier, of one model version."""
 
     model: str
@@ -68,7 +73,7 @@ class MemoryReport(Frozen):
     size_bytes: int
 
 
-class LookupReport(Frozen):
+class LookupReport(Message):
     """Rows looked up by table and tier since a model version was loaded."""
 
     model: str
@@ -78,7 +83,7 @@ class LookupReport(Frozen):
     rows: int
 
 
-class NodeInfo(Frozen):
+class NodeInfo(Message):
     """What a node tells of itself."""
 
     identity: NodeIdentity
@@ -99,9 +104,9 @@ class LoadedTables:
 class ShardNode:
     """Holds generations of tables and pools bags from them. Thread-safe."""
 
-    def __init__(self, identity: NodeIdentity, retire: Callable[[LoadedTables], None] | None = None) -> None:
+    def __init__(self, identity: NodeIdentity) -> None:
         self.identity = identity
-        self.generations: Generations[LoadedTables] = Generations(retire or _close)
+        self.generations: Generations[LoadedTables] = Generations(_close)
 
     def stage(self, model: str, version: int, tables: LoadedTables) -> None:
         """Puts loaded tables beside the live ones."""
@@ -164,8 +169,7 @@ class ShardNode:
 
     def close(self) -> None:
         """Withdraws every generation; each is freed when its last lease ends."""
-        for generation in self.generations.all():
-            self.generations.remove(generation.model, generation.version)
+        self.generations.retire_all()
 
 
 def _close(tables: LoadedTables) -> None:

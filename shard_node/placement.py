@@ -53,33 +53,6 @@ class TablePlace:
         )
 
 
-def first_outside(
-    values: Int64Array, values_per_key: Int64Array, limits: npt.NDArray[np.uint64]
-) -> tuple[int, int] | None:
-    """Finds a value that is negative or not below its key's limit.
-
-    Args:
-        values: int64 [n], key by key.
-        values_per_key: int64 [S].
-        limits: uint64 [S].
-
-    Returns:
-        (segment, position) of the first one, or None. If all is well this costs one pass over the values.
-    """
-    filled = np.flatnonzero(values_per_key)
-    if not filled.size:
-        return None
-    starts = np.cumsum(values_per_key) - values_per_key
-    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
-    unsigned = values.view(np.uint64)
-    wrong = np.maximum.reduceat(unsigned, starts[filled]) >= limits[filled]
-    if not wrong.any():
-        return None
-    segment = int(filled[int(np.argmax(wrong))])
-    start, end = int(starts[segment]), int(starts[segment] + values_per_key[segment])
-    return segment, start + int(np.argmax(unsigned[start:end] >= limits[segment]))
-
-
 class Placement:
     """The places of all tables of a node, merged into flat arrays.
 
@@ -90,7 +63,6 @@ class Placement:
 
     def __init__(self, layout: TableLayout, places: list[TablePlace]) -> None:
         self._layout = layout
-        self._num_embeddings = np.array([table.num_embeddings for table in layout.tables], np.uint64)
         sizes = [place.cell_arena.size for place in places]
         self._first_cell = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         self._cell_arena = np.concatenate([place.cell_arena for place in places])
@@ -105,20 +77,6 @@ class Placement:
     def is_whole(self, first_table: int, end_table: int) -> bool:
         """True if each of these tables lies in row order in one arena."""
         return bool(self._whole[first_table:end_table].all())
-
-    def check(self, bags: KeyedBags, values_per_key: Int64Array) -> None:
-        """Refuses a row outside its table, so that no lookup reads another table's rows.
-
-        Raises:
-            InvalidBagsError: naming table, row and limit.
-        """
-        outside = first_outside(bags.values, values_per_key, self._num_embeddings[bags.keys])
-        if outside is not None:
-            segment, position = outside
-            table = self._layout.tables[int(bags.keys[segment])]
-            raise InvalidBagsError(
-                f"row {int(bags.values[position])} is not in 0..{table.num_embeddings - 1} of table {table.name!r}"
-            )
 
     def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         """int64 [n], the slots of rows whose tables lie whole in their group's arena."""

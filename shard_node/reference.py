@@ -8,8 +8,8 @@ import numpy as np
 
 from loader.manifest import ModelSpec
 from shard_node.bags import Float32Array, KeyedBags
+from shard_node.checks import TableLimits
 from shard_node.engine import LookupCount, MemoryUse
-from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
 
 
@@ -24,6 +24,7 @@ class ReferenceEngine:
     def __init__(self, spec: ModelSpec, tables: Mapping[str, Float32Array]) -> None:
         self._layout = TableLayout.of(spec)
         self._tables = [tables[table.name] for table in self._layout.tables]
+        self._limits = TableLimits(self._layout)
         self._counts = [0] * len(self._tables)
 
     @property
@@ -33,6 +34,7 @@ class ReferenceEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`: sum over the bag of weight * row."""
+        self._limits.check(bags)
         starts = bags.bag_starts()
         blocks = []
         for group in self._layout.groups:
@@ -51,9 +53,6 @@ class ReferenceEngine:
         total = np.zeros(table.shape[1], np.float64)
         for position in range(start, end):
             row = int(bags.values[position])
-            if not 0 <= row < table.shape[0]:
-                name = self._layout.tables[key].name
-                raise InvalidBagsError(f"row {row} is outside table {name!r} with {table.shape[0]} rows")
             weight = 1.0 if bags.weights is None else float(bags.weights[position])
             total += weight * table[row].astype(np.float64)
         self._counts[key] += end - start

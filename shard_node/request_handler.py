@@ -74,7 +74,6 @@ class ServerLimits(Frozen):
 class _Job:
     request_id: int
     request: PoolRequest
-    limits: TableLimits
     deadline: float | None
     is_wanted: Callable[[], bool]
 
@@ -146,7 +145,7 @@ class RequestHandler:
             + limits.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
-        job = _Job(frame.header.request_id, request, limits, deadline, is_wanted)
+        job = _Job(frame.header.request_id, request, deadline, is_wanted)
         if max(frame.body.size, answer_bytes) <= self._limits.max_inline_bytes:
             answer(self._answer(job))
         else:
@@ -186,7 +185,6 @@ class RequestHandler:
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
             bags = job.request.bags()
-            job.limits.check(bags)
             return self._fitting(
                 encode_pooled(job.request_id, self._node.pool(job.request.model, job.request.version, bags))
             )

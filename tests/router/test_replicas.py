@@ -191,6 +191,46 @@ def test_a_node_that_accepts_and_never_answers_costs_the_deadline_and_no_more(sn
     run(scenario, tmp_path)
 
 
+def test_a_replica_that_hangs_costs_half_of_one_deadline_and_is_then_asked_last(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        asked = 0
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            while await reader.read(4096):
+                asked += 1
+            writer.close()
+
+        server = await asyncio.start_unix_server(silent, fleet.address(0).path)
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        shard, retries = shard_over(fleet, snapshot, plan, 0, 1)
+        for _ in range(20):
+            assert (await ask(shard, snapshot, timeout_s=1.0)).shape == (2, 8)
+        assert retries == ["deadline_exceeded"]
+        assert asked == 1
+        await shard.close()
+        server.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_replica_without_the_version_is_asked_once_and_then_last(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start(0, ShardNode(plan.identity(0)))
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        shard, retries = shard_over(fleet, snapshot, plan, 0, 1)
+        for _ in range(20):
+            await ask(shard, snapshot)
+        assert retries == ["generation_not_found"]
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
 def test_a_shard_without_replicas_is_refused(snapshot):
     with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
         ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.manifest.identity, [])

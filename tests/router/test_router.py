@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loader.manifest import (
+    DenseModelSpec,
+    FeatureSpec,
+    HashMapping,
+    IdentityMapping,
+    ModelSpec,
+    TableSpec,
+    VocabularyMapping,
+)
 from loader.reader import Snapshot
 from router.errors import PlanError
 from router.feature_schema import FeatureSchema
+from router.hashing import hashed_rows
 from router.router import Router
 from shard_node.bags import KeyedBags
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -52,7 +63,7 @@ class Stored:
         self.schema = FeatureSchema.of(self.spec)
 
     def check(self, router: Router, bags: KeyedBags, embeddings) -> None:
-        assert embeddings.rejected == ()
+        assert len(embeddings.rejected) == 0
         starts = bags.bag_starts()
         for segment, key in enumerate(bags.keys.tolist()):
             name = self.schema.features[key].name
@@ -63,7 +74,8 @@ class Stored:
                 weights = [bags.weights[a:b].tolist() for a, b in itertools.pairwise(edges)]
             expected = expected_feature(self.spec, self.tables, name, rows, weights)
             actual = embeddings.feature(key)
-            scale = 10.0 * max([1, *map(len, rows)])
+            # A sum's rounding grows with its terms; a mean's and a single row's do not.
+            scale = 3.0 * (max([1, *map(len, rows)]) if self.spec.pooling_of(name) == "sum" else 1)
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
             assert embeddings.lengths(key).tolist() == [len(bag) for bag in rows]
 
@@ -174,10 +186,131 @@ def test_rejected_ids_are_told_and_other_bags_are_right(stores):
         np.array([film], np.int32), np.array([3], np.int64), np.array([1, 1, 1]), np.array([5, 777, 6], np.int64)
     )
     embeddings = asyncio.run(lookup(router, stored.snapshot, bags))
-    told = [(one.feature, one.bag, one.id, one.num_embeddings) for one in embeddings.rejected]
-    assert told == [("film", 1, 777, 777)]
+    rejected = embeddings.rejected
+    assert (rejected.feature.tolist(), rejected.bag.tolist(), rejected.id.tolist()) == ([film], [1], [777])
     expected = expected_feature(stored.spec, stored.tables, "film", [[5], [6]], None)
     np.testing.assert_allclose(embeddings.feature(film)[[0, 2]], expected, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["identity", "vocabulary", "hash"]),
+            st.sampled_from(["default_row", "skip", "reject"]),
+            st.sampled_from(["sum", "mean", "none"]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+)
+def test_unknown_ids_get_what_their_table_says_under_every_pooling(kinds, shards, seed):
+    """Features of one dim share a group; each has its own table, mapping, policy, pooling and weights."""
+    rng = np.random.default_rng(seed)
+    case = UnknownIds(kinds, rng)
+    with tempfile.TemporaryDirectory() as folder:
+        path, tables = write_snapshot(Path(folder), case.spec, seed=1, vocabularies=case.vocabularies)
+        snapshot = Snapshot.open(path)
+        router = local_router(snapshot, Topology(shards=shards))
+        embeddings = asyncio.run(lookup(router, snapshot, case.bags))
+    rejected = set(zip(embeddings.rejected.feature.tolist(), embeddings.rejected.bag.tolist(), strict=True))
+    assert rejected == case.rejected
+    for key in case.bags.keys.tolist():
+        rows, weights = case.rows[key], case.weights[key]
+        name = router.schema.features[key].name
+        assert embeddings.lengths(key).tolist() == [len(bag) for bag in rows]
+        expected = expected_feature(case.spec, decoded_tables(case.spec, tables), name, rows, weights)
+        used = [(key, bag) not in rejected for bag in range(len(rows))]
+        if case.spec.pooling_of(name) == "none":
+            used = np.repeat(used, [len(bag) for bag in rows])
+        np.testing.assert_allclose(embeddings.feature(key)[used], expected[used], rtol=1e-5, atol=1e-4)
+
+
+class UnknownIds:
+    """A drawn model and a batch of which a third of the ids are unknown, with the rows that they must become."""
+
+    def __init__(self, kinds: list[tuple[str, str, str, bool]], rng: np.random.Generator) -> None:
+        mappings = {"identity": IdentityMapping(), "vocabulary": VocabularyMapping(), "hash": HashMapping(seed=3)}
+        tables, features = [], []
+        for number, (mapping, unknown_id, pooling, weighted) in enumerate(kinds):
+            name = f"f{number}"
+            tables.append(
+                TableSpec(
+                    name=f"t{number}",
+                    num_embeddings=40,
+                    embedding_dim=4,
+                    feature_names=(name,),
+                    pooling=pooling,
+                    dtype="fp32",
+                    id_mapping=mappings[mapping],
+                    unknown_id=unknown_id,
+                    default_row=7,
+                )
+            )
+            features.append(FeatureSpec(name=name, side="candidate", weighted=weighted and pooling == "sum"))
+        model = DenseModelSpec(kind="mlp")
+        self.spec = ModelSpec(model="m", tables=tuple(tables), features=tuple(features), dense_model=model)
+        ids = rng.permutation(1000)[:40] + 10**12
+        self.vocabularies = {one.name: ids for one in tables if one.id_mapping.kind == "vocabulary"}
+        self.rejected: set[tuple[int, int]] = set()
+        self.rows: list[list[list[int]]] = []
+        self.weights: list[list[list[float]] | None] = []
+        raw: list[list[list[int]]] = []
+        sent: list[float] = []
+        for key, (table, feature) in enumerate(zip(tables, features, strict=True)):
+            bags = [rng.integers(0, 60, rng.integers(0, 4)).tolist() for _ in range(3)]
+            drawn = [rng.normal(size=len(bag)).round(2).tolist() for bag in bags]
+            raw.append([[self._id_of(table, one, ids) for one in bag] for bag in bags])
+            self._expect(key, table, feature, bags, drawn)
+            sent += [one if feature.weighted else 1.0 for bag in drawn for one in bag]
+        flat = [one for bags in raw for bag in bags for one in bag]
+        self.bags = KeyedBags.from_lengths(
+            np.arange(len(kinds), dtype=np.int32),
+            np.full(len(kinds), 3, np.int64),
+            np.array([len(bag) for bags in raw for bag in bags], np.int64),
+            np.array(flat, np.int64),
+            np.array(sent, np.float32) if any(one.weighted for one in features) else None,
+        )
+
+    def _id_of(self, table: TableSpec, number: int, ids: np.ndarray) -> int:
+        """Numbers below 40 are known."""
+        if table.id_mapping.kind == "vocabulary":
+            return int(ids[number]) if number < 40 else number
+        return number
+
+    def _row_of(self, table: TableSpec, number: int) -> int | None:
+        if table.id_mapping.kind == "hash":
+            one = np.array([number], np.int64)
+            return int(hashed_rows(one, np.array([3], np.uint64), np.array([40], np.uint64))[0])
+        return number if number < 40 else None
+
+    def _expect(
+        self, key: int, table: TableSpec, feature: FeatureSpec, bags: list[list[int]], drawn: list[list[float]]
+    ) -> None:
+        rows: list[list[int]] = []
+        weights: list[list[float]] = []
+        for number, (bag, factors) in enumerate(zip(bags, drawn, strict=True)):
+            found = [(self._row_of(table, one), factor) for one, factor in zip(bag, factors, strict=True)]
+            if table.unknown_id == "skip":
+                found = [(row, factor) for row, factor in found if row is not None]
+            elif table.unknown_id == "reject" and any(row is None for row, _ in found):
+                self.rejected.add((key, number))
+            rows.append([table.default_row if row is None else row for row, _ in found])
+            weights.append([factor for _, factor in found])
+        self.rows.append(rows)
+        self.weights.append(weights if feature.weighted else None)
+
+
+def test_the_turn_of_replicated_tables_never_overflows(stores):
+    stored = stores["hash", None]
+    router = local_router(stored.snapshot, Topology(shards=2, replicate_bytes=1 << 30))
+    router._turn = itertools.count(2**31 - 1)
+    bags = random_bags(stored, np.random.default_rng(1), 3, 3)
+    for _ in range(3):
+        stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
 
 
 def test_a_router_needs_a_shard_for_each_of_the_plan(stores):

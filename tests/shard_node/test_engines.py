@@ -58,21 +58,18 @@ def decoded(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, np.ndar
     return out
 
 
-def load(snapshot: Snapshot, cards: int, sharding: str = "hash", budget: int | None = None) -> Engine:
-    plan = Plan.make(snapshot.spec, sharding=sharding, cards_per_shard=cards)
+def load(snapshot: Snapshot, cards: int, sharding: str | None = None, budget: int | None = None) -> Engine:
+    plan = Plan.make(snapshot.spec, sharding=sharding or snapshot.spec.tables[0].bucketing, cards_per_shard=cards)
     return load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget).engine
-
-
-def half_mapped(snapshot: Snapshot) -> Engine:
-    return load(snapshot, 2, budget=snapshot.float32_bytes // 8)
 
 
 ENGINES: dict[str, Callable[[Snapshot], Engine]] = {
     "one card": lambda snapshot: load(snapshot, 1),
     "three cards": lambda snapshot: load(snapshot, 3),
+    "more cards than most tables have buckets": lambda snapshot: load(snapshot, 40),
     "two cards, whole tables": lambda snapshot: load(snapshot, 2, sharding="table"),
     "mapped": lambda snapshot: load(snapshot, 1, budget=0),
-    "partly mapped, two cards": half_mapped,
+    "partly mapped, two cards": lambda snapshot: load(snapshot, 2, budget=snapshot.float32_bytes // 8),
 }
 
 
@@ -86,10 +83,6 @@ def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
 @pytest.fixture(params=list(ENGINES))
 def engines(request, stored) -> tuple[Engine, ReferenceEngine]:
     snapshot, reference = stored
-    if snapshot.spec.tables[0].bucketing != "hash" and "whole" not in request.param:
-        plan = Plan.make(snapshot.spec, sharding="range", cards_per_shard=2 if "two" in request.param else 3)
-        budget = 0 if request.param == "mapped" else None
-        return load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget).engine, reference
     return ENGINES[request.param](snapshot), reference
 
 
@@ -130,7 +123,7 @@ def test_a_row_outside_its_table_is_refused_by_name_and_reads_nothing(engines, r
         np.array([table], np.int32), np.array([2], np.int64), np.array([1, 1]), np.array([0, row], np.int64)
     )
     with pytest.raises(
-        InvalidBagsError, match=rf"row {row} is not in 0\.\.0 of table '{engine.layout.tables[table].name}'"
+        InvalidBagsError, match=rf"row {row} \(value 1\) is not in 0\.\.0 of table '{engine.layout.tables[table].name}'"
     ):
         engine.pool(bags)
 
@@ -188,6 +181,32 @@ def test_sums_do_not_overflow_in_fp16(tmp_path: Path):
         np.array([0], np.int32), np.array([1]), np.array([1000]), np.arange(1000, dtype=np.int64) % 4
     )
     assert engine.pool(bags)[0].tolist() == [[6.0e7] * 4]
+
+
+def test_keys_of_other_groups_without_bags_change_nothing(engines):
+    engine, reference = engines
+    layout = reference.layout
+    for group in layout.groups:
+        keys = np.arange(len(layout.tables), dtype=np.int32)
+        bags_per_key = np.where((keys >= group.first_table) & (keys < group.end_table), 2, 0).astype(np.int64)
+        count = int(bags_per_key.sum())
+        bags = KeyedBags.from_lengths(keys, bags_per_key, np.ones(count, np.int64), np.zeros(count, np.int64))
+        assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=1.0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fp16_rows_gathered_in_several_chunks_are_the_references(stored, weighted, monkeypatch):
+    snapshot, reference = stored
+    monkeypatch.setattr("shard_node.arena.FP16_GATHER_BYTES", 7 * 16)
+    table = next(number for number, one in enumerate(reference.layout.tables) if one.dtype == "fp16")
+    rows = reference.layout.tables[table].num_embeddings
+    rng = np.random.default_rng(3)
+    lengths = np.array([5, 0, 40, 1, 13])
+    weights = rng.normal(size=59).astype(np.float32) if weighted else None
+    bags = KeyedBags.from_lengths(
+        np.array([table], np.int32), np.array([5], np.int64), lengths, rng.integers(0, rows, 59), weights
+    )
+    assert_blocks_equal(load(snapshot, 1).pool(bags), reference.pool(bags), scale=40.0)
 
 
 def test_the_layout_keeps_tables_of_one_width_and_dtype_together():

@@ -1,7 +1,8 @@
-"""Leases keep a version alive; the last one of a draining version frees it, exactly once."""
+"""A version stays until it is retired; leases keep it alive; it is freed once, and no request waits for that."""
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -9,72 +10,105 @@ import pytest
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations
 
-
-def make() -> tuple[Generations[str], list[str]]:
-    retired: list[str] = []
-    return Generations(retired.append), retired
+WAIT_S = 30.0
 
 
-def test_a_lease_keeps_its_version_after_a_flip_and_the_last_release_retires_it():
-    generations, retired = make()
-    generations.stage("films", 1, "one")
+def make(*versions: int) -> tuple[Generations[str], list[str]]:
+    freed: list[str] = []
+    generations: Generations[str] = Generations(freed.append)
+    for version in versions:
+        generations.stage("films", version, f"v{version}")
+    return generations, freed
+
+
+def test_a_request_keeps_its_version_over_a_flip_and_others_can_still_ask_for_it():
+    generations, freed = make(1, 2)
     generations.flip("films", 1)
     lease = generations.lease("films")
-    generations.stage("films", 2, "two")
     generations.flip("films", 2)
-    assert lease.payload == "one"
-    assert generations.lease("films").payload == "two"
-    assert generations.lease("films", 1).payload == "one"
-    assert retired == []
-
-
-def test_a_version_is_freed_when_its_last_lease_ends_and_is_gone_then():
-    generations, retired = make()
-    generations.stage("films", 1, "one")
+    assert lease.payload == "v1"
+    assert generations.lease("films").payload == "v2"
+    # A router that has not flipped yet asks for version 1, and a rollback needs it.
+    assert generations.lease("films", 1).payload == "v1"
     generations.flip("films", 1)
-    first, second = generations.lease("films"), generations.lease("films")
-    generations.stage("films", 2, "two")
+    assert generations.lease("films").payload == "v1"
+    assert [(one.version, one.state) for one in generations.all()] == [(1, "live"), (2, "staged")]
+    assert freed == []
+
+
+def test_a_retired_version_gives_no_new_lease_and_is_freed_when_the_last_one_ends():
+    generations, freed = make(1, 2)
+    generations.flip("films", 1)
+    first, second = generations.lease("films"), generations.lease("films", 1)
     generations.flip("films", 2)
+    retiring = generations.retire("films", 1)
+    for refused in (lambda: generations.lease("films", 1), lambda: generations.flip("films", 1)):
+        with pytest.raises(GenerationNotFoundError, match=r"version 1 of model 'films' is not here; here: films 1"):
+            refused()
+    with pytest.raises(GenerationStateError, match=r"already here \(draining\)"):
+        generations.stage("films", 1, "again")
     first.release()
-    assert retired == []
+    assert not retiring.retired.is_set()
     second.release()
-    assert retired == ["one"]
-    with pytest.raises(
-        GenerationNotFoundError, match=r"version 1 of model 'films' is not here; here: films 2 \(live\)"
-    ):
-        generations.lease("films", 1)
+    assert retiring.retired.wait(WAIT_S)
+    assert freed == ["v1"]
+    generations.stage("films", 1, "again")
 
 
-def test_flipping_back_to_a_draining_version_keeps_it():
-    generations, retired = make()
-    for version, payload in ((1, "one"), (2, "two")):
-        generations.stage("films", version, payload)
+def test_a_version_that_nobody_uses_is_freed_at_once():
+    generations, freed = make(1)
+    assert generations.retire("films", 1).retired.wait(WAIT_S)
+    assert freed == ["v1"]
+    assert generations.all() == []
+
+
+def test_retiring_the_live_version_leaves_none_live():
+    generations, _ = make(1)
     generations.flip("films", 1)
-    with generations.lease("films"):
-        generations.flip("films", 2)
-        generations.flip("films", 1)
-    assert generations.lease("films").version == 1
-    assert retired == ["two"]
-
-
-def test_removing_the_live_version_gives_no_new_lease():
-    generations, retired = make()
-    generations.stage("films", 1, "one")
-    generations.flip("films", 1)
-    lease = generations.lease("films")
-    removed = generations.remove("films", 1)
+    generations.retire("films", 1)
     with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
         generations.lease("films")
-    assert not removed.drained.is_set()
+    assert generations.models() == []
+
+
+def test_freeing_does_not_hold_up_whoever_gave_the_last_lease_back():
+    proceed = threading.Event()
+    generations: Generations[str] = Generations(lambda payload: proceed.wait(WAIT_S) and None)
+    generations.stage("films", 1, "v1")
+    lease = generations.lease("films", 1)
+    retiring = generations.retire("films", 1)
     lease.release()
-    assert removed.drained.is_set()
-    assert retired == ["one"]
+    assert not retiring.retired.is_set()
+    proceed.set()
+    assert retiring.retired.wait(WAIT_S)
+
+
+def test_a_payload_that_can_not_be_freed_is_logged_and_waited_for_no_longer(caplog):
+    def fail(payload: str) -> None:
+        raise OSError(f"{payload} is stuck")
+
+    generations: Generations[str] = Generations(fail)
+    generations.stage("films", 1, "v1")
+    with caplog.at_level(logging.ERROR):
+        assert generations.retire("films", 1).retired.wait(WAIT_S)
+    assert "freeing version 1 of model 'films' failed" in caplog.text
+
+
+def test_retire_all_returns_what_is_still_used():
+    generations, freed = make(1, 2)
+    generations.flip("films", 1)
+    lease = generations.lease("films")
+    left = {one.version: one for one in generations.retire_all()}
+    assert left[2].retired.wait(WAIT_S)
+    assert not left[1].retired.is_set()
+    lease.release()
+    assert left[1].retired.wait(WAIT_S)
+    assert sorted(freed) == ["v1", "v2"]
 
 
 def test_a_version_can_not_be_staged_twice_and_a_lease_not_released_twice():
-    generations, _ = make()
-    generations.stage("films", 1, "one")
-    with pytest.raises(GenerationStateError, match="already here"):
+    generations, _ = make(1)
+    with pytest.raises(GenerationStateError, match=r"version 1 of model 'films' is already here \(staged\)"):
         generations.stage("films", 1, "again")
     lease = generations.lease("films", 1)
     lease.release()
@@ -88,17 +122,19 @@ def test_an_unknown_version_can_not_be_flipped_to():
         generations.flip("films", 7)
 
 
-def test_under_concurrent_leases_and_flips_every_payload_is_retired_once_and_never_while_leased():
+def test_under_concurrent_leases_and_flips_every_payload_is_freed_once_and_never_while_leased():
     leased: dict[str, int] = {}
     lock = threading.Lock()
-    retired: list[str] = []
+    freed: list[str] = []
+    faults: list[str] = []
 
-    def retire(payload: str) -> None:
+    def free(payload: str) -> None:
         with lock:
-            assert leased.get(payload, 0) == 0
-            retired.append(payload)
+            if leased.get(payload, 0):
+                faults.append(f"{payload} was freed while leased")
+            freed.append(payload)
 
-    generations: Generations[str] = Generations(retire)
+    generations: Generations[str] = Generations(free)
     generations.stage("films", 1, "v1")
     generations.flip("films", 1)
     stop = threading.Event()
@@ -107,7 +143,8 @@ def test_under_concurrent_leases_and_flips_every_payload_is_retired_once_and_nev
         while not stop.is_set():
             with generations.lease("films") as lease:
                 with lock:
-                    assert lease.payload not in retired
+                    if lease.payload in freed:
+                        faults.append(f"{lease.payload} was leased after it was freed")
                     leased[lease.payload] = leased.get(lease.payload, 0) + 1
                 with lock:
                     leased[lease.payload] -= 1
@@ -115,10 +152,14 @@ def test_under_concurrent_leases_and_flips_every_payload_is_retired_once_and_nev
     threads = [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
         thread.start()
+    retiring = []
     for version in range(2, 200):
         generations.stage("films", version, f"v{version}")
         generations.flip("films", version)
+        retiring.append(generations.retire("films", version - 1))
     stop.set()
     for thread in threads:
         thread.join()
-    assert sorted(retired) == sorted(f"v{version}" for version in range(1, 199))
+    assert all(one.retired.wait(WAIT_S) for one in retiring)
+    assert faults == []
+    assert sorted(freed) == sorted(f"v{version}" for version in range(1, 199))

@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(0, 5000))
 def test_tables_in_ram_fit_the_budget_and_no_larger_one_stays_while_a_smaller_is_mapped(sizes, budget):
-    tiers = choose_tiers(sizes, budget, available_bytes=0)
+    tiers = choose_tiers(sizes, budget, available_bytes=GIB)
     kept = [size for size, tier in zip(sizes, tiers, strict=True) if tier == "ram"]
     mapped = [size for size, tier in zip(sizes, tiers, strict=True) if tier == "mapped"]
     assert sum(kept) <= budget
@@ -30,10 +30,11 @@ def test_without_a_budget_everything_goes_to_ram():
     assert choose_tiers([GIB, 2 * GIB], None, available_bytes=8 * GIB) == ["ram", "ram"]
 
 
-def test_without_a_budget_rows_that_do_not_fit_are_refused_with_the_numbers():
+@pytest.mark.parametrize("budget", [None, 8 * GIB])
+def test_rows_that_do_not_fit_are_refused_with_the_numbers_whatever_the_budget_says(budget):
     with pytest.raises(MemoryBudgetError, match=f"rows take {4 * GIB} bytes, but {4 * GIB} are available and "):
-        choose_tiers([4 * GIB], None, available_bytes=4 * GIB)
-    assert choose_tiers([4 * GIB], None, available_bytes=4 * GIB + MEMORY_RESERVE_BYTES) == ["ram"]
+        choose_tiers([4 * GIB], budget, available_bytes=4 * GIB)
+    assert choose_tiers([4 * GIB], budget, available_bytes=4 * GIB + MEMORY_RESERVE_BYTES) == ["ram"]
 
 
 @pytest.mark.parametrize("size", [72, HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 72])
