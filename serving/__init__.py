@@ -1,0 +1,9 @@
+"""From a product's request to scores: HTTP, gRPC and the in-process call, admission, batching, ranking replicas.
+
+Owns the public API in its three forms, its limits and its errors, the ranking models and the processes that serve them.
+It asks the router for pooled embeddings and must not know which shard or card holds a row, how rows are stored, or how
+ids become rows; of the shard node it uses only keyed bags and generations.
+
+One request: `parse_json` / `parse_proto` -> `request.RankRequest` under a lease on one generation -> `batcher` ->
+`replica` (merge, route, assemble, rank) -> `request.RankAnswer` -> encoded by the API that it came from.
+"""

@@ -1,0 +1,115 @@
+"""What a served model tells of itself: the answer of `GET /v1/models/{model}` and `GetModel`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from loader.manifest import Frozen, Manifest, Pooling, RowDtype, Side, UnknownId, VocabularyMapping
+from serving.limits import RequestLimits
+
+
+class FeatureDescription(Frozen):
+    """One feature of a request."""
+
+    name: str
+    side: Side
+    pooling: Pooling
+    table: str
+    weighted: bool
+    id_type: Literal["integer", "string"]
+
+
+class TableDescription(Frozen):
+    """One embedding table."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: RowDtype
+    id_mapping: Literal["identity", "hash", "vocabulary"]
+    unknown_id: UnknownId
+
+
+class DenseInputsDescription(Frozen):
+    """How many floats a request brings once, and for each candidate."""
+
+    context: int
+    candidate: int
+
+
+class DenseModelDescription(Frozen):
+    """The ranking model."""
+
+    kind: str
+    dtype: Literal["float32", "bfloat16"] = Field(description="what it is computed in")
+    dtype_fallback: str = Field(default="", description="why it is not the dtype that was asked for; empty if it is")
+
+
+class ModelDescription(Frozen):
+    """A served version of a model."""
+
+    model: str
+    version: int
+    identity: str = Field(description="SHA-256 (hex) of the manifest")
+    features: tuple[FeatureDescription, ...]
+    tables: tuple[TableDescription, ...]
+    dense_inputs: DenseInputsDescription
+    dense_model: DenseModelDescription
+    limits: RequestLimits
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        limits: RequestLimits,
+        dtype: Literal["float32", "bfloat16"],
+        dtype_fallback: str,
+    ) -> ModelDescription:
+        """Describes a version.
+
+        Args:
+            manifest: of the snapshot.
+            limits: of the process.
+            dtype: what the dense model is computed in.
+            dtype_fallback: why it is not what was asked for, or "".
+        """
+        spec = manifest.spec
+        features = tuple(
+            FeatureDescription(
+                name=feature.name,
+                side=feature.side,
+                pooling=spec.pooling_of(feature.name),
+                table=spec.table_of(feature.name).name,
+                weighted=feature.weighted,
+                id_type=_id_type(spec.table_of(feature.name).id_mapping),
+            )
+            for feature in spec.features
+        )
+        tables = tuple(
+            TableDescription(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                dtype=table.dtype,
+                id_mapping=table.id_mapping.kind,
+                unknown_id=table.unknown_id,
+            )
+            for table in spec.tables
+        )
+        inputs = spec.dense_inputs
+        return cls(
+            model=spec.model,
+            version=manifest.version,
+            identity=manifest.identity,
+            features=features,
+            tables=tables,
+            dense_inputs=DenseInputsDescription(context=inputs.context, candidate=inputs.candidate),
+            dense_model=DenseModelDescription(kind=spec.dense_model.kind, dtype=dtype, dtype_fallback=dtype_fallback),
+            limits=limits,
+        )
+
+
+def _id_type(mapping: Any) -> Literal["integer", "string"]:
+    return mapping.id_type if isinstance(mapping, VocabularyMapping) else "integer"

@@ -1,0 +1,117 @@
+"""The in-process call: a model ranked from Python, with no server and nothing serialised.
+
+```python
+with Ranker.open("models/films/3") as ranker:
+    answer = ranker.rank({"context": {...}, "candidates": {...}, "top_k": 10})
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from serving.description import ModelDescription
+from serving.encode_json import lookup_document, rank_document
+from serving.limits import RequestLimits
+from serving.loading import ModelSource, load_served_model
+from serving.models.factory import DtypeChoice
+from serving.service import RankingService
+from shard_node.node import Sharding
+
+
+class Ranker:
+    """One model version in this process. Requests, answers, limits and errors are those of the HTTP API.
+
+    Thread-safe: requests from several threads are joined into batches. Made by `open`.
+    """
+
+    def __init__(self, service: RankingService, model: str) -> None:
+        self._service = service
+        self._model = model
+
+    @classmethod
+    def open(
+        cls,
+        snapshot: str | Path,
+        *,
+        shards: int = 1,
+        cards: int = 1,
+        sharding: Sharding = "hash",
+        dtype: DtypeChoice = "auto",
+        num_replicas: int = 1,
+        memory_budget_bytes: int | None = None,
+        verify: bool = True,
+        limits: RequestLimits | None = None,
+    ) -> Ranker:
+        """Loads a snapshot and checks it against its golden requests.
+
+        Args:
+            snapshot: the folder of one version.
+            shards: how many shards the rows are divided over, all in this process.
+            cards: cards of each shard.
+            sharding: how tables are divided.
+            dtype: of the dense model; `auto` is bfloat16 where the CPU has it and golden requests bear it out.
+            num_replicas: ranking replicas, each a thread.
+            memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files. None: all in RAM.
+            verify: check every file's SHA-256.
+            limits: of requests and batches.
+
+        Raises:
+            ShardrankError: as `serving.loading.load_served_model`.
+        """
+        service = RankingService(limits)
+        source = ModelSource(
+            snapshot=Path(snapshot),
+            local_shards=shards,
+            cards=cards,
+            sharding=sharding,
+            memory_budget_bytes=memory_budget_bytes,
+            verify=verify,
+            num_replicas=num_replicas,
+            dtype=dtype,
+        )
+        served = load_served_model(source, service)
+        service.install(served)
+        return cls(service, served.model)
+
+    @property
+    def description(self) -> ModelDescription:
+        """What the model takes and is made of."""
+        return self._service.describe(self._model)
+
+    def rank(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Ranks one request.
+
+        Args:
+            request: the body of `POST /v1/models/{model}:rank` as a dict of plain Python values.
+
+        Returns:
+            The body of its answer.
+
+        Raises:
+            ShardrankError: a BadRequestError names the field, the value and what is allowed.
+        """
+        with self._service.call("embedded", "rank") as call:
+            parsed = self._service.parse_rank(call, self._model, request)
+            return rank_document(self._service.rank_in_thread(parsed))
+
+    def lookup(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Looks embeddings up: the body of `POST /v1/models/{model}:lookup`, and of its answer. Raises as `rank`."""
+        with self._service.call("embedded", "lookup") as call:
+            parsed = self._service.parse_lookup(call, self._model, request)
+            return lookup_document(self._service.lookup_in_thread(parsed))
+
+    def close(self) -> None:
+        """Waits for requests in flight and frees everything. Idempotent."""
+        self._service.close()
+
+    def __enter__(self) -> Ranker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,63 @@
+"""Answers and errors as JSON bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from loader.errors import ShardrankError
+from serving.request import FeatureEmbeddings, LookupAnswer, RankAnswer
+
+_ENCODER = msgspec.json.Encoder()
+
+# Tells a client that was shed when to try again, in seconds.
+RETRY_AFTER_S = 1
+
+
+def rank_document(answer: RankAnswer) -> dict[str, Any]:
+    """The JSON form of an answer. A float32 score is written with all digits, so it reads back as the same float32."""
+    document: dict[str, Any] = {
+        "model": answer.model,
+        "version": answer.version,
+        "scores": answer.scores.tolist(),
+        "order": answer.order.tolist(),
+    }
+    if answer.request_id:
+        document["request_id"] = answer.request_id
+    return document
+
+
+def lookup_document(answer: LookupAnswer) -> dict[str, Any]:
+    """The JSON form of a lookup's answer: [bags][dim], or [bags][ids][dim] for a feature that is not pooled."""
+    document: dict[str, Any] = {
+        "model": answer.model,
+        "version": answer.version,
+        "embeddings": {name: _nested(feature) for name, feature in answer.embeddings.items()},
+    }
+    if answer.request_id:
+        document["request_id"] = answer.request_id
+    return document
+
+
+def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any]:
+    """The JSON form of an error."""
+    content: dict[str, Any] = {"kind": error.kind, "message": str(error)}
+    if field := getattr(error, "field", ""):
+        content["field"] = field
+    if request_id:
+        content["request_id"] = request_id
+    return {"error": content}
+
+
+def encode(document: Any) -> bytes:
+    """JSON bytes."""
+    return _ENCODER.encode(document)
+
+
+def _nested(feature: FeatureEmbeddings) -> list[Any]:
+    rows: list[Any] = feature.values.tolist()
+    if feature.lengths is None:
+        return rows
+    ends = feature.lengths.cumsum().tolist()
+    return [rows[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]

@@ -1,0 +1,210 @@
+"""Serving's branch of the error tree.
+
+```
+ServingError
+├── BadRequestError             400 INVALID_ARGUMENT     the request; `field` says which part of it
+│   ├── MalformedRequestError   400                      not JSON, not protobuf
+│   ├── InvalidFieldError       400                      wrong type, unknown key, value out of its range
+│   ├── UnknownFeatureError     400                      a feature that the model does not have
+│   ├── MissingFeatureError     400                      a feature that the model needs
+│   ├── CountMismatchError      400                      counts of candidates, weights or dense values that don't agree
+│   ├── InvalidIdError          400                      negative, float, boolean, >= 2^63, or of the wrong type
+│   ├── UnknownIdError          400                      an id without a row, in a table that rejects it
+│   └── LimitExceededError      400                      more than a configured limit; the message names it
+│       └── BodyTooLargeError   413
+├── ModelNotFoundError          404 NOT_FOUND            no such model here, or not that version of it
+├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the HTTP API does not have
+├── MethodNotAllowedError       405 UNIMPLEMENTED
+├── RequestTimeoutError         408 DEADLINE_EXCEEDED    the request was not complete in time
+├── HeaderTooLargeError         431 RESOURCE_EXHAUSTED
+├── ClientGoneError             499 CANCELLED            the client left before its answer
+├── OverloadedError             503 RESOURCE_EXHAUSTED   shed at once: too many requests in flight or waiting
+├── ShuttingDownError           503 UNAVAILABLE
+├── NotReadyError               503 UNAVAILABLE
+├── GoldenMismatchError         422 FAILED_PRECONDITION  a version that does not give its own golden scores
+├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
+└── ListenError                 500 INTERNAL             a port can't be bound
+```
+
+A deadline that passes is `shard_node.errors.DeadlineExceededError` (504), wherever it is noticed.
+"""
+
+from __future__ import annotations
+
+from loader.errors import ShardrankError
+
+
+class ServingError(ShardrankError):
+    """Something that the serving process refused or failed at."""
+
+
+class BadRequestError(ServingError):
+    """The request can't be answered as it is, now or later.
+
+    Attributes:
+        field: path of the part that is wrong, such as `candidates.sparse.film_id[3][0]`; "" for the whole request.
+    """
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "bad_request"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}" if field else problem)
+        self.field = field
+        self.problem = problem
+
+
+class MalformedRequestError(BadRequestError):
+    """The body is not JSON, or not the protobuf message."""
+
+    kind = "malformed"
+
+
+class InvalidFieldError(BadRequestError):
+    """A field of the wrong type, an unknown key, or a value out of its range."""
+
+    kind = "invalid_field"
+
+
+class UnknownFeatureError(BadRequestError):
+    """A feature that the model does not have, or not on this side of the request."""
+
+    kind = "unknown_feature"
+
+
+class MissingFeatureError(BadRequestError):
+    """A feature that the model needs is not in the request."""
+
+    kind = "missing_feature"
+
+
+class CountMismatchError(BadRequestError):
+    """Counts that must agree do not: candidates across features, weights and ids, dense values."""
+
+    kind = "count_mismatch"
+
+
+class InvalidIdError(BadRequestError):
+    """An id that no table could have: negative, not an integer, 2^63 or more, or text where integers belong."""
+
+    kind = "invalid_id"
+
+
+class UnknownIdError(BadRequestError):
+    """An id without a row, in a table whose `unknown_id` is `reject`."""
+
+    kind = "unknown_id"
+
+
+class LimitExceededError(BadRequestError):
+    """More than a configured limit. The message names the limit, its value and what came."""
+
+    kind = "limit_exceeded"
+
+    def __init__(self, field: str, limit: str, allowed: int, got: int | str, unit: str) -> None:
+        super().__init__(field, f"{got} {unit}, more than the limit {limit} = {allowed}")
+        self.limit = limit
+
+
+class BodyTooLargeError(LimitExceededError):
+    """The body is longer than the limit; it was refused before it was read whole."""
+
+    http_status = 413
+    kind = "body_too_large"
+
+
+class ModelNotFoundError(ServingError):
+    """No such model here, or not that version of it."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    kind = "model_not_found"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.field = "model"
+
+
+class NoSuchRouteError(ServingError):
+    """A path that the HTTP API does not have."""
+
+    http_status = 404
+    grpc_status = "UNIMPLEMENTED"
+    kind = "no_such_route"
+
+
+class MethodNotAllowedError(ServingError):
+    """A method that a path does not take."""
+
+    http_status = 405
+    grpc_status = "UNIMPLEMENTED"
+    kind = "method_not_allowed"
+
+
+class RequestTimeoutError(ServingError):
+    """The client did not send its request, or take its answer, in time."""
+
+    http_status = 408
+    grpc_status = "DEADLINE_EXCEEDED"
+    kind = "request_timeout"
+
+
+class HeaderTooLargeError(ServingError):
+    """The request line and headers are longer than the limit."""
+
+    http_status = 431
+    grpc_status = "RESOURCE_EXHAUSTED"
+    kind = "header_too_large"
+
+
+class ClientGoneError(ServingError):
+    """The client closed the connection before it was answered. Nobody reads this error; metrics count it."""
+
+    http_status = 499
+    grpc_status = "CANCELLED"
+    kind = "client_gone"
+
+
+class OverloadedError(ServingError):
+    """Too many requests in flight or waiting. Nothing was started, so the request may be sent again."""
+
+    http_status = 503
+    grpc_status = "RESOURCE_EXHAUSTED"
+    kind = "overloaded"
+
+
+class ShuttingDownError(ServingError):
+    """The process, or the generation that was to answer, is ending."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "shutting_down"
+
+
+class NotReadyError(ServingError):
+    """A configured model has no live version, or its shards can't be reached."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "not_ready"
+
+
+class GoldenMismatchError(ServingError):
+    """A loaded version does not give the scores that training stored with it, so it must not serve."""
+
+    http_status = 422
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "golden_mismatch"
+
+
+class ModelOutputError(ServingError):
+    """The dense model gave NaN or inf for a request."""
+
+    kind = "model_output"
+
+
+class ListenError(ServingError):
+    """An address can't be listened on."""
+
+    kind = "listen"

@@ -1,0 +1,1 @@
+"""The gRPC API: `shardrank.v1.RankingService`, health checking and server reflection, on grpc.aio."""

@@ -1,0 +1,86 @@
+"""The grpc.aio server: options, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from serving.errors import ListenError
+from serving.grpc_api.handlers import SERVICE_NAME, Handlers
+from serving.limits import RequestLimits
+from serving.service import RankingService
+
+HEALTH_INTERVAL_S = 0.5
+
+
+class GrpcServer:
+    """A gRPC listener over one service."""
+
+    def __init__(self, service: RankingService) -> None:
+        self._service = service
+        self._server = grpc.aio.server(options=server_options(service.limits))
+        self._server.add_generic_rpc_handlers((Handlers(service).generic_handler(),))
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens. Returns the port, which is a free one if 0 was asked for.
+
+        Raises:
+            ListenError: if the port can't be bound.
+        """
+        try:
+            bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError as error:
+            raise ListenError(f"can't listen for gRPC on {host}:{port}: {error}") from error
+        await self._server.start()
+        await self._set_health()
+        self._watcher = asyncio.create_task(self._watch())
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls, and gives those in flight `grace_s` seconds."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            await self._set_health()
+
+    async def _set_health(self) -> None:
+        ready = not self._service.watch.problems()
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", status)
+        await self._health.set(SERVICE_NAME, status)
+
+
+def server_options(limits: RequestLimits) -> list[tuple[str, int]]:
+    """Channel arguments, see https://github.com/grpc/grpc/blob/master/include/grpc/impl/channel_arg_names.h."""
+    half_ms = max(1, int(limits.receive_timeout_s * 500))
+    return [
+        # Twice the limit of a message: what is a little too long is refused with INVALID_ARGUMENT and the limit's name,
+        # what is far too long by the library, before it is read, with RESOURCE_EXHAUSTED.
+        ("grpc.max_receive_message_length", min(2 * limits.max_body_bytes, 2**31 - 1)),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+        ("grpc.server_handshake_timeout_ms", 2 * half_ms),
+        ("grpc.http2.settings_timeout", 2 * half_ms),
+        # A peer that answers no ping, because it is dead or stalled, is dropped after time and timeout together. It is
+        # the ping's own timeout that ends a connection on which other bytes went by before.
+        ("grpc.keepalive_time_ms", half_ms),
+        ("grpc.keepalive_timeout_ms", half_ms),
+        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", 1),
+    ]

@@ -1,0 +1,85 @@
+"""Is this process ready, and what do its shards tell? Asked in the background, so that a probe costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from loader.errors import ShardrankError
+from shard_node.errors import GenerationNotFoundError
+from shard_node.generation import Generations
+from shard_node.node import NodeInfo
+
+if TYPE_CHECKING:
+    from serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+REFRESH_INTERVAL_S = 1.0
+
+
+class NodeWatch:
+    """Keeps what the shards of every live model last said.
+
+    Args:
+        generations: of the serving process.
+        expected_models: models that must be live before the process is ready.
+    """
+
+    def __init__(self, generations: Generations[ServedModel], expected_models: Sequence[str]) -> None:
+        self._generations = generations
+        self._expected = tuple(expected_models)
+        self._nodes: dict[str, tuple[NodeInfo, ...]] = {}
+        self._problems: dict[str, str] = {}
+        self._asked: frozenset[str] = frozenset()
+        self._shutting_down = False
+
+    def nodes(self) -> list[NodeInfo]:
+        """What the shards of all models last said, each once."""
+        return [node for nodes in list(self._nodes.values()) for node in nodes]
+
+    def problems(self) -> dict[str, str]:
+        """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
+        if self._shutting_down:
+            return {"": "the process is shutting down"}
+        live = self._generations.models()
+        missing = {model: "no live version" for model in self._expected if model not in live}
+        unasked = {model: "its shards were not asked yet" for model in live if model not in self._asked}
+        return missing | unasked | self._problems
+
+    def begin_shutdown(self) -> None:
+        """Not ready from now on."""
+        self._shutting_down = True
+
+    async def refresh(self) -> None:
+        """Asks the shards of every live model once."""
+        models = self._generations.models()
+        await asyncio.gather(*(self._refresh(model) for model in models))
+        self._asked = frozenset(models)
+        for gone in set(self._nodes) - set(models):
+            del self._nodes[gone]
+        for gone in set(self._problems) - set(models):
+            del self._problems[gone]
+
+    async def run(self) -> None:
+        """Refreshes until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+
+    async def _refresh(self, model: str) -> None:
+        try:
+            with self._generations.lease(model) as lease:
+                nodes = await lease.payload.nodes()
+        except GenerationNotFoundError:
+            return
+        except ShardrankError as error:
+            if model not in self._problems:
+                logger.warning("model %r is not ready: %s", model, error)
+            self._problems[model] = f"{error.kind}: {error}"
+            return
+        self._nodes[model] = tuple(nodes)
+        if self._problems.pop(model, None) is not None:
+            logger.info("model %r is ready again", model)

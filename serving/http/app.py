@@ -1,0 +1,110 @@
+"""The FastAPI application: routes, their documentation, and errors in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serving.description import ModelDescription
+from serving.errors import MethodNotAllowedError, NoSuchRouteError
+from serving.http.documents import (
+    LOOKUP_EXAMPLE,
+    LOOKUP_SCHEMA,
+    RANK_EXAMPLE,
+    RANK_SCHEMA,
+    ErrorDocument,
+    LookupDocument,
+    RankDocument,
+    ReadyDocument,
+    json_body,
+)
+from serving.http.endpoints import Endpoints, error_response
+from serving.service import RankingService
+
+API_VERSION = "1"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorDocument, "description": "The request is wrong; the message names the field and the limit."},
+    404: {"model": ErrorDocument, "description": "No such model, or version of it, is served."},
+    413: {"model": ErrorDocument, "description": "The body is longer than `max_body_bytes`."},
+    503: {"model": ErrorDocument, "description": "Overloaded, not ready, or a shard is away; try again."},
+    504: {"model": ErrorDocument, "description": "The deadline passed."},
+}
+
+
+class RawRoute(APIRoute):
+    """A documented route whose endpoint takes the raw request: no dependencies, no body validated twice."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return endpoint
+
+
+def create_app(service: RankingService) -> FastAPI:
+    """The HTTP API of a service."""
+    app = FastAPI(
+        title="shardrank",
+        version=API_VERSION,
+        description="Online ranking from sharded embeddings: ids in, scores out.",
+    )
+    endpoints = Endpoints(service)
+
+    def route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any) -> None:
+        app.router.add_api_route(path, handler, methods=[method], route_class_override=RawRoute, **options)
+
+    # The first ones are tried first.
+    route(
+        "/v1/models/{model}:rank", endpoints.rank, "POST", tags=["ranking"], summary="Score candidates",
+        responses={200: {"model": RankDocument}, **_ERRORS}, openapi_extra=_raw(json_body(RANK_SCHEMA, RANK_EXAMPLE)),
+    )  # fmt: skip
+    route(
+        "/v1/models/{model}:lookup", endpoints.lookup, "POST", tags=["ranking"], summary="Look embeddings up",
+        responses={200: {"model": LookupDocument}, **_ERRORS},
+        openapi_extra=_raw(json_body(LOOKUP_SCHEMA, LOOKUP_EXAMPLE)),
+    )  # fmt: skip
+    route("/v1/models", endpoints.models, "GET", tags=["models"], summary="The live version of every model")
+    route(
+        "/v1/models/{model}", endpoints.model, "GET", tags=["models"], summary="What a model takes and is made of",
+        responses={200: {"model": ModelDescription}, 404: _ERRORS[404]}, openapi_extra=_raw({}),
+    )  # fmt: skip
+    route("/healthz", endpoints.healthz, "GET", tags=["operations"], summary="The process runs")
+    route(
+        "/readyz", endpoints.readyz, "GET", tags=["operations"], summary="Every model is live and its shards answer",
+        responses={200: {"model": ReadyDocument}, 503: {"model": ReadyDocument}},
+    )  # fmt: skip
+    route("/metrics", endpoints.metrics, "GET", tags=["operations"], summary="Metrics in Prometheus' text format")
+    app.add_exception_handler(HTTPException, _framework_error)
+    return app
+
+
+def _raw(extra: dict[str, Any]) -> dict[str, Any]:
+    # The endpoints take the raw request, so the path parameter is not seen in their signature.
+    parameter = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string"},
+        "description": "its name",
+    }
+    return {"parameters": [parameter], **extra}
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in the form of every other error."""
+    where = f"{request.method} {request.url.path[:200]}"
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return error_response(request, NoSuchRouteError(f"{where}: there is no such path; see /docs"))
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response = error_response(request, MethodNotAllowedError(f"{where}: this method is not allowed here"))
+        response.headers.update(error.headers or {})
+        return response
+    raise error

@@ -1,0 +1,100 @@
+"""Uvicorn on a socket of our own, inside an event loop and a process that are not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from serving.errors import ListenError
+from serving.http.app import create_app
+from serving.http.protocol import bounded_protocol
+from serving.service import RankingService
+
+BACKLOG = 1024
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+class HttpServer:
+    """An HTTP listener over one service.
+
+    Args:
+        service: answers the requests.
+        drain_timeout_s: how long requests in flight may take once it is stopped.
+    """
+
+    def __init__(self, service: RankingService, drain_timeout_s: float) -> None:
+        limits = service.limits
+        config = uvicorn.Config(
+            create_app(service),
+            http=bounded_protocol(limits, service.metrics),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=max(1, round(limits.keep_alive_s)),
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens. Returns the port, which is a free one if 0 was asked for.
+
+        Raises:
+            ListenError: if the port can't be bound.
+        """
+        listener = listening_socket(host, port)
+        bound: int = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await self._server.listening.wait()
+        return bound
+
+    async def stop(self) -> None:
+        """Takes no new connections, ends idle ones, and waits for requests in flight."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A bound TCP socket that further processes may bind as well, to share the port.
+
+    Raises:
+        ListenError: if it can't be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ListenError(f"can't listen for HTTP on {host}:{port}: {error}") from error
+    return listener

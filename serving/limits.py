@@ -1,0 +1,64 @@
+"""The limits of a serving process. Every one has a default, and an error that meets one names it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from loader.manifest import Frozen
+
+MAX_ID = 2**63 - 1
+
+
+class RequestLimits(Frozen):
+    """What one request, one connection and one process may take.
+
+    Attributes:
+        max_body_bytes: bytes of one request body (HTTP) or message (gRPC).
+        max_candidates: candidates of one request.
+        max_ids_per_bag: ids of one feature for one candidate, or of one context feature.
+        max_ids_per_request: ids of one request over all features.
+        max_bags_per_feature: bags of one feature in a lookup.
+        max_lookup_floats: floats that the answer to a lookup may hold.
+        max_request_id_chars: characters of a request's own `request_id`.
+        default_timeout_ms: deadline of a request that brings none.
+        max_timeout_ms: the longest deadline that a request may ask for.
+        max_in_flight: requests of this process between their first byte and their answer; more are shed.
+        max_queue: requests of one model version that wait for a ranking replica; more are shed.
+        max_batch_requests: requests that a replica joins into one batch.
+        max_batch_candidates: candidates at which a batch takes no further request. One request may have more by itself.
+        receive_timeout_s: time from a request's first byte until it must be complete, and for a peer to take
+            bytes or to answer a ping.
+        keep_alive_s: time for which an idle HTTP connection is kept.
+        max_connections: open HTTP connections of this process.
+        max_header_bytes: request line and headers of one HTTP request.
+        max_concurrent_streams: calls at once on one gRPC connection.
+    """
+
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1, le=2**30)
+    max_candidates: int = Field(default=4096, ge=1, le=2**20)
+    max_ids_per_bag: int = Field(default=4096, ge=1, le=2**24)
+    max_ids_per_request: int = Field(default=2**20, ge=1, le=2**27)
+    max_bags_per_feature: int = Field(default=65_536, ge=1, le=2**24)
+    max_lookup_floats: int = Field(default=2**20, ge=1, le=2**28)
+    max_request_id_chars: int = Field(default=128, ge=1, le=1024)
+    default_timeout_ms: int = Field(default=1000, ge=1)
+    max_timeout_ms: int = Field(default=60_000, ge=1, le=3_600_000)
+    max_in_flight: int = Field(default=1024, ge=1)
+    max_queue: int = Field(default=256, ge=1)
+    max_batch_requests: int = Field(default=64, ge=1, le=4096)
+    max_batch_candidates: int = Field(default=2048, ge=1, le=2**20)
+    receive_timeout_s: float = Field(default=4.0, gt=0, le=3600)
+    keep_alive_s: float = Field(default=60.0, gt=0, le=3600)
+    max_connections: int = Field(default=4096, ge=1)
+    max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
+    max_concurrent_streams: int = Field(default=256, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.default_timeout_ms > self.max_timeout_ms:
+            raise ValueError(
+                f"default_timeout_ms {self.default_timeout_ms} is more than max_timeout_ms {self.max_timeout_ms}"
+            )
+        return self

@@ -1,0 +1,170 @@
+"""From a snapshot's folder to a served model: with its rows in this process, or on shard nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from loader.errors import ShardrankError
+from loader.manifest import Frozen
+from loader.progress import Progress, no_progress
+from loader.reader import Snapshot
+from router.plan import DEFAULT_REPLICATE_BYTES, Plan
+from router.replicas import ReplicatedShard
+from serving.models.factory import DtypeChoice
+from serving.served_model import OnRetry, ServedModel
+from serving.service import RankingService
+from shard_node.address import Address
+from shard_node.client import ShardClient
+from shard_node.loading import load_tables
+from shard_node.node import Sharding, ShardNode
+from shard_node.shard import LocalShard, Shard
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+class ModelSource(Frozen):
+    """Which version to serve, and where its rows are.
+
+    Attributes:
+        snapshot: its folder.
+        shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
+        local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
+        cards: cards of each shard.
+        sharding: how tables are divided; all nodes must have been given the same.
+        replicate_bytes: tables of at most this size are on every shard; all nodes must have been given the same.
+        memory_budget_bytes: RAM for rows in this process; None to hold all of them.
+        verify: check every file's SHA-256.
+        num_replicas: ranking replicas, each a thread.
+        dtype: of the dense model.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    snapshot: Path
+    shards: tuple[tuple[Address, ...], ...] = ()
+    local_shards: int = Field(default=1, ge=1, le=64)
+    cards: int = Field(default=1, ge=1, le=64)
+    sharding: Sharding = "hash"
+    replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
+    memory_budget_bytes: int | None = Field(default=None, ge=0)
+    verify: bool = True
+    num_replicas: int = Field(default=1, ge=1, le=64)
+    dtype: DtypeChoice = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.shards and self.memory_budget_bytes is not None:
+            raise ValueError("memory_budget_bytes is for rows in this process, but shards were given")
+        if any(not replicas for replicas in self.shards):
+            raise ValueError("every shard needs the address of at least one replica")
+        return self
+
+
+def load_served_model(source: ModelSource, service: RankingService, progress: Progress = no_progress) -> ServedModel:
+    """Opens, loads and checks a version. Blocks; `service.install` makes it live.
+
+    Args:
+        source: what to load.
+        service: whose limits, metrics and clock it uses.
+        progress: told bytes checked and loaded.
+
+    Raises:
+        SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.
+        ShardUnavailableError and other errors with status 503 or 504: its shards can't be asked now.
+    """
+    snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
+    count = len(source.shards) or source.local_shards
+    plan = Plan.make(snapshot.spec, count, source.sharding, source.cards, source.replicate_bytes)
+    nodes: list[ShardNode] = []
+    try:
+        if not source.shards:
+            nodes.extend(_load_node(snapshot, plan, index, source, progress) for index in range(count))
+        factory = partial(_local_shards, nodes) if nodes else partial(_remote_shards, source, snapshot, plan, service)
+        return ServedModel.load(
+            snapshot,
+            plan,
+            factory,
+            limits=service.limits,
+            num_replicas=source.num_replicas,
+            dtype=source.dtype,
+            metrics=service.metrics,
+            clock=service.clock,
+            on_close=lambda: _close_nodes(nodes),
+        )
+    except BaseException:
+        _close_nodes(nodes)
+        raise
+
+
+async def load_when_possible(
+    source: ModelSource,
+    service: RankingService,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> ServedModel:
+    """Loads and installs a version; while its shards can't be asked, tries again. Raises as `load_served_model`."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        began = time.monotonic()
+        try:
+            served = await asyncio.to_thread(load_served_model, source, service)
+        except ShardrankError as error:
+            if error.http_status not in (503, 504):
+                raise
+            logger.warning("%s can't be served yet: %s", source.snapshot, error)
+        else:
+            service.install(served)
+            logger.info("serving %s %d, loaded in %.1f s", served.model, served.version, time.monotonic() - began)
+            return served
+        await sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, progress: Progress) -> ShardNode:
+    tables = load_tables(
+        snapshot,
+        plan.partition(index),
+        plan.digest,
+        memory_budget_bytes=source.memory_budget_bytes,
+        progress=progress,
+    )
+    node = ShardNode(plan.identity(index))
+    node.stage(snapshot.spec.model, snapshot.version, tables)
+    node.flip(snapshot.spec.model, snapshot.version)
+    return node
+
+
+def _close_nodes(nodes: Sequence[ShardNode]) -> None:
+    for node in nodes:
+        node.close()
+
+
+def _local_shards(nodes: Sequence[ShardNode], on_retry: OnRetry) -> list[Shard]:
+    del on_retry
+    return [LocalShard(node) for node in nodes]
+
+
+def _remote_shards(
+    source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService, on_retry: OnRetry
+) -> list[Shard]:
+    return [
+        ReplicatedShard(
+            plan,
+            index,
+            snapshot.manifest.identity,
+            [ShardClient(address, clock=service.clock) for address in replicas],
+            on_retry,
+            service.clock,
+        )
+        for index, replicas in enumerate(source.shards)
+    ]

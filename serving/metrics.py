@@ -1,0 +1,154 @@
+"""Prometheus metrics of a serving process. docs/api.md lists them.
+
+With the variable PROMETHEUS_MULTIPROC_DIR set (several worker processes on one port) counts are kept in files of that
+folder, and whichever worker answers `/metrics` adds them up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from shard_node.node import NodeInfo
+
+MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+_BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class NodeCollector(Collector):
+    """Memory and lookups of the shard nodes, as they last told."""
+
+    def __init__(self, nodes: Callable[[], Sequence[NodeInfo]]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterable[Metric]:
+        """Two families, labelled by shard."""
+        memory = GaugeMetricFamily(
+            "shardrank_memory_bytes",
+            "Bytes of embedding rows by card and tier.",
+            labels=("model", "version", "shard", "card", "tier"),
+        )
+        lookups = CounterMetricFamily(
+            "shardrank_rows_looked_up",
+            "Rows looked up by table and tier.",
+            labels=("model", "version", "shard", "table", "tier"),
+        )
+        for node in self._nodes():
+            shard = str(node.identity.shard_index)
+            for use in node.memory:
+                memory.add_metric([use.model, str(use.version), shard, str(use.card), use.tier], use.size_bytes)
+            for count in node.lookups:
+                lookups.add_metric([count.model, str(count.version), shard, count.table, count.tier], count.rows)
+        return [memory, lookups]
+
+
+class ServingMetrics:
+    """Counts and times of one service. Thread-safe.
+
+    Args:
+        nodes: what the shard nodes last told of themselves.
+    """
+
+    def __init__(self, nodes: Callable[[], Sequence[NodeInfo]] = tuple) -> None:
+        self._nodes = nodes
+        # A registry of its own, so that several services in one process don't share names.
+        registry = CollectorRegistry()
+        self.requests = Counter(
+            "shardrank_requests",
+            "Requests answered, with success or not.",
+            ("api", "method", "model", "status"),
+            registry=registry,
+        )
+        self.errors = Counter(
+            "shardrank_errors", "Requests refused or failed, by kind.", ("api", "method", "kind"), registry=registry
+        )
+        self._stages = Histogram(
+            "shardrank_stage_seconds",
+            "Time by stage. Lookup and rank are counted once per batch, all others once per request.",
+            ("model", "stage"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._batch_requests = Histogram(
+            "shardrank_batch_requests", "Requests in a batch.", ("model",), buckets=_BATCH_REQUESTS, registry=registry
+        )
+        self._batch_candidates = Histogram(
+            "shardrank_batch_candidates",
+            "Candidates in a batch.",
+            ("model",),
+            buckets=_BATCH_CANDIDATES,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "shardrank_requests_in_flight", "Requests being handled.", registry=registry, multiprocess_mode="livesum"
+        )
+        self._retries = Counter(
+            "shardrank_shard_retries",
+            "Lookups after whose failure another replica of the shard was asked.",
+            ("model", "kind"),
+            registry=registry,
+        )
+        self._fallbacks = Gauge(
+            "shardrank_dtype_fallback",
+            "1 if the dense model serves in float32 because bfloat16 missed the golden tolerance.",
+            ("model", "version"),
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        registry.register(NodeCollector(nodes))
+        self._registry = registry
+        self._stage_children: dict[tuple[str, str], Histogram] = {}
+        self._batch_children: dict[str, tuple[Histogram, Histogram]] = {}
+
+    def stage(self, model: str, stage: str, seconds: float) -> None:
+        """Observes one stage."""
+        child = self._stage_children.get((model, stage))
+        if child is None:
+            child = self._stage_children[model, stage] = self._stages.labels(model, stage)
+        child.observe(seconds)
+
+    def batch(self, model: str, num_requests: int, num_candidates: int) -> None:
+        """Observes the size of a batch."""
+        children = self._batch_children.get(model)
+        if children is None:
+            children = (self._batch_requests.labels(model), self._batch_candidates.labels(model))
+            self._batch_children[model] = children
+        children[0].observe(num_requests)
+        children[1].observe(num_candidates)
+
+    def answered(self, api: str, method: str, model: str, status: str) -> None:
+        """Counts an answer. `model` must be one that is served, or ""."""
+        self.requests.labels(api, method, model, status).inc()
+
+    def failed(self, api: str, method: str, kind: str) -> None:
+        """Counts an error."""
+        self.errors.labels(api, method, kind).inc()
+
+    def shard_retry(self, model: str, kind: str) -> None:
+        """Counts a shard call that was repeated elsewhere."""
+        self._retries.labels(model, kind).inc()
+
+    def dtype_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
+        """Says whether a version serves in another dtype than was asked for."""
+        self._fallbacks.labels(model, str(version)).set(float(fell_back))
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        if MULTIPROCESS_VARIABLE not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(NodeCollector(self._nodes))
+        return generate_latest(registry)

@@ -1,0 +1,161 @@
+"""Checks that need the whole request's flat arrays: a fixed number of vector operations, whatever the API.
+
+Only when one fails is the position looked for that the error names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import CountMismatchError, InvalidFieldError, InvalidIdError, LimitExceededError
+from serving.limits import MAX_ID, RequestLimits
+from serving.parse_schema import Part, RequestSchema, part_path
+from shard_node.bags import Float32Array, KeyedBags
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one value of the flat arrays stood in the request."""
+
+    part: Part
+    feature: str
+    bag: int
+    position: int
+
+    def path(self, member: str = "sparse") -> str:
+        """Such as `candidates.sparse.film_id[3][0]`; a context feature is one bag, so it has one index."""
+        bag = "" if self.part == "context" else f"[{self.bag}]"
+        return part_path(self.part, f"{member}.{self.feature}{bag}[{self.position}]")
+
+
+def place_of(schema: RequestSchema, bags: KeyedBags, value_index: int, *, lookup: bool = False) -> Place:
+    """Finds the feature, bag and position of one value."""
+    bag = int(np.searchsorted(bags.offsets, value_index, side="right")) - 1
+    starts = bags.bag_starts()
+    segment = int(np.searchsorted(starts, bag, side="right")) - 1
+    name = schema.names[int(bags.keys[segment])]
+    part: Part = "" if lookup else schema.part_of(name)
+    return Place(part, name, bag - int(starts[segment]), value_index - int(bags.offsets[bag]))
+
+
+def check_bags(schema: RequestSchema, bags: KeyedBags, *, lookup: bool = False) -> None:
+    """Checks sizes, ids and weights of a request.
+
+    Raises:
+        LimitExceededError: too many ids, in the request or in one bag.
+        InvalidIdError: a negative id.
+        InvalidFieldError: a weight that is NaN or infinite.
+    """
+    limits = schema.limits
+    if bags.num_values > limits.max_ids_per_request:
+        allowed = limits.max_ids_per_request
+        raise LimitExceededError("sparse", "max_ids_per_request", allowed, bags.num_values, "ids over all features")
+    if not bags.num_values:
+        return
+    lengths = bags.lengths
+    if int(lengths.max()) > limits.max_ids_per_bag:
+        bag = int(lengths.argmax())
+        raise _bag_too_long(schema, bags, int(bags.offsets[bag]), int(lengths[bag]), lookup=lookup)
+    if int(bags.values.min()) < 0:
+        index = int((bags.values < 0).argmax())
+        path = place_of(schema, bags, index, lookup=lookup).path()
+        raise InvalidIdError(path, f"{int(bags.values[index])} is not in 0..{MAX_ID}")
+    if bags.weights is not None and not np.isfinite(bags.weights).all():
+        index = int((~np.isfinite(bags.weights)).argmax())
+        path = place_of(schema, bags, index, lookup=lookup).path("weights")
+        raise InvalidFieldError(path, f"{bags.weights[index]} is not a finite float32")
+
+
+def _bag_too_long(
+    schema: RequestSchema, bags: KeyedBags, first_value: int, length: int, *, lookup: bool
+) -> LimitExceededError:
+    path = place_of(schema, bags, first_value, lookup=lookup).path().rsplit("[", 1)[0]
+    return LimitExceededError(path, "max_ids_per_bag", schema.limits.max_ids_per_bag, length, "ids in one bag")
+
+
+def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
+    """Raises CountMismatchError for none, LimitExceededError for too many."""
+    if num_candidates < 1:
+        raise CountMismatchError("candidates", "0 candidates; a rank request needs at least 1")
+    if num_candidates > limits.max_candidates:
+        raise LimitExceededError("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
+
+
+def check_lookup_size(schema: RequestSchema, bags: KeyedBags) -> None:
+    """Raises LimitExceededError if the answer to a lookup would hold too many floats, or if there are too many bags."""
+    limits = schema.limits
+    too_many = bags.bags_per_key > limits.max_bags_per_feature
+    if too_many.any():
+        segment = int(too_many.argmax())
+        path = f"sparse.{schema.names[int(bags.keys[segment])]}"
+        count = int(bags.bags_per_key[segment])
+        raise LimitExceededError(path, "max_bags_per_feature", limits.max_bags_per_feature, count, "bags")
+    rows = np.where(schema.features.is_none[bags.keys], bags.values_per_key(), bags.bags_per_key)
+    floats = int((rows * schema.embedding_dims[bags.keys]).sum())
+    if floats > limits.max_lookup_floats:
+        allowed = limits.max_lookup_floats
+        raise LimitExceededError("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
+
+
+def check_dense(part: Part, values: Float32Array) -> None:
+    """Raises InvalidFieldError, naming the position, for NaN, inf, or what float32 can't hold.
+
+    Args:
+        part: the part of the request.
+        values: float32 [Kc] or [N, Kd].
+    """
+    if not values.size or np.isfinite(values).all():
+        return
+    where = np.argwhere(~np.isfinite(values))[0].tolist()
+    path = part_path(part, "dense") + "".join(f"[{index}]" for index in where)
+    raise InvalidFieldError(path, f"{values[tuple(where)]} is not a finite float32")
+
+
+def check_timeout(limits: RequestLimits, timeout_ms: int | None) -> float:
+    """Seconds until the deadline. Raises LimitExceededError or InvalidFieldError."""
+    if timeout_ms is None:
+        return limits.default_timeout_ms / 1000
+    if timeout_ms < 1:
+        raise InvalidFieldError("timeout_ms", f"{timeout_ms} is not in 1..{limits.max_timeout_ms}")
+    if timeout_ms > limits.max_timeout_ms:
+        raise LimitExceededError("timeout_ms", "max_timeout_ms", limits.max_timeout_ms, timeout_ms, "ms")
+    return timeout_ms / 1000
+
+
+def check_top_k(top_k: int | None) -> int | None:
+    """Raises InvalidFieldError for a top_k below 1. One above the number of candidates means all of them."""
+    if top_k is not None and top_k < 1:
+        raise InvalidFieldError("top_k", f"{top_k} is not 1 or more")
+    return top_k
+
+
+def check_request_id(limits: RequestLimits, request_id: str) -> str:
+    """Raises LimitExceededError for a request_id that is too long."""
+    if len(request_id) > limits.max_request_id_chars:
+        allowed = limits.max_request_id_chars
+        raise LimitExceededError("request_id", "max_request_id_chars", allowed, len(request_id), "characters")
+    return request_id
+
+
+def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int) -> Float32Array:
+    """Row-major values as float32 [N, width]. Raises CountMismatchError if they do not fill it."""
+    if flat.size != num_candidates * width:
+        raise CountMismatchError(
+            "candidates.dense",
+            f"{flat.size} values; {num_candidates} candidates of {width} values need {num_candidates * width}",
+        )
+    return flat.reshape(num_candidates, width)
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether a decoded JSON value is a number (not a boolean) that float32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value) and abs(value) <= float(np.finfo(np.float32).max)
+    except OverflowError:
+        return False

@@ -1,0 +1,277 @@
+"""The protobuf form of a request to flat arrays.
+
+A message is read with the types of `ranking_wire.proto`, which hand packed fields over as bytes: ids, lengths, weights
+and dense values become arrays by joining chunks, with no Python object for a number. A message that also uses the
+unpacked encoding, which protobuf allows, shows it as unknown fields and is first rewritten by the public types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError, Message
+
+from loader.fingerprint import fingerprint_strings
+from serving.errors import CountMismatchError, InvalidFieldError, InvalidIdError, MalformedRequestError
+from serving.parse_checks import (
+    check_bags,
+    check_dense,
+    check_lookup_size,
+    check_num_candidates,
+    check_request_id,
+    check_timeout,
+    check_top_k,
+    dense_matrix,
+)
+from serving.parse_schema import Part, RequestSchema, part_path
+from serving.proto.shardrank.v1 import ranking_pb2, ranking_wire_pb2
+from serving.request import LookupRequest, RankRequest
+from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.generation import Lease
+
+if TYPE_CHECKING:
+    from serving.served_model import ServedModel
+
+RankMessage: TypeAlias = ranking_wire_pb2.RankRequest
+LookupMessage: TypeAlias = ranking_wire_pb2.LookupRequest
+Wire = TypeVar("Wire", bound=Message)
+
+
+def read_rank(data: bytes) -> RankMessage:
+    """Decodes a RankRequest. Raises MalformedRequestError."""
+    return _read(data, ranking_wire_pb2.RankRequest, ranking_pb2.RankRequest)
+
+
+def read_lookup(data: bytes) -> LookupMessage:
+    """Decodes a LookupRequest. Raises MalformedRequestError."""
+    return _read(data, ranking_wire_pb2.LookupRequest, ranking_pb2.LookupRequest)
+
+
+def _read(data: bytes, wire: type[Wire], public: type[Message]) -> Wire:
+    try:
+        message = wire.FromString(data)
+        # Unknown fields count towards the size until they are discarded: the one exact test that is cheap.
+        size = message.ByteSize()
+        message.DiscardUnknownFields()
+        if message.ByteSize() != size:
+            message = wire.FromString(public.FromString(data).SerializeToString())
+            message.DiscardUnknownFields()
+        return message
+    except DecodeError as error:
+        raise MalformedRequestError("", f"the message is not a {public.DESCRIPTOR.full_name}: {error}") from error
+
+
+class ProtoParser:
+    """Parses messages to one model version. Thread-safe."""
+
+    def __init__(self, schema: RequestSchema) -> None:
+        self._schema = schema
+
+    def rank(self, message: RankMessage, lease: Lease[ServedModel], now: float) -> RankRequest:
+        """Parses a rank request.
+
+        Args:
+            message: from `read_rank`.
+            lease: on the version that this parser belongs to.
+            now: time of arrival on the monotonic clock, in seconds.
+
+        Raises:
+            BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
+        """
+        schema = self._schema
+        by_name: dict[str, Any] = {}
+        parts: tuple[tuple[Part, Any], ...] = (("context", message.context), ("candidates", message.candidates))
+        for part, features in parts:
+            schema.check_names(part, list(features.sparse), all_needed=True)
+            by_name.update(features.sparse)
+        columns = _Columns(schema, schema.keys, [by_name[name] for name in schema.names], lookup=False)
+        dense = _numbers("candidates.dense", message.candidates.dense, np.float32)
+        num_candidates = self._num_candidates(message.num_candidates, columns, dense)
+        check_num_candidates(schema.limits, num_candidates)
+        bags = columns.bags(schema.bags_per_key(num_candidates))
+        check_bags(schema, bags)
+        context_dense = _numbers("context.dense", message.context.dense, np.float32)
+        if context_dense.size != schema.num_context_dense:
+            expected = schema.num_context_dense
+            raise CountMismatchError("context.dense", f"{context_dense.size} values, the model takes {expected}")
+        check_dense("context", context_dense)
+        candidate_dense = dense_matrix(dense, num_candidates, schema.num_candidate_dense)
+        check_dense("candidates", candidate_dense)
+        return RankRequest(
+            lease=lease,
+            bags=bags,
+            num_candidates=num_candidates,
+            context_dense=context_dense,
+            candidate_dense=candidate_dense,
+            deadline=now + check_timeout(schema.limits, message.timeout_ms or None),
+            top_k=check_top_k(message.top_k or None),
+            request_id=check_request_id(schema.limits, message.request_id),
+            texts=columns.texts(),
+        )
+
+    def lookup(self, message: LookupMessage, lease: Lease[ServedModel], now: float) -> LookupRequest:
+        """Parses a lookup request. Arguments and errors as `rank`."""
+        schema = self._schema
+        given = dict(message.sparse)
+        schema.check_names("", list(given), all_needed=False)
+        keys = np.array(sorted(schema.features.index[name] for name in given), dtype=np.int32)
+        columns = _Columns(schema, keys, [given[schema.names[key]] for key in keys.tolist()], lookup=True)
+        bags = columns.bags(None)
+        check_bags(schema, bags, lookup=True)
+        check_lookup_size(schema, bags)
+        deadline = now + check_timeout(schema.limits, message.timeout_ms or None)
+        request_id = check_request_id(schema.limits, message.request_id)
+        return LookupRequest(lease, bags, deadline, request_id, columns.texts())
+
+    def _num_candidates(self, explicit: int, columns: _Columns, dense: Float32Array) -> int:
+        if explicit:
+            return explicit
+        if self._schema.candidate_names:
+            return columns.num_bags(self._schema.features.index[self._schema.candidate_names[0]])
+        width = self._schema.num_candidate_dense
+        return dense.size // width if width else 0
+
+
+class _Columns:
+    """The features of one message in flat order, as joined chunks."""
+
+    def __init__(self, schema: RequestSchema, keys: Int32Array, features: Sequence[Any], *, lookup: bool) -> None:
+        self._schema = schema
+        self._keys = keys
+        self._lookup = lookup
+        self._weights = [list(feature.weights) for feature in features]
+        ids = [list(feature.ids) for feature in features]
+        lengths = [list(feature.lengths) for feature in features]
+        self._texts = [feature.string_ids for feature in features]
+        self._num_texts = np.fromiter(map(len, self._texts), np.int64, count=keys.size)
+        self._check_chunks("ids", ids, 8)
+        self._check_chunks("lengths", lengths, 4)
+        self._check_chunks("weights", self._weights, 4)
+        self._ids = np.frombuffer(_joined(chain.from_iterable(ids)), "<i8")
+        self._lengths = np.frombuffer(_joined(chain.from_iterable(lengths)), "<u4").astype(np.int64)
+        self._num_integers = _sizes(ids) // 8
+        self._num_lengths = _sizes(lengths) // 4
+        self._num_ids = self._num_integers + self._num_texts
+        self._check_id_types()
+
+    def num_bags(self, segment: int) -> int:
+        """Bags of one feature: as many as it has lengths, else ids."""
+        return int(self._num_lengths[segment]) or int(self._num_ids[segment])
+
+    def bags(self, bags_per_key: Int64Array | None) -> KeyedBags:
+        """Flat bags.
+
+        Args:
+            bags_per_key: int64 [S], how many bags each feature must have; None to take what is given.
+
+        Raises:
+            CountMismatchError: for a feature with another number of bags, or lengths that don't add up to its ids.
+        """
+        has_lengths = self._num_lengths > 0
+        is_one_bag = ~has_lengths & self._schema.features.is_context[self._keys]
+        if self._lookup:
+            is_one_bag[:] = False
+        given = np.where(has_lengths, self._num_lengths, np.where(is_one_bag, 1, self._num_ids))
+        if bags_per_key is not None and not np.array_equal(given, bags_per_key):
+            segment = int((given != bags_per_key).argmax())
+            what = "bags" if is_one_bag[segment] or self._name_part(segment)[1] == "context" else "candidates"
+            raise CountMismatchError(
+                self._path(segment), f"{int(given[segment])} {what}, expected {int(bags_per_key[segment])}"
+            )
+        lengths = np.ones(int(given.sum()), dtype=np.int64)
+        lengths[np.repeat(has_lengths, given)] = self._lengths
+        lengths[np.repeat(is_one_bag, given)] = self._num_ids[is_one_bag]
+        bags = KeyedBags.from_lengths(self._keys, given, lengths, np.empty(0, np.int64))
+        described = bags.values_per_key()
+        if not np.array_equal(described, self._num_ids):
+            segment = int((described != self._num_ids).argmax())
+            raise CountMismatchError(
+                f"{self._path(segment)}.lengths",
+                f"they add up to {int(described[segment])}, but there are {int(self._num_ids[segment])} ids",
+            )
+        return KeyedBags(self._keys, given, bags.offsets, self._values(), self._flat_weights())
+
+    def texts(self) -> list[str]:
+        """String ids of all features, in flat order."""
+        return list(chain.from_iterable(self._texts))
+
+    def _values(self) -> Int64Array:
+        if not self._num_texts.any():
+            return self._ids
+        of_text = np.repeat(self._num_texts > 0, self._num_ids)
+        values = np.empty(of_text.size, dtype=np.int64)
+        values[of_text] = fingerprint_strings(self.texts())
+        values[~of_text] = self._ids
+        return values
+
+    def _flat_weights(self) -> Float32Array | None:
+        counts = _sizes(self._weights) // 4
+        given = counts > 0
+        if not given.any():
+            return None
+        weighted = np.fromiter((self._name(key) in self._schema.weighted_names for key in range(given.size)), np.bool_)
+        if (given & ~weighted).any():
+            segment = int((given & ~weighted).argmax())
+            raise InvalidFieldError(
+                f"{self._path(segment)}.weights", f"feature {self._name(segment)!r} takes no weights"
+            )
+        if (counts[given] != self._num_ids[given]).any():
+            segment = int((given & (counts != self._num_ids)).argmax())
+            raise CountMismatchError(
+                f"{self._path(segment)}.weights",
+                f"{int(counts[segment])} weights for {int(self._num_ids[segment])} ids",
+            )
+        weights = np.ones(int(self._num_ids.sum()), dtype=np.float32)
+        weights[np.repeat(given, self._num_ids)] = np.frombuffer(_joined(chain.from_iterable(self._weights)), "<f4")
+        return weights
+
+    def _check_id_types(self) -> None:
+        is_string = self._schema.is_string[self._keys]
+        wrong = np.where(is_string, self._num_integers, self._num_texts) > 0
+        if wrong.any():
+            segment = int(wrong.argmax())
+            field, type_name = ("ids", "strings") if is_string[segment] else ("string_ids", "integers")
+            raise InvalidIdError(
+                f"{self._path(segment)}.{field}", f"ids of {self._name(segment)!r} are {type_name}, not given here"
+            )
+
+    def _check_chunks(self, field: str, chunks: Sequence[Sequence[bytes]], width: int) -> None:
+        if any(len(chunk) % width for chunk in chain.from_iterable(chunks)):
+            segment = next(number for number, own in enumerate(chunks) if any(len(chunk) % width for chunk in own))
+            raise _broken_chunk(f"{self._path(segment)}.{field}", width)
+
+    def _name(self, segment: int) -> str:
+        return self._schema.names[int(self._keys[segment])]
+
+    def _name_part(self, segment: int) -> tuple[str, Part]:
+        name = self._name(segment)
+        return name, "" if self._lookup else self._schema.part_of(name)
+
+    def _path(self, segment: int) -> str:
+        name, part = self._name_part(segment)
+        return part_path(part, f"sparse.{name}")
+
+
+def _sizes(chunks: Sequence[Sequence[bytes]]) -> Int64Array:
+    """int64 [S], bytes of each feature's chunks."""
+    return np.fromiter((sum(map(len, own)) for own in chunks), np.int64, count=len(chunks))
+
+
+def _numbers(path: str, chunks: Iterable[bytes], dtype: type[np.float32]) -> npt.NDArray[np.float32]:
+    parts = list(chunks)
+    if any(len(part) % 4 for part in parts):
+        raise _broken_chunk(path, 4)
+    return np.frombuffer(_joined(parts), dtype)
+
+
+def _joined(chunks: Iterable[bytes]) -> bytearray:
+    # Arrays over a bytearray may be written to, which torch wants of memory that it shares.
+    return bytearray().join(chunks)
+
+
+def _broken_chunk(path: str, width: int) -> MalformedRequestError:
+    return MalformedRequestError(path, f"a packed field whose length is not a multiple of {width} bytes")

@@ -1,0 +1,131 @@
+"""What a request to one model version must look like: computed once, used by every parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.manifest import Side
+from router.feature_schema import FeatureSchema
+from serving.errors import MissingFeatureError, UnknownFeatureError
+from serving.limits import RequestLimits
+from shard_node.bags import Int32Array, Int64Array
+
+# The part of a request that a feature stands in. A lookup has only one part.
+Part = Literal["context", "candidates", ""]
+PART_OF_SIDE: dict[Side, Part] = {"context": "context", "candidate": "candidates"}
+
+
+def part_path(part: Part, rest: str) -> str:
+    """`context.sparse`, or plain `sparse` in a lookup."""
+    return f"{part}.{rest}" if part else rest
+
+
+@dataclass(frozen=True)
+class RequestSchema:
+    """The features and dense inputs that a request must bring, in the flat order of `FeatureSchema`.
+
+    Attributes:
+        features: the model's features.
+        limits: what a request may take.
+    """
+
+    features: FeatureSchema
+    limits: RequestLimits
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Feature names in flat order."""
+        return tuple(feature.name for feature in self.features.features)
+
+    @cached_property
+    def context_names(self) -> tuple[str, ...]:
+        """Context features in flat order."""
+        return tuple(one.name for one in self.features.features if one.side == "context")
+
+    @cached_property
+    def candidate_names(self) -> tuple[str, ...]:
+        """Candidate features in flat order."""
+        return tuple(one.name for one in self.features.features if one.side == "candidate")
+
+    @cached_property
+    def keys(self) -> Int32Array:
+        """int32 [F], 0..F-1: a rank request brings every feature."""
+        return np.arange(len(self.names), dtype=np.int32)
+
+    @cached_property
+    def is_string(self) -> npt.NDArray[np.bool_]:
+        """Bool [F], True where ids are strings."""
+        return np.array([name in self.features.string_features for name in self.names], dtype=np.bool_)
+
+    @cached_property
+    def weighted_names(self) -> frozenset[str]:
+        """Features whose ids may have weights."""
+        return frozenset(one.name for one in self.features.features if one.weighted)
+
+    @cached_property
+    def embedding_dims(self) -> Int64Array:
+        """int64 [F], width of each feature's embeddings."""
+        spec = self.features.spec
+        return np.array([spec.table_of(name).embedding_dim for name in self.names], dtype=np.int64)
+
+    @property
+    def num_context_dense(self) -> int:
+        """Kc, dense values of a request."""
+        return self.features.spec.dense_inputs.context
+
+    @property
+    def num_candidate_dense(self) -> int:
+        """Kd, dense values of a candidate."""
+        return self.features.spec.dense_inputs.candidate
+
+    def bags_per_key(self, num_candidates: int) -> Int64Array:
+        """int64 [F], 1 for a context feature, N for a candidate feature."""
+        return np.where(self.features.is_context, 1, num_candidates)
+
+    def part_of(self, name: str) -> Part:
+        """The part of a rank request that a feature stands in. Raises KeyError."""
+        return PART_OF_SIDE[self.features.spec.feature(name).side]
+
+    def names_of(self, part: Part) -> tuple[str, ...]:
+        """Features that may stand in a part."""
+        return {"context": self.context_names, "candidates": self.candidate_names, "": self.names}[part]
+
+    @cached_property
+    def _name_sets(self) -> dict[Part, frozenset[str]]:
+        parts: tuple[Part, ...] = ("context", "candidates", "")
+        return {part: frozenset(self.names_of(part)) for part in parts}
+
+    def check_names(self, part: Part, given: Sequence[str], *, all_needed: bool) -> None:
+        """Refuses features that do not belong into a part, and missing ones.
+
+        Raises:
+            UnknownFeatureError: for one that the model does not have, or has on the other side.
+            MissingFeatureError: for one that the model needs, if `all_needed`.
+        """
+        expected = self.names_of(part)
+        if self._name_sets[part].issuperset(given) and (len(given) == len(expected) or not all_needed):
+            return
+        for name in given:
+            if name not in expected:
+                raise self.unknown_feature(part, name)
+        if all_needed and (missing := [name for name in expected if name not in given]):
+            raise MissingFeatureError(
+                part_path(part, f"sparse.{missing[0]}"),
+                f"model {self.features.spec.model!r} needs it; got {list(given)}",
+            )
+
+    def unknown_feature(self, part: Part, name: str) -> UnknownFeatureError:
+        """The error for a feature that does not belong into a part."""
+        path = part_path(part, f"sparse.{name:.128}")
+        if part and name in self.features.index:
+            return UnknownFeatureError(path, f"it is a {self.features.spec.feature(name).side} feature")
+        model = self.features.spec.model
+        return UnknownFeatureError(
+            path, f"model {model!r} has no such feature here; it has {list(self.names_of(part))}"
+        )

@@ -1,0 +1,73 @@
+"""A request that waits for its answer, whoever waits: a coroutine on an event loop, or a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
+
+Answer: TypeAlias = RankAnswer | LookupAnswer
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One admitted request.
+
+    Attributes:
+        request: holds the lease, which `finish` releases.
+        arrived: when it was queued, monotonic seconds.
+        future: gets the answer or the error.
+        loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
+        abandoned: set when nobody waits any more; what has not begun by then is dropped.
+    """
+
+    request: RankRequest | LookupRequest
+    arrived: float
+    future: asyncio.Future[Any] | concurrent.futures.Future[Any]
+    loop: asyncio.AbstractEventLoop | None
+    abandoned: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates that it adds to a batch; a lookup adds none."""
+        return self.request.num_candidates if isinstance(self.request, RankRequest) else 0
+
+
+def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
+    """Releases the leases and hands out answers and errors: to each event loop in one call.
+
+    Must be called exactly once for each request that was admitted, from any thread, when nothing uses its version's
+    payload any more.
+    """
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
+    for pending, outcome in outcomes:
+        pending.request.lease.release()
+        if pending.loop is None:
+            _settle(pending.future, outcome)
+        else:
+            by_loop[pending.loop].append((pending.future, outcome))
+    for loop, settled in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle_all, settled)
+        except RuntimeError:
+            # The loop was closed: whoever waited on it is gone, and there is nobody left to tell.
+            continue
+
+
+def _settle_all(settled: list[tuple[Any, Answer | BaseException]]) -> None:
+    for future, outcome in settled:
+        _settle(future, outcome)
+
+
+def _settle(future: Any, outcome: Answer | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

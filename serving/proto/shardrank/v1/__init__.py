@@ -1,0 +1,1 @@
+"""Protobuf package `shardrank.v1`: generated modules, see `serving.proto`."""

@@ -1,0 +1,217 @@
+"""What a ranking replica does with a batch: route, assemble, rank. No queue, no leases, no threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from router.embeddings import Embeddings
+from router.id_mapping import RejectedIds
+from router.router import Router
+from serving.errors import ModelOutputError, UnknownIdError
+from serving.merge import MergedBatch, merge, rank_order
+from serving.metrics import ServingMetrics
+from serving.models.assembler import InputAssembler
+from serving.models.ranking_model import RankingModel
+from serving.parse_checks import place_of
+from serving.parse_schema import RequestSchema
+from serving.request import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.node import NodeInfo
+from shard_node.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class RankingParts:
+    """What replicas of one model version share: all of it is only read.
+
+    Attributes:
+        version: the version that every answer carries.
+        schema: what a request looks like.
+        model: the dense model, in the dtype it serves with.
+        assembler: fills the model's inputs.
+    """
+
+    version: int
+    schema: RequestSchema
+    model: RankingModel
+    assembler: InputAssembler
+
+
+class Ranking:
+    """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
+
+    Args:
+        parts: the model.
+        router: looks ids up.
+        shards: the router's shards, to ask what they serve.
+        metrics: told how long each stage took.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        parts: RankingParts,
+        router: Router,
+        shards: Sequence[Shard],
+        metrics: ServingMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.parts = parts
+        self.router = router
+        self._shards = shards
+        self._metrics = metrics
+        self._clock = clock
+        self._model_name = parts.schema.features.spec.model
+
+    def using(self, parts: RankingParts) -> Ranking:
+        """The same router with another dense model."""
+        return Ranking(parts, self.router, self._shards, self._metrics, self._clock)
+
+    async def nodes(self) -> list[NodeInfo]:
+        """What each shard tells of itself. Raises RouterError or ShardNodeError if one can't be asked."""
+        return list(await asyncio.gather(*(shard.info() for shard in self._shards)))
+
+    async def rank(self, requests: Sequence[RankRequest]) -> list[RankAnswer | Exception]:
+        """Ranks requests together.
+
+        Returns:
+            For each request its answer, or the error that is its alone: an id without a row, a score that is not
+            finite. Its neighbours are not touched by it.
+
+        Raises:
+            RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
+        """
+        batch = merge(requests)
+        self._metrics.batch(self._model_name, len(requests), int(batch.candidate_starts[-1]))
+        scores, rejected = await self.score(batch, max(request.deadline for request in requests))
+        order = rank_order(scores, batch.request_of_candidate)
+        finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
+        starts = batch.candidate_starts.tolist()
+        outcomes: list[RankAnswer | Exception] = [
+            self._answer(request, scores[start:end], order[start:end] - start)
+            for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True)
+        ]
+        for number in np.flatnonzero(~finite).tolist():
+            outcomes[number] = ModelOutputError(
+                f"model {self._model_name!r} version {self.parts.version} gave a score that is not finite"
+            )
+        if len(rejected):
+            owner = self._owners(batch, rejected)
+            # The first refused id of each request is the one that it is told.
+            for number, which in zip(*np.unique(owner, return_index=True), strict=True):
+                bag = self._bag_in_request(batch, rejected, int(which), int(number))
+                outcomes[number] = unknown_id(
+                    self.parts.schema, requests[number], rejected, int(which), bag, lookup=False
+                )
+        return outcomes
+
+    async def score(self, batch: MergedBatch, deadline: float) -> tuple[Float32Array, RejectedIds]:
+        """Scores a batch.
+
+        Returns:
+            float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing.
+        """
+        began = self._clock()
+        embeddings = await self.router.lookup(self._model_name, self.parts.version, batch.bags, deadline)
+        routed = self._clock()
+        scores = self._score(batch, embeddings)
+        self._metrics.stage(self._model_name, "lookup", routed - began)
+        self._metrics.stage(self._model_name, "rank", self._clock() - routed)
+        return scores, embeddings.rejected
+
+    async def lookup(self, request: LookupRequest) -> LookupAnswer:
+        """Looks embeddings up.
+
+        Raises:
+            UnknownIdError: for an id without a row.
+            RouterError, ShardNodeError: if the rows can't be looked up.
+        """
+        began = self._clock()
+        version = self.parts.version
+        embeddings = await self.router.lookup(self._model_name, version, request.bags, request.deadline)
+        self._metrics.stage(self._model_name, "lookup", self._clock() - began)
+        if len(embeddings.rejected):
+            bag = int(embeddings.rejected.bag[0])
+            raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, bag, lookup=True)
+        features = self.parts.schema.features
+        found = {
+            features.features[key].name: FeatureEmbeddings(
+                embeddings.feature(key), embeddings.lengths(key) if features.is_none[key] else None
+            )
+            for key in request.bags.keys.tolist()
+        }
+        return LookupAnswer(self._model_name, version, found, request.request_id)
+
+    def _score(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
+        with torch.inference_mode():
+            inputs = self.parts.assembler.assemble(
+                embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense
+            )
+            scores: Float32Array = self.parts.model.score(inputs).numpy()
+        return scores
+
+    def _answer(self, request: RankRequest, scores: Float32Array, order: Int64Array) -> RankAnswer:
+        top = order if request.top_k is None else order[: request.top_k]
+        return RankAnswer(self._model_name, self.parts.version, scores, top, request.request_id)
+
+    def _owners(self, batch: MergedBatch, rejected: RejectedIds) -> Int64Array:
+        """int64 [k], the request that each refused id belongs to."""
+        is_context = self.parts.schema.features.is_context[rejected.feature]
+        # A context feature has one bag for each request, a candidate feature one for each candidate.
+        owners: Int64Array = rejected.bag.copy()
+        owners[~is_context] = batch.request_of_candidate[rejected.bag[~is_context]]
+        return owners
+
+    def _bag_in_request(self, batch: MergedBatch, rejected: RejectedIds, which: int, number: int) -> int:
+        if self.parts.schema.features.is_context[rejected.feature[which]]:
+            return 0
+        return int(rejected.bag[which] - batch.candidate_starts[number])
+
+
+def unknown_id(
+    schema: RequestSchema,
+    request: RankRequest | LookupRequest,
+    rejected: RejectedIds,
+    which: int,
+    bag: int,
+    *,
+    lookup: bool,
+) -> UnknownIdError:
+    """The error for an id without a row, with the place where the request has it.
+
+    Args:
+        schema: the model.
+        request: the request that brought the id.
+        rejected: what the router said.
+        which: of these ids.
+        bag: the bag's number within the request's feature.
+        lookup: whether it is a lookup, which has no context and no candidates.
+    """
+    key, rejected_id = int(rejected.feature[which]), int(rejected.id[which])
+    bags = request.bags
+    segment = int(np.searchsorted(bags.keys, key))
+    flat_bag = int(bags.bag_starts()[segment]) + bag
+    first, end = int(bags.offsets[flat_bag]), int(bags.offsets[flat_bag + 1])
+    index = first + int((bags.values[first:end] == rejected_id).argmax())
+    place = place_of(schema, bags, index, lookup=lookup)
+    table = schema.features.spec.table_of(schema.features.features[key].name)
+    shown: object = rejected_id
+    if schema.is_string[key]:
+        shown = repr(request.texts[_text_index(schema, bags, index)])[:80]
+    if table.id_mapping.kind == "identity":
+        allowed = f"not in 0..{table.num_embeddings - 1} (num_embeddings = {table.num_embeddings})"
+    else:
+        allowed = f"not among the {table.num_embeddings} ids (num_embeddings) of its vocabulary"
+    return UnknownIdError(place.path(), f"{shown} has no row in table {table.name!r}: {allowed}")
+
+
+def _text_index(schema: RequestSchema, bags: KeyedBags, value_index: int) -> int:
+    """How many string ids stand before one value."""
+    of_string = np.repeat(schema.is_string[bags.keys], bags.values_per_key())
+    return int(of_string[:value_index].sum())

@@ -1,0 +1,160 @@
+"""A ranking replica: a thread with its own event loop and its own connections to the shards, one batch at a time.
+
+One thread scores one batch with one intra-op thread; more replicas, not more threads each, use more cores. PyTorch and
+the lookup engine release the interpreter's lock while they compute, so the event loop of the APIs goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+import uvloop
+
+from loader.errors import ShardrankError
+from serving.batcher import Batcher
+from serving.errors import ServingError
+from serving.metrics import ServingMetrics
+from serving.pending import Answer, Pending, finish
+from serving.ranking import Ranking, RankingParts
+from serving.request import LookupRequest, RankRequest
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+RankingFactory: TypeAlias = Callable[[], Ranking]
+
+# Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
+_OF_THE_WHOLE_BATCH = (503, 504)
+STOP_TIMEOUT_S = 10.0
+
+
+class Replica:
+    """Takes batches from a batcher until that is closed.
+
+    Args:
+        name: of the thread, for logs and profiles.
+        batcher: where the work comes from.
+        ranking: makes what does the work; called on the replica's own loop, which the shards then belong to.
+        metrics: told how long requests waited.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batcher: Batcher,
+        ranking: RankingFactory,
+        metrics: ServingMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._batcher = batcher
+        self._make_ranking = ranking
+        self._metrics = metrics
+        self._clock = clock
+        self._loop = uvloop.new_event_loop()
+        self._ranking: Ranking | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, and returns when its router is made. Raises what making it raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still takes work."""
+        return self._thread.is_alive()
+
+    def use(self, parts: RankingParts) -> None:
+        """Replaces the dense model. Only before the first request."""
+        if self._ranking is not None:
+            self._ranking.parts = parts
+
+    def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
+        """Runs a coroutine on the replica's loop, beside its batches; for checks, not for requests."""
+
+        async def run() -> Result:
+            if self._ranking is None:
+                raise ServingError("the replica has no router")
+            return await function(self._ranking)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    def join(self) -> None:
+        """Waits for the thread to end, after the batcher was closed."""
+        if self._thread.ident is None:
+            self._loop.close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        # Several intra-op threads collapse when the machine is busy; replicas are the unit of parallelism.
+        torch.set_num_threads(1)
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:
+            self._failure = error
+            logger.exception("ranking replica %s ended", self._thread.name)
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        ranking = self._ranking = self._make_ranking()
+        self._ready.set()
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        try:
+            while (batch := self._batcher.take(wake)) is not None:
+                if not batch:
+                    await woken.wait()
+                    woken.clear()
+                    continue
+                await self._answer(ranking, batch)
+        finally:
+            await ranking.router.close()
+
+    async def _answer(self, ranking: Ranking, batch: list[Pending]) -> None:
+        now = self._clock()
+        model = ranking.parts.schema.features.spec.model
+        for pending in batch:
+            self._metrics.stage(model, "queue", now - pending.arrived)
+        outcomes = await self._outcomes(ranking, batch)
+        finish(zip(batch, outcomes, strict=True))
+
+    async def _outcomes(self, ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:
+        try:
+            if isinstance(batch[0].request, LookupRequest):
+                return [await ranking.lookup(batch[0].request)]
+            requests = [cast(RankRequest, pending.request) for pending in batch]
+            return list(await ranking.rank(requests))
+        except ShardrankError as error:
+            if len(batch) == 1 or error.http_status in _OF_THE_WHOLE_BATCH:
+                return [error] * len(batch)
+        except Exception as error:
+            logger.exception("a batch of %d requests failed", len(batch))
+            if len(batch) == 1:
+                return [_internal(error)]
+        # Checked requests should not be able to fail a batch. If one did, only that one shall fail.
+        return [(await self._outcomes(ranking, [pending]))[0] for pending in batch]
+
+
+def _internal(error: Exception) -> ServingError:
+    failure = ServingError(f"ranking failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,233 @@
+"""One version of a model made servable: what a generation of the serving process holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+
+from loader.golden import GoldenRequests
+from loader.reader import Snapshot
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import Plan
+from router.router import Router
+from serving.batcher import Batcher
+from serving.description import ModelDescription
+from serving.errors import GoldenMismatchError, NotReadyError
+from serving.golden_check import golden_difference
+from serving.limits import RequestLimits
+from serving.metrics import ServingMetrics
+from serving.models.assembler import InputAssembler
+from serving.models.factory import DtypeChoice, choose_dtype, load_model
+from serving.parse_json import JsonParser
+from serving.parse_proto import ProtoParser
+from serving.parse_schema import RequestSchema
+from serving.pending import Pending
+from serving.ranking import Ranking, RankingParts
+from serving.replica import Replica
+from shard_node.node import NodeInfo
+from shard_node.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+OnRetry: TypeAlias = Callable[[str], None]
+ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
+"""Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
+
+INFO_TIMEOUT_S = 2.0
+_DTYPE_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+}
+
+
+class ServedModel:
+    """A version with its parsers, its queue and its ranking replicas. Made by `load`.
+
+    Attributes:
+        model: its name.
+        version: its number.
+        schema: what a request looks like.
+        json: parses JSON requests.
+        proto: parses protobuf requests.
+        description: what it tells of itself.
+    """
+
+    def __init__(
+        self,
+        schema: RequestSchema,
+        description: ModelDescription,
+        batcher: Batcher,
+        replicas: Sequence[Replica],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.model = description.model
+        self.version = description.version
+        self.schema = schema
+        self.json = JsonParser(schema)
+        self.proto = ProtoParser(schema)
+        self.description = description
+        self._batcher = batcher
+        self._replicas = replicas
+        self._on_close = on_close
+
+    @classmethod
+    def load(
+        cls,
+        snapshot: Snapshot,
+        plan: Plan,
+        shards: ShardsFactory,
+        *,
+        limits: RequestLimits | None = None,
+        num_replicas: int = 1,
+        dtype: DtypeChoice = "auto",
+        metrics: ServingMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> ServedModel:
+        """Makes a version servable, and checks it against its golden requests.
+
+        Args:
+            snapshot: the opened snapshot.
+            plan: who owns which rows.
+            shards: makes the connections of one ranking replica.
+            limits: of requests and batches.
+            num_replicas: ranking replicas; each is a thread.
+            dtype: of the dense model; `auto` is bfloat16 where the CPU has it and the golden requests bear it out.
+            metrics: where times are counted.
+            clock: monotonic seconds.
+            on_close: called when the version is unloaded, after its replicas have ended.
+
+        Raises:
+            GoldenMismatchError: if it does not give its golden scores within the manifest's tolerance.
+            RankingModelError: if the dense model does not fit its description.
+            RouterError, ShardNodeError: if the shards can't be asked.
+        """
+        limits, metrics = limits or RequestLimits(), metrics or ServingMetrics()
+        features = FeatureSchema.of(snapshot.spec)
+        schema = RequestSchema(features, limits)
+        vocabularies = {
+            table.name: snapshot.vocabulary(table.name)
+            for table in snapshot.spec.tables
+            if table.id_mapping.kind == "vocabulary"
+        }
+        mapper = IdMapper(features, vocabularies)
+        parts = _parts(snapshot, schema, torch.float32)
+        batcher = Batcher(limits, clock)
+
+        def ranking() -> Ranking:
+            connected = shards(partial(metrics.shard_retry, snapshot.spec.model))
+            return Ranking(parts, Router(features, mapper, plan, connected), connected, metrics, clock)
+
+        name = f"rank-{snapshot.spec.model}-{snapshot.version}"
+        replicas = [Replica(f"{name}-{number}", batcher, ranking, metrics, clock) for number in range(num_replicas)]
+        try:
+            for replica in replicas:
+                replica.start()
+            chosen, fallback = _check_and_choose(snapshot, parts, replicas, choose_dtype(dtype), dtype, clock)
+        except BaseException:
+            _stop(batcher, replicas)
+            raise
+        metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(fallback))
+        description = ModelDescription.of(snapshot.manifest, limits, _DTYPE_NAMES[chosen], fallback)
+        return cls(schema, description, batcher, replicas, on_close)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a replica."""
+        return self._batcher.num_waiting
+
+    def submit(self, pending: Pending) -> None:
+        """Queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's."""
+        self._batcher.submit(pending)
+
+    async def nodes(self) -> list[NodeInfo]:
+        """What each shard tells of itself now.
+
+        Raises:
+            NotReadyError: if a replica has ended, or a shard does not answer in time.
+            RouterError, ShardNodeError: if a shard can't be asked.
+        """
+        if dead := [replica for replica in self._replicas if not replica.is_alive]:
+            raise NotReadyError(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
+
+        async def ask(ranking: Ranking) -> list[NodeInfo]:
+            return await ranking.nodes()
+
+        try:
+            async with asyncio.timeout(INFO_TIMEOUT_S):
+                return await asyncio.wrap_future(self._replicas[0].call(ask))
+        except TimeoutError:
+            raise NotReadyError(f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s") from None
+
+    def close(self) -> None:
+        """Ends the replicas and frees what they hold. Not from a replica's own thread; no lease may be out."""
+        _stop(self._batcher, self._replicas)
+        self._on_close()
+
+
+def _stop(batcher: Batcher, replicas: Sequence[Replica]) -> None:
+    batcher.close()
+    for replica in replicas:
+        replica.join()
+
+
+def _parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
+    model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
+    return RankingParts(snapshot.version, schema, model, InputAssembler(snapshot.spec, schema.features, dtype))
+
+
+def _check_and_choose(
+    snapshot: Snapshot,
+    parts: RankingParts,
+    replicas: Sequence[Replica],
+    wanted: torch.dtype,
+    asked: DtypeChoice,
+    clock: Callable[[], float],
+) -> tuple[torch.dtype, str]:
+    """Checks the golden scores. Returns the dtype to serve with, and why it is not the wanted one (or "")."""
+    golden = snapshot.golden()
+    if golden is None or snapshot.manifest.golden is None:
+        if wanted is torch.float32 or asked != "auto":
+            _use(snapshot, parts, replicas, wanted)
+            return wanted, ""
+        return torch.float32, "there are no golden requests to check bfloat16 with"
+    tolerance = snapshot.manifest.golden.tolerance
+    difference = _difference(replicas[0], parts, golden, clock)
+    if difference > tolerance:
+        raise GoldenMismatchError(
+            f"model {snapshot.spec.model!r} version {snapshot.version}: golden scores differ by up to "
+            f"{difference:.3g}, the manifest allows {tolerance:.3g}"
+        )
+    if wanted is torch.float32:
+        return wanted, ""
+    low_precision = _parts(snapshot, parts.schema, wanted)
+    difference = _difference(replicas[0], low_precision, golden, clock)
+    if difference > tolerance:
+        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
+        logger.warning("model %r version %d serves in float32: %s", snapshot.spec.model, snapshot.version, reason)
+        return torch.float32, reason
+    for replica in replicas:
+        replica.use(low_precision)
+    return wanted, ""
+
+
+def _use(snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], dtype: torch.dtype) -> None:
+    if dtype is torch.float32:
+        return
+    low_precision = _parts(snapshot, parts.schema, dtype)
+    for replica in replicas:
+        replica.use(low_precision)
+
+
+def _difference(replica: Replica, parts: RankingParts, golden: GoldenRequests, clock: Callable[[], float]) -> float:
+    async def check(ranking: Ranking) -> float:
+        return await golden_difference(ranking.using(parts), golden, clock())
+
+    return replica.call(check).result()

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from serving.http.app import create_app
+from serving.http.documents import LOOKUP_EXAMPLE, LOOKUP_SCHEMA, RANK_EXAMPLE, RANK_SCHEMA
+from serving.limits import RequestLimits
+from serving.service import RankingService
+from shardrank_testing.serving_api import (
+    MODEL,
+    Gate,
+    api_request,
+    api_service,
+    gated_service,
+    run,
+    running_api,
+    served_service,
+)
+
+
+def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_example():
+    document = create_app(RankingService()).openapi()
+    assert set(document["paths"]) == {
+        "/v1/models/{model}:rank",
+        "/v1/models/{model}:lookup",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/healthz",
+        "/readyz",
+        "/metrics",
+    }
+    for name, schema, example in (("rank", RANK_SCHEMA, RANK_EXAMPLE), ("lookup", LOOKUP_SCHEMA, LOOKUP_EXAMPLE)):
+        post = document["paths"][f"/v1/models/{{model}}:{name}"]["post"]
+        content = post["requestBody"]["content"]["application/json"]
+        assert content == {"schema": schema, "example": example}
+        assert [one["name"] for one in post["parameters"]] == ["model"]
+        assert set(post["responses"]) == {"200", "400", "404", "413", "503", "504"}
+    # Every reference leads somewhere.
+    text = json.dumps(document)
+    for reference in set(re.findall(r'"#/components/schemas/(\w+)"', text)):
+        assert reference in document["components"]["schemas"]
+
+
+def test_the_documentation_page_is_served(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                assert (await api.http.get("/openapi.json")).json()["info"]["title"] == "shardrank"
+                assert "swagger" in (await api.http.get("/docs")).text
+
+    run(main())
+
+
+def test_the_framework_answers_errors_in_the_same_form(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                answer = await api.http.get("/v2/nothing", headers={"x-request-id": "abc"})
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
+                assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
+                answer = await api.http.get(f"/v1/models/{MODEL}:rank")
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "model_not_found")
+                answer = await api.http.post(f"/v1/models/{MODEL}")
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
+                assert answer.headers["allow"] == "GET"
+                answer = await api.http.post(
+                    f"/v1/models/{MODEL}:rank", content=b"x", headers={"content-encoding": "gzip"}
+                )
+                assert answer.json()["error"]["field"] == "content-encoding"
+
+    run(main())
+
+
+def test_a_model_describes_itself(api_model):
+    async def main() -> None:
+        with api_service(api_model, RequestLimits(max_candidates=77)) as service:
+            async with running_api(service) as api:
+                document = (await api.http.get(f"/v1/models/{MODEL}")).json()
+                assert (await api.http.get("/v1/models")).json() == {"models": [document]}
+                assert (await api.http.get("/v1/models/none")).status_code == 404
+        assert (document["model"], document["version"], len(document["identity"])) == (MODEL, 1, 64)
+        features = {one["name"]: one for one in document["features"]}
+        assert features["history"] == {
+            "name": "history",
+            "side": "context",
+            "pooling": "none",
+            "table": "films",
+            "weighted": False,
+            "id_type": "integer",
+        }
+        assert features["city"]["id_type"] == "string"
+        assert features["tag"]["weighted"] is True
+        tables = {one["name"]: one for one in document["tables"]}
+        assert tables["genres"] == {
+            "name": "genres",
+            "num_embeddings": 19,
+            "embedding_dim": 4,
+            "dtype": "fp32",
+            "id_mapping": "identity",
+            "unknown_id": "skip",
+        }
+        assert document["dense_inputs"] == {"context": 2, "candidate": 3}
+        assert document["dense_model"]["kind"] == "target_attention"
+        assert document["dense_model"]["dtype"] == "float32"
+        assert document["limits"]["max_candidates"] == 77
+
+    run(main())
+
+
+def test_a_process_is_ready_once_its_model_is_live_and_no_more_once_it_ends(api_model):
+    async def main() -> None:
+        empty = RankingService(expected_models=[MODEL])
+        async with running_api(empty) as api:
+            assert (await api.http.get("/healthz")).status_code == 200
+            answer = await api.http.get("/readyz")
+            assert (answer.status_code, answer.json()) == (
+                503,
+                {"ready": False, "problems": {MODEL: "no live version"}},
+            )
+            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
+            assert answer.headers["retry-after"] == "1"
+        service = served_service(api_model)
+        async with running_api(service) as api:
+            assert (await api.http.get("/readyz")).json() == {"ready": True, "problems": {}}
+            service.begin_shutdown()
+            answer = await api.http.get("/readyz")
+            assert (answer.status_code, list(answer.json()["problems"])) == (503, [""])
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+def test_a_deadline_that_passes_is_504_and_a_full_queue_503(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate, RequestLimits(max_queue=1)) as service:
+            async with running_api(service) as api:
+                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(0) | {"timeout_ms": 20})
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (504, "deadline_exceeded")
+                waiting = asyncio.create_task(api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1)))
+                served = service.generations.all()[0].payload
+                while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
+                    await asyncio.sleep(0.001)
+                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(2))
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
+                assert answer.headers["retry-after"] == "1"
+                gate.open.set()
+                assert (await waiting).status_code == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("stage", ["parse", "queue", "lookup", "rank", "encode", "total"])
+def test_every_stage_is_measured(api_model, stage):
+    async def main() -> str:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+                return (await api.http.get("/metrics")).text
+
+    assert f'shardrank_stage_seconds_count{{model="films",stage="{stage}"}} 1.0' in run(main())
+
+
+def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
+    async def main() -> str:
+        with api_service(api_model, cards=2) as service:
+            async with running_api(service) as api:
+                await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+                await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
+                await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
+                await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
+                answer = await api.http.get("/metrics")
+                assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+                return answer.text
+
+    text = run(main())
+    for line in (
+        'shardrank_requests_total{api="http",method="rank",model="films",status="ok"} 1.0',
+        'shardrank_requests_total{api="http",method="rank",model="films",status="malformed"} 1.0',
+        'shardrank_requests_total{api="http",method="rank",model="",status="model_not_found"} 1.0',
+        'shardrank_errors_total{api="http",kind="malformed",method="rank"} 1.0',
+        'shardrank_batch_candidates_sum{model="films"} 5.0',
+        "shardrank_requests_in_flight 0.0",
+    ):
+        assert line in text.splitlines()
+    assert "made-up" not in text
+    labels = r'model="films",shard="0",table="(\w+)",tier="ram",version="1"'
+    lookups = re.findall(r"rows_looked_up_total\{" + labels + r"\} (\S+)", text)
+    assert dict(lookups)["films"] == f"{4 + 5 + 4}.0"
+    cards = re.findall(r'memory_bytes\{card="(\d)",model="films",shard="0",tier="ram",version="1"\} (\S+)', text)
+    assert [card for card, _ in cards] == ["0", "1"]
+    assert all(float(size) > 0 for _, size in cards)

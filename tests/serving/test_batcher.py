@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+import numpy as np
+import pytest
+
+from serving.batcher import Batcher
+from serving.errors import OverloadedError, ShuttingDownError
+from serving.limits import RequestLimits
+from serving.pending import Pending, finish
+from serving.request import LookupRequest, RankRequest
+from shard_node.bags import KeyedBags
+from shard_node.errors import DeadlineExceededError
+from shard_node.generation import Generations
+
+EMPTY = KeyedBags.from_lengths(*(np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)))
+FAR = 1e9
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Model:
+    """A version with leases that can be counted."""
+
+    def __init__(self) -> None:
+        self.generations: Generations[None] = Generations(lambda payload: None)
+        self.generations.stage("films", 1, None)
+        self.generations.flip("films", 1)
+
+    @property
+    def leases(self) -> int:
+        return self.generations.all()[0].leases
+
+    def rank(self, num_candidates: int = 1, deadline: float = FAR) -> Pending:
+        dense = np.zeros((num_candidates, 0), np.float32)
+        lease = self.generations.lease("films")
+        request = RankRequest(lease, EMPTY, num_candidates, np.zeros(0, np.float32), dense, deadline)
+        return Pending(request, 0.0, concurrent.futures.Future(), None)
+
+    def lookup(self) -> Pending:
+        request = LookupRequest(self.generations.lease("films"), EMPTY, FAR)
+        return Pending(request, 0.0, concurrent.futures.Future(), None)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+def wake_counter() -> tuple[list[int], object]:
+    calls: list[int] = []
+    return calls, lambda: calls.append(1)
+
+
+def test_an_idle_replica_is_woken_by_the_first_request_and_only_once(model):
+    batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
+    assert batcher.take(wake) == []
+    first, second = model.rank(), model.rank()
+    batcher.submit(first)
+    batcher.submit(second)
+    assert calls == [1]
+    assert batcher.take(wake) == [first, second]
+
+
+def test_requests_are_joined_up_to_the_limit_of_candidates_in_order(model):
+    batcher, (_, wake) = Batcher(RequestLimits(max_batch_candidates=10)), wake_counter()
+    waiting = [model.rank(count) for count in (4, 6, 1, 30, 2)]
+    for one in waiting:
+        batcher.submit(one)
+    assert batcher.take(wake) == waiting[:2]
+    assert batcher.take(wake) == waiting[2:3]
+    # More than a batch's limit by itself: it goes alone.
+    assert batcher.take(wake) == waiting[3:4]
+    assert batcher.take(wake) == waiting[4:]
+
+
+def test_requests_are_joined_up_to_the_limit_of_requests(model):
+    batcher, (_, wake) = Batcher(RequestLimits(max_batch_requests=2)), wake_counter()
+    waiting = [model.rank() for _ in range(3)]
+    for one in waiting:
+        batcher.submit(one)
+    assert batcher.take(wake) == waiting[:2]
+    assert batcher.take(wake) == waiting[2:]
+
+
+def test_a_lookup_goes_alone(model):
+    batcher, (_, wake) = Batcher(RequestLimits()), wake_counter()
+    waiting = [model.rank(), model.lookup(), model.lookup(), model.rank()]
+    for one in waiting:
+        batcher.submit(one)
+    assert [batcher.take(wake) for _ in waiting] == [[one] for one in waiting]
+
+
+def test_a_full_queue_refuses_at_once_and_leaves_the_lease_to_the_caller(model):
+    batcher = Batcher(RequestLimits(max_queue=2))
+    batcher.submit(model.rank())
+    batcher.submit(model.rank())
+    third = model.rank()
+    with pytest.raises(OverloadedError, match="max_queue = 2"):
+        batcher.submit(third)
+    assert batcher.num_waiting == 2
+    assert model.leases == 3
+
+
+def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
+    clock = Clock()
+    batcher, (_, wake) = Batcher(RequestLimits(), clock), wake_counter()
+    expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
+    for one in (expired, abandoned, alive):
+        batcher.submit(one)
+    abandoned.abandoned = True
+    clock.now = 6.0
+    assert batcher.take(wake) == [alive]
+    with pytest.raises(DeadlineExceededError):
+        expired.future.result(0)
+    assert model.leases == 1
+
+
+def test_closing_fails_what_waits_and_wakes_the_idle(model):
+    batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
+    assert batcher.take(wake) == []
+    batcher.close()
+    assert calls == [1]
+    assert batcher.take(wake) is None
+    waiting = model.rank()
+    with pytest.raises(ShuttingDownError):
+        batcher.submit(waiting)
+    other = Batcher(RequestLimits())
+    other.submit(waiting)
+    other.close()
+    with pytest.raises(ShuttingDownError):
+        waiting.future.result(0)
+    assert model.leases == 0
+
+
+def test_every_request_of_many_threads_is_taken_exactly_once(model):
+    batcher = Batcher(RequestLimits(max_queue=1000, max_batch_requests=7))
+    requests = [model.rank() for _ in range(300)]
+    taken: list[Pending] = []
+    lock = threading.Lock()
+
+    def replica() -> None:
+        woken = threading.Event()
+        while (batch := batcher.take(woken.set)) is not None:
+            if not batch:
+                woken.wait()
+                woken.clear()
+            with lock:
+                taken.extend(batch)
+            finish([(one, RuntimeError("done")) for one in batch])
+
+    replicas = [threading.Thread(target=replica) for _ in range(3)]
+    submitters = [
+        threading.Thread(target=lambda own=own: [batcher.submit(one) for one in own])
+        for own in (requests[:150], requests[150:])
+    ]
+    for thread in replicas + submitters:
+        thread.start()
+    for one in requests:
+        assert isinstance(one.future.exception(10), RuntimeError)
+    batcher.close()
+    for thread in replicas + submitters:
+        thread.join()
+    assert sorted(map(id, taken)) == sorted(map(id, requests))
+    assert model.leases == 0

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from loader.reader import Snapshot
+from router.errors import PlanError
+from router.plan import Plan
+from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
+from serving.limits import RequestLimits
+from serving.loading import ModelSource, load_served_model
+from serving.served_model import ServedModel
+from serving.service import RankingService
+from shard_node.errors import DeadlineExceededError
+from shardrank_testing.serving_api import (
+    MODEL,
+    Gate,
+    api_request,
+    api_service,
+    gated_service,
+    run,
+    write_api_model,
+)
+
+
+def leases(service: RankingService) -> list[int]:
+    return [generation.leases for generation in service.generations.all()]
+
+
+def ranking_threads() -> int:
+    return sum(thread.name.startswith("rank-") for thread in threading.enumerate())
+
+
+async def rank(service: RankingService, request: dict, watch=None):
+    with service.call("embedded", "rank") as call:
+        return await service.rank(service.parse_rank(call, MODEL, request), watch)
+
+
+def metric(service: RankingService, line: str) -> float:
+    found = [one for one in service.metrics.render().decode().splitlines() if one.startswith(line + " ")]
+    return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+def test_while_the_replica_is_busy_requests_are_joined_and_each_gets_its_own_scores(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            first = asyncio.create_task(rank(service, api_request(0)))
+            await gate.wait_until_busy()
+            requests = [api_request(seed, count) for seed, count in ((1, 3), (2, 1), (3, 7))]
+            others = [asyncio.create_task(rank(service, request)) for request in requests]
+            await asyncio.sleep(0)
+            assert service.generations.all()[0].payload.num_waiting == 3
+            gate.open.set()
+            answers = await asyncio.gather(first, *others)
+            for request, answer in zip([api_request(0), *requests], answers, strict=True):
+                expected = api_model.scores(request)
+                np.testing.assert_allclose(answer.scores, expected, rtol=1e-5)
+                assert answer.order.tolist() == np.argsort(-answer.scores, kind="stable").tolist()
+            assert metric(service, 'shardrank_batch_requests_bucket{le="1.0",model="films"}') == 1
+            assert metric(service, 'shardrank_batch_requests_count{model="films"}') == 2
+            assert metric(service, 'shardrank_batch_candidates_sum{model="films"}') == 16
+            assert leases(service) == [0]
+
+    run(main())
+
+
+def test_in_one_batch_only_the_request_with_an_unknown_id_fails(api_model):
+    gate = Gate()
+    bad = api_request(2)
+    bad["candidates"]["sparse"]["film"][4] = 999
+    worse = api_request(4)
+    worse["context"]["sparse"]["user"] = [1000]
+    requests = [api_request(1), bad, api_request(3), worse, api_request(5)]
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            first = asyncio.create_task(rank(service, api_request(0)))
+            await gate.wait_until_busy()
+            joined = [asyncio.create_task(rank(service, request)) for request in requests]
+            await asyncio.sleep(0)
+            gate.open.set()
+            outcomes = await asyncio.gather(*joined, return_exceptions=True)
+            await first
+            assert metric(service, 'shardrank_batch_requests_count{model="films"}') == 2
+            for number in (0, 2, 4):
+                np.testing.assert_allclose(outcomes[number].scores, api_model.scores(requests[number]), rtol=1e-5)
+            assert str(outcomes[1]).startswith("candidates.sparse.film[4][0]: 999 has no row")
+            assert str(outcomes[3]).startswith("context.sparse.user[0]: 1000 has no row")
+            assert leases(service) == [0]
+
+    run(main())
+
+
+def test_top_k_cuts_the_order_and_not_the_scores(api_service):
+    async def main() -> None:
+        whole = await rank(api_service, api_request(1, 9))
+        cut = await rank(api_service, api_request(1, 9) | {"top_k": 4})
+        more = await rank(api_service, api_request(1, 9) | {"top_k": 100})
+        assert cut.order.tolist() == whole.order.tolist()[:4]
+        assert cut.scores.tolist() == more.scores.tolist() == whole.scores.tolist()
+        assert more.order.size == 9
+
+    run(main())
+
+
+def test_the_deadline_ends_the_wait_but_the_lease_lasts_until_the_batch_is_done(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            with pytest.raises(DeadlineExceededError):
+                await rank(service, api_request(0) | {"timeout_ms": 20})
+            assert leases(service) == [1]
+            gate.open.set()
+            await rank(service, api_request(1))
+            assert leases(service) == [0]
+
+    run(main())
+
+
+def test_what_expires_or_is_left_in_the_queue_is_never_run(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            first = asyncio.create_task(rank(service, api_request(0)))
+            await gate.wait_until_busy()
+            with pytest.raises(DeadlineExceededError):
+                await rank(service, api_request(1) | {"timeout_ms": 20})
+            cancelled = asyncio.create_task(rank(service, api_request(2)))
+            leave = []
+            gone = asyncio.create_task(rank(service, api_request(3), leave.append))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            leave[0]()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            with pytest.raises(ClientGoneError):
+                await gone
+            gate.open.set()
+            await first
+            await rank(service, api_request(4))
+            assert metric(service, 'shardrank_batch_requests_sum{model="films"}') == 2
+            assert metric(service, 'shardrank_errors_total{api="embedded",kind="client_gone",method="rank"}') == 2
+            assert leases(service) == [0]
+
+    run(main())
+
+
+def test_more_than_the_queue_holds_is_shed_at_once(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate, RequestLimits(max_queue=2)) as service:
+            tasks = [asyncio.create_task(rank(service, api_request(0)))]
+            await gate.wait_until_busy()
+            tasks += [asyncio.create_task(rank(service, api_request(seed))) for seed in (1, 2)]
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="max_queue = 2"):
+                await rank(service, api_request(3))
+            gate.open.set()
+            assert len(await asyncio.gather(*tasks)) == 3
+            assert leases(service) == [0]
+
+    run(main())
+
+
+def test_more_than_may_be_in_flight_is_shed_at_once(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate, RequestLimits(max_in_flight=1)) as service:
+            task = asyncio.create_task(rank(service, api_request(0)))
+            await gate.wait_until_busy()
+            with pytest.raises(OverloadedError, match="max_in_flight = 1"):
+                await rank(service, api_request(1))
+            gate.open.set()
+            await task
+            await rank(service, api_request(1))
+            assert service.in_flight == 0
+
+    run(main())
+
+
+def test_a_new_version_takes_over_and_requests_of_the_old_one_end_on_it(tmp_path, api_model):
+    gate = Gate()
+    newer = write_api_model(tmp_path, version=2, seed=9)
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            old = asyncio.create_task(rank(service, api_request(0)))
+            await gate.wait_until_busy()
+            pinned = asyncio.create_task(rank(service, api_request(1) | {"version": 1}))
+            await asyncio.sleep(0)
+            before = service.generations.all()[0]
+            threads = ranking_threads()
+            service.install(load_served_model(ModelSource(snapshot=newer.path, dtype="float32"), service))
+            answer = await rank(service, api_request(0))
+            assert answer.version == 2
+            np.testing.assert_allclose(answer.scores, newer.scores(api_request(0)), rtol=1e-5)
+            assert before.state == "draining"
+            gate.open.set()
+            for task, seed in ((old, 0), (pinned, 1)):
+                answer = await task
+                assert answer.version == 1
+                np.testing.assert_allclose(answer.scores, api_model.scores(api_request(seed)), rtol=1e-5)
+            await asyncio.to_thread(before.retired.wait)
+            with pytest.raises(ModelNotFoundError, match="version 1 is not served here; served are"):
+                await rank(service, api_request(1) | {"version": 1})
+            assert ranking_threads() == threads  # one more for version 2, one less for version 1
+
+    run(main())
+
+
+def test_a_configured_model_that_is_not_loaded_yet_is_not_ready_rather_than_unknown():
+    service = RankingService(expected_models=["films"])
+    with pytest.raises(NotReadyError):
+        service.lease("films")
+    with pytest.raises(ModelNotFoundError):
+        service.lease("books")
+
+
+def test_several_replicas_and_threads_give_everyone_the_right_scores(api_model):
+    requests = [api_request(seed, 1 + seed % 5) for seed in range(24)]
+    answers: dict[int, np.ndarray] = {}
+    with api_service_with_two_replicas(api_model) as service:
+
+        def ask(numbers: range) -> None:
+            for number in numbers:
+                with service.call("embedded", "rank") as call:
+                    parsed = service.parse_rank(call, MODEL, requests[number])
+                    answers[number] = service.rank_in_thread(parsed).scores
+
+        threads = [threading.Thread(target=ask, args=(range(start, 24, 3),)) for start in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for number, request in enumerate(requests):
+        np.testing.assert_allclose(answers[number], api_model.scores(request), rtol=1e-5)
+
+
+def api_service_with_two_replicas(api_model):
+    return api_service(api_model, num_replicas=2)
+
+
+def test_a_thread_that_waits_is_told_when_its_deadline_passes(api_model):
+    gate = Gate()
+    with gated_service(api_model, gate) as service, service.call("embedded", "rank") as call:
+        request = service.parse_rank(call, MODEL, api_request(0) | {"timeout_ms": 20})
+        with pytest.raises(DeadlineExceededError):
+            service.rank_in_thread(request)
+
+
+def test_the_deadline_is_counted_from_arrival(api_model):
+    gate = Gate()
+    with gated_service(api_model, gate) as service, service.call("embedded", "rank") as call:
+        call.began = time.monotonic() - 100
+        parsed = service.parse_rank(call, MODEL, api_request(0))
+        with pytest.raises(DeadlineExceededError):
+            service.rank_in_thread(parsed)
+
+
+def test_a_replica_that_can_not_be_made_is_an_error_of_loading_and_leaves_no_thread(api_model):
+    snapshot = Snapshot.open(api_model.path)
+    before = ranking_threads()
+    with pytest.raises(PlanError, match="1 shards, but 0 were given"):
+        ServedModel.load(snapshot, Plan.make(snapshot.spec), lambda on_retry: [], num_replicas=2)
+    assert ranking_threads() == before

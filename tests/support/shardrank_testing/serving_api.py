@@ -1,0 +1,363 @@
+"""A small model with one of everything, requests to it, the scores it must give, and real servers over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import torch
+
+from loader.golden import GoldenRequests
+from loader.manifest import (
+    DenseInputs,
+    DenseModelSpec,
+    FeatureSpec,
+    HashMapping,
+    ModelSpec,
+    TableSpec,
+    VocabularyMapping,
+)
+from loader.reader import Snapshot
+from router.hashing import hashed_rows
+from router.plan import Plan
+from serving.limits import RequestLimits
+from serving.loading import ModelSource, load_served_model
+from serving.models.factory import build_model
+from serving.models.inputs import RankingInputs, SequenceInput
+from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
+from serving.served_model import ServedModel
+from serving.server import Listening, ServerConfig, running_server
+from serving.service import RankingService
+from shard_node.bags import KeyedBags
+from shard_node.node import ShardNode
+from shard_node.shard import LocalShard
+from shardrank_testing.ranking import random_tensors
+from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.topologies import decoded_tables, make_node
+
+MODEL = "films"
+CITIES = ["Paris", "Oslo", "Zürich", "北京", "Lima"]
+HASH_SEED = 5
+FILMS = 777
+
+
+def api_spec() -> ModelSpec:
+    """Identity, hash, string vocabulary; sum, mean, none; weights; context and candidates; reject and skip."""
+    return ModelSpec(
+        model=MODEL,
+        tables=(
+            TableSpec(name="users", num_embeddings=1000, embedding_dim=8, feature_names=("user",)),
+            TableSpec(name="films", num_embeddings=FILMS, embedding_dim=8, feature_names=("film", "history")),
+            TableSpec(
+                name="genres",
+                num_embeddings=19,
+                embedding_dim=4,
+                feature_names=("genre",),
+                pooling="mean",
+                dtype="fp32",
+                unknown_id="skip",
+            ),
+            TableSpec(
+                name="tags", num_embeddings=257, embedding_dim=4, feature_names=("tag", "liked-tag"), dtype="int4"
+            ),
+            TableSpec(
+                name="cities",
+                num_embeddings=len(CITIES),
+                embedding_dim=4,
+                feature_names=("city",),
+                dtype="fp16",
+                id_mapping=VocabularyMapping(id_type="string"),
+            ),
+            TableSpec(
+                name="devices",
+                num_embeddings=64,
+                embedding_dim=4,
+                feature_names=("device",),
+                dtype="fp32",
+                id_mapping=HashMapping(seed=HASH_SEED),
+            ),
+        ),
+        features=(
+            FeatureSpec(name="user", side="context"),
+            FeatureSpec(name="history", side="context", pooling="none"),
+            FeatureSpec(name="film", side="candidate"),
+            FeatureSpec(name="genre", side="candidate"),
+            FeatureSpec(name="tag", side="candidate", weighted=True),
+            FeatureSpec(name="liked-tag", side="context", weighted=True),
+            FeatureSpec(name="city", side="context"),
+            FeatureSpec(name="device", side="candidate"),
+        ),
+        dense_inputs=DenseInputs(context=2, candidate=3),
+        dense_model=DenseModelSpec(
+            kind="target_attention",
+            config={"history_feature": "history", "target_feature": "film", "attention_hidden": [8], "hidden": [8]},
+        ),
+    )
+
+
+def api_request(seed: int = 0, num_candidates: int = 5) -> dict[str, Any]:
+    """A valid rank request in the JSON form, with empty bags, duplicates, weights and flat lists."""
+    rng = np.random.default_rng(seed)
+
+    def bags(limit: int, count: int, longest: int = 3) -> list[list[int]]:
+        return [rng.integers(0, limit, int(rng.integers(0, longest + 1))).tolist() for _ in range(count)]
+
+    def floats(*shape: int) -> Any:
+        return rng.standard_normal(shape, dtype=np.float32).tolist()
+
+    tags = bags(257, num_candidates)
+    return {
+        "context": {
+            "sparse": {
+                "user": [int(rng.integers(1000))],
+                "history": rng.integers(0, FILMS, 4).tolist(),
+                "liked-tag": [3, 3, 200],
+                "city": [CITIES[int(rng.integers(len(CITIES)))], "Oslo"],
+            },
+            "weights": {"liked-tag": [0.5, -1.0, 2.0]},
+            "dense": floats(2),
+        },
+        "candidates": {
+            "sparse": {
+                "film": rng.integers(0, FILMS, num_candidates).tolist(),
+                "genre": bags(25, num_candidates),
+                "tag": tags,
+                "device": [[2**63 - 1 - int(one)] for one in rng.integers(0, 100, num_candidates)],
+            },
+            "weights": {"tag": [floats(len(bag)) for bag in tags]},
+            "dense": floats(num_candidates, 3),
+        },
+        "timeout_ms": 30_000,
+    }
+
+
+@dataclass
+class ApiModel:
+    """A snapshot on disk and what it was made from."""
+
+    path: Path
+    spec: ModelSpec
+    tables: dict[str, np.ndarray]
+    tensors: dict[str, torch.Tensor]
+
+    def rows(self, name: str, ids: list[Any]) -> list[int]:
+        """The rows that ids of a feature map to, unknown ones left out, by definition."""
+        table = self.spec.table_of(name)
+        if name == "city":
+            return [CITIES.index(text) for text in ids]
+        if name == "device":
+            return [
+                int(hashed_rows(np.array([one]), np.array([HASH_SEED], np.uint64), np.array([64], np.uint64))[0])
+                for one in ids
+            ]
+        return [one for one in ids if one < table.num_embeddings]
+
+    def pooled(self, name: str, ids: list[Any], weights: list[float] | None) -> np.ndarray:
+        table = self.tables[self.spec.table_of(name).name].astype(np.float64)
+        rows = self.rows(name, ids)
+        total = np.zeros(table.shape[1])
+        for position, row in enumerate(rows):
+            total += (1.0 if weights is None else weights[position]) * table[row]
+        return total / max(1, len(rows)) if self.spec.pooling_of(name) == "mean" else total
+
+    def scores(self, request: dict[str, Any]) -> np.ndarray:
+        """float32 [N], what the float32 torch model gives for a request, by plain loops over the decoded rows."""
+        context, candidates = request["context"], request["candidates"]
+        count = len(candidates["dense"])
+        rows = []
+        for number in range(count):
+            columns = []
+            for feature in self.spec.features:
+                if self.spec.pooling_of(feature.name) == "none":
+                    continue
+                part = context if feature.side == "context" else candidates
+                ids = part["sparse"][feature.name]
+                weights = part.get("weights", {}).get(feature.name)
+                if feature.side == "candidate":
+                    ids = ids[number] if isinstance(ids[number], list) else [ids[number]]
+                    weights = None if weights is None else weights[number]
+                columns.append(self.pooled(feature.name, ids, weights))
+            rows.append(np.concatenate(columns))
+        dense = np.array([[*context["dense"], *one] for one in candidates["dense"]], np.float32)
+        history = self.tables["films"][context["sparse"]["history"]].astype(np.float32)
+        sequence = SequenceInput(torch.from_numpy(history)[None], torch.ones(1, len(history), dtype=torch.bool))
+        inputs = RankingInputs.of_parts(
+            torch.from_numpy(dense),
+            torch.from_numpy(np.stack(rows).astype(np.float32)),
+            torch.zeros(count, dtype=torch.int64),
+            {"history": sequence},
+        )
+        model = build_model(self.spec)
+        model.load_state_dict(self.tensors)
+        return model.eval().score(inputs).numpy()
+
+
+def write_api_model(
+    store: Path, version: int = 1, seed: int = 0, golden: GoldenRequests | None = None, scale: float = 1.0
+) -> ApiModel:
+    """Exports the model; its dense weights are of the order of `scale`."""
+    spec = api_spec()
+    tensors = {name: scale * tensor for name, tensor in random_tensors(spec, seed).items()}
+    path, tables = write_snapshot(
+        store,
+        spec,
+        seed,
+        dense=tensors,
+        vocabularies={"cities": CITIES},
+        version=version,
+        golden=golden,
+    )
+    return ApiModel(path, spec, decoded_tables(spec, tables), tensors)
+
+
+def served_service(model: ApiModel, limits: RequestLimits | None = None, **options: Any) -> RankingService:
+    """A service with the model live in float32, its rows in this process. The caller closes it."""
+    service = RankingService(limits, expected_models=[MODEL])
+    options = {"dtype": "float32", "sharding": "hash", **options}
+    service.install(load_served_model(ModelSource(snapshot=model.path, **options), service))
+    return service
+
+
+@dataclass
+class Api:
+    """A running server and clients of it."""
+
+    service: RankingService
+    listening: Listening
+    http: httpx.AsyncClient
+    channel: grpc.aio.Channel
+    stub: ranking_pb2_grpc.RankingServiceStub = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stub = ranking_pb2_grpc.RankingServiceStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def running_api(service: RankingService) -> AsyncIterator[Api]:
+    """HTTP and gRPC over a service, on free ports."""
+    async with running_server(service, ServerConfig(http_port=0, grpc_port=0, drain_timeout_s=1.0)) as listening:
+        base = f"http://{listening.host}:{listening.http_port}"
+        async with (
+            httpx.AsyncClient(base_url=base, timeout=30) as http,
+            grpc.aio.insecure_channel(f"{listening.host}:{listening.grpc_port}") as channel,
+        ):
+            yield Api(service, listening, http, channel)
+
+
+class Gate:
+    """Holds lookups back until it is opened: makes a replica busy for as long as a test wants."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.waiting = threading.Semaphore(0)
+
+    async def wait_until_busy(self) -> None:
+        """Returns once one more lookup waits at the gate."""
+        await asyncio.to_thread(self.waiting.acquire)
+
+    async def pass_through(self) -> None:
+        self.waiting.release()
+        await asyncio.to_thread(self.open.wait)
+
+
+class GatedShard(LocalShard):
+    """A shard in this process that answers when its gate is open."""
+
+    def __init__(self, node: ShardNode, gate: Gate) -> None:
+        super().__init__(node)
+        self._gate = gate
+
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[np.ndarray]:
+        if not self._gate.open.is_set():
+            await self._gate.pass_through()
+        return await super().pool(model, version, bags, deadline)
+
+
+def gated_model(model: ApiModel, service: RankingService, gate: Gate) -> ServedModel:
+    """The model with one replica whose lookups wait at a gate (it has no golden requests, so loading does not)."""
+    snapshot = Snapshot.open(model.path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    return ServedModel.load(
+        snapshot,
+        plan,
+        lambda on_retry: [GatedShard(node, gate)],
+        limits=service.limits,
+        dtype="float32",
+        metrics=service.metrics,
+        clock=service.clock,
+        on_close=node.close,
+    )
+
+
+@contextlib.contextmanager
+def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = None) -> Iterator[RankingService]:
+    """A service over `gated_model`; the gate is opened at the end at the latest."""
+    service = RankingService(limits, expected_models=[MODEL])
+    service.install(gated_model(model, service, gate))
+    try:
+        yield service
+    finally:
+        gate.open.set()
+        service.close()
+
+
+@contextlib.contextmanager
+def api_service(model: ApiModel, limits: RequestLimits | None = None, **options: Any) -> Iterator[RankingService]:
+    """A service that is closed at the end."""
+    service = served_service(model, limits, **options)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def sparse_message(ids: list[Any], weights: list[Any] | None, *, is_context: bool) -> ranking_pb2.SparseFeature:
+    """One feature of the JSON form as a message."""
+    nested = [ids] if is_context else ids
+    flat = [one for bag in nested for one in bag] if nested and isinstance(nested[0], list) else list(nested)
+    message = ranking_pb2.SparseFeature()
+    if any(isinstance(one, str) for one in flat):
+        message.string_ids.extend(flat)
+    else:
+        message.ids.extend(flat)
+    if not is_context and nested and isinstance(nested[0], list):
+        message.lengths.extend(len(bag) for bag in nested)
+    if weights is not None:
+        message.weights.extend(
+            [one for bag in weights for one in bag] if weights and isinstance(weights[0], list) else weights
+        )
+    return message
+
+
+def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.RankRequest:
+    """The JSON form of a rank request as a message."""
+    message = ranking_pb2.RankRequest(
+        model=model, timeout_ms=request.get("timeout_ms", 0), top_k=request.get("top_k", 0)
+    )
+    if "version" in request:
+        message.version = request["version"]
+    for part, features in (("context", message.context), ("candidates", message.candidates)):
+        given = request.get(part, {})
+        for name, ids in given.get("sparse", {}).items():
+            weights = given.get("weights", {}).get(name)
+            features.sparse[name].CopyFrom(sparse_message(ids, weights, is_context=part == "context"))
+        dense = given.get("dense", [])
+        features.dense.extend([one for row in dense for one in row] if part == "candidates" else dense)
+    return message
+
+
+def run(main: Any) -> Any:
+    """Runs a coroutine on uvloop, as the server does."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(asyncio.wait_for(main, 60))

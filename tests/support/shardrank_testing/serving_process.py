@@ -1,0 +1,65 @@
+"""A serving process in its own interpreter, without the command line: `python -m ... SNAPSHOT HTTP_PORT GRPC_PORT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from serving.loading import ModelSource, load_served_model
+from serving.server import Listening, ServerConfig, serve
+from serving.service import RankingService
+
+
+@dataclass
+class ServingProcess:
+    """A process that listens."""
+
+    process: subprocess.Popen[str]
+    http_port: int
+    grpc_port: int
+
+
+@contextmanager
+def serving_process(
+    snapshot: Path, http_port: int = 0, grpc_port: int = 0, metrics_folder: Path | None = None
+) -> Iterator[ServingProcess]:
+    """Starts one and waits until it listens; kills it at the end at the latest."""
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")])}
+    if metrics_folder is not None:
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_folder)
+    arguments = [
+        sys.executable,
+        "-m",
+        "shardrank_testing.serving_process",
+        str(snapshot),
+        str(http_port),
+        str(grpc_port),
+    ]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        yield ServingProcess(process, **json.loads(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _say(listening: Listening) -> None:
+    sys.stdout.write(json.dumps({"http_port": listening.http_port, "grpc_port": listening.grpc_port}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    service = RankingService()
+    service.install(load_served_model(ModelSource(snapshot=Path(sys.argv[1]), dtype="float32"), service))
+    config = ServerConfig(http_port=int(sys.argv[2]), grpc_port=int(sys.argv[3]), drain_timeout_s=5.0)
+    uvloop.run(serve(service, config, _say))
