@@ -11,6 +11,7 @@ ShardrankError                      500 INTERNAL
     │   ├── SnapshotFormatError     unknown format version, manifest that does not fit its schema
     │   ├── SnapshotPathError       a path that leaves the snapshot's folder
     │   ├── SnapshotCorruptError    missing file, wrong size, wrong checksum, wrong shape
+    │   ├── SnapshotResourceError   503 UNAVAILABLE: not the snapshot's fault, this process ran out of something
     │   └── SnapshotExistsError     409 ALREADY_EXISTS
     ├── ExportError                 400 INVALID_ARGUMENT: what was handed to the writer can't be a snapshot
     │   └── NonFiniteRowError       NaN or inf in a table's row
@@ -20,7 +21,11 @@ ShardrankError                      500 INTERNAL
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import ClassVar
+
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class ShardrankError(Exception):
@@ -69,6 +74,14 @@ class SnapshotCorruptError(SnapshotError):
     """A file is missing, or its size, SHA-256, dtype or shape is not what the manifest says."""
 
 
+class SnapshotResourceError(SnapshotError):
+    """File descriptors or memory ran out while a snapshot was read. It may be sound: try again when there is room."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "snapshot_resource"
+
+
 class SnapshotExistsError(SnapshotError):
     """A version is immutable: it can't be written a second time."""
 
@@ -95,3 +108,16 @@ class CheckpointError(LoaderError):
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
     kind = "bad_checkpoint"
+
+
+def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:
+    """What a failure to do `action` ("read", "mapped") with a snapshot's file is: damage, or a shortage of our own."""
+    exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
+    kind = SnapshotResourceError if exhausted else SnapshotCorruptError
+    return kind(f"{path}: can't be {action}: {error}")
+
+
+def cut(value: object, max_characters: int = 200) -> str:
+    """The text of a value for a message: what an untrusted file says may be of any length."""
+    text = str(value)
+    return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text)} characters)"

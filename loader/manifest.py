@@ -7,11 +7,10 @@ what the writer measured (files, sizes, checksums). Names follow TorchRec where 
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, model_validator
 
 FORMAT_VERSION = 1
 NUM_BUCKETS = 256
@@ -20,6 +19,13 @@ MAX_EMBEDDING_DIM = 4096
 MAX_TABLES = 4096
 MAX_FEATURES = 4096
 MAX_DENSE_INPUTS = 65_536
+# Row files of one table: 16 TiB of files of the default size.
+MAX_ROW_FILES = 65_536
+# Bytes of all tensors of a file that is read into memory as a whole.
+MAX_DENSE_BYTES = 8 << 30
+MAX_GOLDEN_BYTES = 256 << 20
+# Bytes of UTF-8 of one string id; together at most this many times the ids of a vocabulary.
+MAX_STRING_ID_BYTES = 1024
 
 RowDtype = Literal["int8", "int4", "fp16", "fp32"]
 Pooling = Literal["sum", "mean", "none"]
@@ -29,6 +35,9 @@ Side = Literal["context", "candidate"]
 
 # A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
+
+# Lists end at their first bad item, so that a list of a million bad ones costs one error.
+FAIL_FAST = FailFast()
 
 
 class Frozen(BaseModel):
@@ -70,7 +79,7 @@ class TableSpec(Frozen):
     name: Name
     num_embeddings: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
     embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
-    feature_names: tuple[Name, ...] = Field(min_length=1)
+    feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
     pooling: Pooling = "sum"
     dtype: RowDtype = "int8"
     bucketing: Bucketing = "hash"
@@ -124,8 +133,8 @@ class ModelSpec(Frozen):
     """
 
     model: Name
-    tables: tuple[TableSpec, ...] = Field(min_length=1, max_length=MAX_TABLES)
-    features: tuple[FeatureSpec, ...] = Field(min_length=1, max_length=MAX_FEATURES)
+    tables: Annotated[tuple[TableSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_TABLES)
+    features: Annotated[tuple[FeatureSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
     dense_inputs: DenseInputs = DenseInputs()
     dense_model: DenseModelSpec
 
@@ -171,7 +180,7 @@ class FileEntry(Frozen):
     """One file of a snapshot: its path relative to the snapshot's folder ('/'-separated), size and SHA-256 (hex)."""
 
     path: str = Field(min_length=1, max_length=1024)
-    size_bytes: int = Field(ge=0)
+    size_bytes: int = Field(ge=0, lt=2**63)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -179,8 +188,8 @@ class TableFiles(Frozen):
     """Where one table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order."""
 
     table: Name
-    rows_per_file: int = Field(ge=1)
-    rows: tuple[FileEntry, ...] = Field(min_length=1)
+    rows_per_file: int = Field(ge=1, lt=2**63)
+    rows: Annotated[tuple[FileEntry, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_ROW_FILES)
     vocabulary: FileEntry | None = None
 
 
@@ -194,16 +203,20 @@ class GoldenEntry(Frozen):
 
 
 class Manifest(Frozen):
-    """`manifest.json`: one immutable version of a model."""
+    """`manifest.json`: one immutable version of a model.
+
+    `last_delta` is the sequence number of the last delta whose rows are in the tables already; None if there is none.
+    """
 
     format_version: Literal[1] = 1
     spec: ModelSpec
     version: int = Field(ge=1, lt=2**63)
     created_at: str
-    tables: tuple[TableFiles, ...]
+    tables: Annotated[tuple[TableFiles, ...], FAIL_FAST] = Field(max_length=MAX_TABLES)
     dense: FileEntry
     golden: GoldenEntry | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
+    last_delta: int | None = Field(default=None, ge=0, lt=2**63)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -238,13 +251,8 @@ class Manifest(Frozen):
         return tuple(entries)
 
     def to_json(self) -> str:
-        """Canonical text: the same manifest always gives the same bytes."""
+        """The text of `manifest.json`."""
         return self.model_dump_json(indent=2) + "\n"
-
-    @cached_property
-    def identity(self) -> str:
-        """SHA-256 (hex) of the canonical text. Ties tables, dense model and vocabulary of one version together."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 def _refuse_duplicates(what: str, names: list[Any]) -> None:

@@ -1,8 +1,9 @@
 """Safetensors files: written durably, and read with a header that is not trusted.
 
-The safetensors library writes files and reads small ones. Rows are mapped in place, which needs the offset of the
-tensor's bytes; the library does not tell it, so the header is parsed here as well, and checked in full
-(format: https://github.com/huggingface/safetensors#format).
+The safetensors library writes files. Rows are mapped in place, which needs the offset of the tensor's bytes; the library
+does not tell it, so the header is parsed here, and checked in full
+(format: https://github.com/huggingface/safetensors#format). Small files are read by that same checked header: the
+library would set aside memory for whatever a header claims, and panics where there is none.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from loader.errors import SnapshotCorruptError
+from loader.errors import SnapshotCorruptError, cut, file_error
+from loader.mapped_file import map_array
 
 MAX_HEADER_BYTES = 16 << 20
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+MAX_TENSOR_DIMS = 8
+_DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
+_ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"F16": 2, "BF16": 2}
 _HASH_CHUNK_BYTES = 4 << 20
 
 
@@ -43,6 +44,11 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -61,9 +67,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             header = json.loads(file.read(header_bytes))
     except OSError as error:
-        raise SnapshotCorruptError(f"{path}: can't be read: {error}") from error
+        raise file_error(path, "read", error) from error
     except (ValueError, RecursionError) as error:
-        raise SnapshotCorruptError(f"{path}: the header is not JSON: {error}") from error
+        raise SnapshotCorruptError(f"{path}: the header is not JSON: {cut(error)}") from error
     return _check_header(path, header, 8 + header_bytes, file_bytes)
 
 
@@ -75,19 +81,8 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            numbers = [*shape, begin, end]
-            fits = all(type(number) is int and number >= 0 for number in numbers)
-            fits = fits and end - begin == _ITEM_BYTES[dtype] * math.prod(shape)
-        except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotCorruptError(f"{path}: tensor {name!r}: malformed header entry") from error
-        if not fits:
-            raise SnapshotCorruptError(
-                f"{path}: tensor {name!r}: bytes {begin} to {end} do not hold {dtype} {list(shape)}"
-            )
-        tensors[name] = TensorInfo(dtype, tuple(shape), data_offset + begin)
-        spans.append((begin, end))
+        tensors[name], begin = _check_entry(path, name, entry, data_offset)
+        spans.append((begin, begin + tensors[name].size_bytes))
     position = 0
     for begin, end in sorted(spans):
         if begin != position:
@@ -100,11 +95,52 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
     return tensors
 
 
+def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[TensorInfo, int]:
+    """One tensor of a header, and where its bytes begin after it."""
+    where = f"{path}: tensor {cut(repr(name))}"
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        item_bytes = _ITEM_BYTES[dtype]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotCorruptError(f"{where}: malformed header entry") from error
+    # Before anything is multiplied: a product of many or of long numbers takes its time.
+    if not isinstance(shape, list) or len(shape) > MAX_TENSOR_DIMS:
+        raise SnapshotCorruptError(f"{where}: shape {cut(shape)} is not a list of at most {MAX_TENSOR_DIMS} numbers")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)):
+        numbers = f"shape {cut(shape)}, data_offsets {cut([begin, end])}"
+        raise SnapshotCorruptError(f"{where}: {numbers}: not whole numbers in [0, 2^63)")
+    if end - begin != item_bytes * math.prod(shape):
+        raise SnapshotCorruptError(f"{where}: bytes {begin} to {end} do not hold {dtype} {shape}")
+    return TensorInfo(dtype, tuple(shape), data_offset + begin), begin
+
+
+def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:
+    """The first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
+    return tensors[name].shape[0] if name in tensors and tensors[name].shape else 0
+
+
+def expect_tensors(
+    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> None:
+    """Raises SnapshotCorruptError unless the file has exactly these tensors, each of its dtype and shape."""
+    for name, (dtype, shape) in expected.items():
+        expect_tensor(path, tensors, name, dtype, shape)
+    if extra := sorted(set(tensors) - set(expected)):
+        raise SnapshotCorruptError(f"{path}: has the tensors {cut(extra)} besides {cut(sorted(expected))}")
+
+
+def expect_at_most(path: Path, tensors: Mapping[str, TensorInfo], max_bytes: int) -> None:
+    """Raises SnapshotCorruptError if a file that is read as a whole has more than `max_bytes` of tensors."""
+    size_bytes = sum(info.size_bytes for info in tensors.values())
+    if size_bytes > max_bytes:
+        raise SnapshotCorruptError(f"{path}: tensors of {size_bytes} bytes; at most {max_bytes} are read")
+
+
 def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Raises SnapshotCorruptError unless the tensor is there with that dtype and shape."""
     info = tensors.get(name)
     if info is None:
-        raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {sorted(tensors)}")
+        raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {cut(sorted(tensors))}")
     if (info.dtype, info.shape) != (dtype, shape):
         raise SnapshotCorruptError(
             f"{path}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
@@ -112,29 +148,53 @@ def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtyp
 
 
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A read-only view of one tensor's bytes in the mapped file. Raises SnapshotCorruptError."""
+    """A read-only view of one tensor's bytes in the mapped file.
+
+    Raises:
+        SnapshotCorruptError: the file is not there any more, or shorter.
+        SnapshotResourceError: no file descriptor, mapping or memory is left.
+    """
+    if 0 in info.shape:
+        return np.zeros(info.shape, dtype)
     try:
-        if 0 in info.shape:
-            return np.zeros(info.shape, dtype)
-        return np.memmap(path, dtype=dtype, mode="r", offset=info.offset, shape=info.shape)
-    except (OSError, ValueError) as error:
+        return map_array(path, info.offset, info.shape, dtype)
+    except OSError as error:
+        raise file_error(path, "mapped", error) from error
+    except ValueError as error:
         raise SnapshotCorruptError(f"{path}: can't be mapped: {error}") from error
 
 
-def load_numpy(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """All tensors of a small file, copied into memory. Raises SnapshotCorruptError."""
+def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, npt.NDArray[Any]]:
+    """All tensors of a small file, copied into memory.
+
+    Args:
+        path: the file.
+        tensors: its header, if it was read already. Its caller has checked that it is small.
+
+    Raises:
+        SnapshotCorruptError: it can't be read, is shorter than its header says, or has float16 or bfloat16 in it.
+        SnapshotResourceError: no file descriptor or memory is left.
+    """
+    header = read_header(path) if tensors is None else tensors
+    loaded: dict[str, npt.NDArray[Any]] = {}
     try:
-        return safetensors.numpy.load_file(path)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise SnapshotCorruptError(f"{path}: can't be read: {error}") from error
+        with path.open("rb") as file:
+            for name, info in header.items():
+                if info.dtype not in _DTYPES:
+                    raise SnapshotCorruptError(f"{path}: tensor {cut(repr(name))} is {info.dtype}, which is not read")
+                array = np.empty(info.shape, _DTYPES[info.dtype])
+                file.seek(info.offset)
+                if file.readinto(array.reshape(-1).view(np.uint8).data) != info.size_bytes:
+                    raise SnapshotCorruptError(f"{path}: can't be read: it ends in tensor {cut(repr(name))}")
+                loaded[name] = array
+    except (OSError, MemoryError) as error:
+        raise file_error(path, "read", error) from error
+    return loaded
 
 
-def load_torch(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a small file, copied into memory. Raises SnapshotCorruptError."""
-    try:
-        return safetensors.torch.load_file(path)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise SnapshotCorruptError(f"{path}: can't be read: {error}") from error
+def load_torch(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of a small file, as `load_numpy` reads them."""
+    return {name: torch.from_numpy(array) for name, array in load_numpy(path, tensors).items()}
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:

@@ -1,0 +1,164 @@
+"""Keeps child processes running: waits until they serve, restarts the dead, and stops them all in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from loader.manifest import Frozen
+from serving.fleet.child import Child, ChildSpec, NotReadyError, describe_exit
+from serving.fleet.errors import ChildFailedError, FleetError
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisionConfig(Frozen):
+    """How patient a supervisor is. All times in seconds."""
+
+    ready_timeout_s: float = Field(default=120.0, gt=0)
+    probe_interval_s: float = Field(default=0.05, gt=0)
+    probe_timeout_s: float = Field(default=2.0, gt=0)
+    stop_grace_s: float = Field(default=10.0, gt=0)
+    first_backoff_s: float = Field(default=0.2, gt=0)
+    max_backoff_s: float = Field(default=5.0, gt=0)
+    healthy_after_s: float = Field(default=30.0, gt=0)
+
+
+class Supervisor:
+    """The children of one fleet.
+
+    Children are started in groups, each group ready before the next is started, and stopped in reverse. A child that
+    ends before it was first ready fails the start; one that ends later is started again after a pause that doubles
+    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`.
+
+    Args:
+        run_directory: where the logs go; must exist.
+        config: times.
+        clock: monotonic seconds.
+        sleep: how to wait.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        config: SupervisionConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.run_directory = run_directory
+        self._config = config or SupervisionConfig()
+        self._clock = clock
+        self._sleep = sleep
+        self._groups: list[list[Child]] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    @property
+    def children(self) -> dict[str, Child]:
+        """Every child by name, in the order in which they were started."""
+        return {child.spec.name: child for group in self._groups for child in group}
+
+    async def start(self, specs: Sequence[ChildSpec], on_ready: Callable[[str], None] | None = None) -> None:
+        """Starts a group of children and waits until every one of them serves.
+
+        Args:
+            specs: the group; started at once.
+            on_ready: called with a child's name when it first serves.
+
+        Raises:
+            ChildFailedError: if one ends or is not ready within `ready_timeout_s`. The others are left for `stop`.
+            FleetError: for a name that is taken.
+        """
+        taken = self.children.keys()
+        for spec in specs:
+            if spec.name in taken:
+                raise FleetError(f"a child named {spec.name!r} is here already")
+        group = [Child(spec, self.run_directory / f"{spec.name}.log") for spec in specs]
+        self._groups.append(group)
+        starts = [asyncio.create_task(self._start_one(child, on_ready)) for child in group]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            # After a failure the others are not waited for; `stop` ends their processes.
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        self._watchers.extend(asyncio.create_task(self._watch(child)) for child in group)
+
+    async def stop(self) -> None:
+        """Stops all children, the last group first. Never raises for a child that will not end: it is killed."""
+        self._stopping = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for group in reversed(self._groups):
+            ended = await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
+            for child, by_itself in zip(group, ended, strict=True):
+                if not by_itself:
+                    logger.warning("%s did not end within %g s: killed", child.spec.name, self._config.stop_grace_s)
+
+    async def _start_one(self, child: Child, on_ready: Callable[[str], None] | None) -> None:
+        await child.spawn()
+        await self._until_ready(child)
+        if on_ready is not None:
+            on_ready(child.spec.name)
+
+    async def _until_ready(self, child: Child) -> None:
+        deadline = self._clock() + self._config.ready_timeout_s
+        ended = asyncio.create_task(child.wait())
+        reason = "it was not asked yet"
+        try:
+            while self._clock() < deadline:
+                try:
+                    async with asyncio.timeout(self._config.probe_timeout_s):
+                        await child.spec.probe()
+                except NotReadyError as not_ready:
+                    reason = str(not_ready)
+                except TimeoutError:
+                    reason = f"no answer within {self._config.probe_timeout_s:g} s"
+                else:
+                    if not ended.done():
+                        child.state = "ready"
+                        return
+                with contextlib.suppress(TimeoutError):
+                    code = await asyncio.wait_for(asyncio.shield(ended), self._config.probe_interval_s)
+                    raise ChildFailedError(self._failure(child, f"ended with {describe_exit(code)} before it served"))
+            raise ChildFailedError(
+                self._failure(child, f"was not ready within {self._config.ready_timeout_s:g} s: {reason}")
+            )
+        finally:
+            ended.cancel()
+
+    async def _watch(self, child: Child) -> None:
+        backoff_s = self._config.first_backoff_s
+        while True:
+            started = self._clock()
+            code = await child.wait()
+            if self._stopping:
+                return
+            child.state = "waiting"
+            if self._clock() - started >= self._config.healthy_after_s:
+                backoff_s = self._config.first_backoff_s
+            logger.warning("%s: %s; restart in %.1f s", child.spec.name, describe_exit(code), backoff_s)
+            await self._sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, self._config.max_backoff_s)
+            child.restarts += 1
+            child.state = "starting"
+            try:
+                await child.spawn()
+                await self._until_ready(child)
+            except (ChildFailedError, OSError) as error:
+                logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, error)
+                child.kill()
+            else:
+                logger.info("%s serves again (restart %d)", child.spec.name, child.restarts)
+
+    def _failure(self, child: Child, what: str) -> str:
+        lines = child.log_tail()
+        return f"{child.spec.name} {what}; the end of {child.log_path}:\n{lines}"

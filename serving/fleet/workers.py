@@ -1,0 +1,102 @@
+"""Serving processes that share one HTTP and one gRPC port."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from prometheus_client.multiprocess import mark_process_dead
+from pydantic import Field
+
+from loader.manifest import Frozen
+from serving.fleet.child import ChildSpec, shardrank_command
+from serving.fleet.ports import SharedPort
+from serving.fleet.probes import http_probe
+from serving.fleet.supervisor import Supervisor
+
+LOOPBACK = "127.0.0.1"
+
+
+class WorkersConfig(Frozen):
+    """Serving processes on one port.
+
+    Attributes:
+        arguments: flags of `shardrank serve` that say what to serve, without ports.
+        workers: how many processes.
+        host: address of the public ports.
+        log_level: of every process.
+    """
+
+    arguments: tuple[str, ...]
+    workers: int = Field(default=1, ge=1, le=64)
+    host: str = LOOPBACK
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Ports that are held for workers.
+
+    Attributes:
+        http, grpc: public, shared by all workers.
+        probes: a private port on loopback for each worker. At the shared port, whichever worker the kernel picks would
+            answer the question whether this one is ready.
+    """
+
+    http: int
+    grpc: int
+    probes: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+    """Holds the ports while the block runs, so that nobody else takes one between a worker's death and its restart.
+
+    Args:
+        host: address of the public ports.
+        http_port: 0 for any free one.
+        grpc_port: 0 for any free one.
+        workers: how many need a private port.
+
+    Raises:
+        FleetError: if a port is taken.
+    """
+    with contextlib.ExitStack() as held:
+        http = held.enter_context(SharedPort(host, http_port))
+        grpc = held.enter_context(SharedPort(host, grpc_port))
+        probes = tuple(held.enter_context(SharedPort(LOOPBACK, 0)).port for _ in range(workers))
+        yield WorkerPorts(http.port, grpc.port, probes)
+
+
+async def start_workers(
+    config: WorkersConfig,
+    ports: WorkerPorts,
+    supervisor: Supervisor,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Starts the workers and returns when each of them serves. Stopping them is the supervisor's.
+
+    Raises:
+        ChildFailedError: if a worker does not come up.
+    """
+    metrics = supervisor.run_directory / "metrics"
+    if config.workers > 1:
+        metrics.mkdir(mode=0o700, exist_ok=True)
+    specs = [
+        ChildSpec(
+            name=f"serve-{worker}",
+            command=shardrank_command(
+                *("--log-level", config.log_level, "serve", *config.arguments, "--host", config.host),
+                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
+            ),
+            probe=http_probe(LOOPBACK, probe_port),
+            environment={"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if config.workers > 1 else {},
+            # A dead process' gauges must not be added up with those of the living.
+            on_exit=partial(mark_process_dead, path=str(metrics)) if config.workers > 1 else None,
+        )
+        for worker, probe_port in enumerate(ports.probes)
+    ]
+    await supervisor.start(specs, on_ready)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from serving.cli.limits import limit_arguments, read_limits
+from serving.limits import RequestLimits
+
+
+def test_without_flags_the_limits_are_the_defaults_and_children_are_told_none() -> None:
+    assert read_limits(None, []) == RequestLimits()
+    assert limit_arguments(None, []) == []
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_a_flag_overrides_the_file_and_children_are_told_both(tmp_path: Path, suffix: str) -> None:
+    values = {"max_candidates": 500, "receive_timeout_s": 2.5}
+    text = json.dumps(values) if suffix == ".json" else "".join(f"{name} = {value}\n" for name, value in values.items())
+    path = tmp_path / f"limits{suffix}"
+    path.write_text(text)
+    limits = read_limits(path, [("max_candidates", "20")])
+    assert (limits.max_candidates, limits.receive_timeout_s) == (20, 2.5)
+    told = limit_arguments(path, [("max_candidates", "20")])
+    assert told == ["--limit", "max_candidates=20", "--limit", "receive_timeout_s=2.5"]
+    assert read_limits(None, [tuple(one.split("=")) for one in told[1::2]]) == limits
+
+
+@pytest.mark.parametrize(
+    ("assignment", "problem"),
+    [
+        (("lunch", "1"), "lunch: Extra inputs are not permitted"),
+        (("max_candidates", "0"), "max_candidates: Input should be greater than or equal to 1"),
+        (("max_candidates", "many"), "max_candidates: Input should be a valid integer"),
+    ],
+)
+def test_a_limit_that_is_unknown_or_out_of_range_is_named(assignment: tuple[str, str], problem: str) -> None:
+    with pytest.raises(click.UsageError, match=problem):
+        read_limits(None, [assignment])
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", "{"), ("a.toml", "x ="), ("b.json", "[1]")])
+def test_a_limits_file_that_can_not_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(click.UsageError, match=name):
+        read_limits(path, [])

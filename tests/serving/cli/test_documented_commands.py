@@ -1,0 +1,148 @@
+"""What README and the guides tell people to type, held against the commands themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import numpy as np
+import pytest
+
+from serving.cli import main
+from serving.demo.prepare import train_version
+from serving.embedded import Ranker
+from shardrank_testing.movielens import small_interactions
+from shardrank_testing.processes import running
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = ["README.md", "CONTRIBUTING.md", "deploy/README.md", "docs/serving-your-own-model.md"]
+GUIDE = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    return [shlex.split(line) for block in blocks(text) for line in block.splitlines() if line.startswith("shardrank ")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_on_a_page_has_the_flags_that_it_is_given(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    context = click.Context(main)
+    for name, rest in re.findall(r"shardrank ([a-z]+(?:-[a-z]+)*)\b([^`|]*)", text):
+        command = main.get_command(context, name)
+        if command is None:
+            assert name not in main.list_commands(context)
+            continue
+        known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help"}
+        assert set(re.findall(r"--[a-z][a-z-]+", rest.partition("\n")[0])) <= known
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_on_a_page_leads_to_a_file(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
+    missing = [one for one in targets if "://" not in one and not (ROOT / page).parent.joinpath(one).exists()]
+    assert missing == []
+
+
+def test_readme_has_the_two_set_up_commands_on_lines_of_their_own() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert "pip install -c constraints.txt . && shardrank demo" in lines
+    assert "pip install -c constraints.txt '.[test]' && pytest" in lines
+
+
+def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    body = re.search(r"-d '(\{.*?\})'", text, re.DOTALL)
+    assert body is not None
+    shown = json.loads(blocks(text, "json")[0])
+    # As large as the demo's own data, so that the ids exist; hardly trained, as only the form is compared.
+    from serving.training.synthetic import SyntheticOptions, generate_interactions
+
+    version = train_version(generate_interactions(SyntheticOptions(num_ratings=2000)), tmp_path, seed=0, epochs=1)
+    with Ranker.open(version.folder) as ranker:
+        answer = ranker.rank(json.loads(body[1]))
+    assert answer.keys() == shown.keys()
+    assert len(answer["scores"]) == len(shown["scores"]) == 3
+    assert sorted(shown["order"], key=lambda position: -shown["scores"][position]) == shown["order"]
+
+
+def test_the_guide_to_your_own_model_works_as_it_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "shop.json").write_text(blocks(GUIDE, "json")[0])
+    training, in_process = blocks(GUIDE, "python")
+    export, verify, up = commands(GUIDE)
+
+    def shell(*command: str) -> str:
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    shell(sys.executable, "-c", training)
+    shell(sys.executable, "-m", "serving.cli", *export[1:])
+    assert "golden requests: 1 with 2 candidates, every score within 0.01" in shell(
+        sys.executable, "-m", "serving.cli", *verify[1:]
+    )
+    printed = shell(sys.executable, "-c", in_process)
+    curl = re.search(r"^curl -s (\S+) -d '(.*)'$", GUIDE, re.MULTILINE)
+    assert curl is not None
+    with Ranker.open(tmp_path / "models/shop/1") as ranker:
+        scores = ranker.rank(json.loads(curl[2]))["scores"]
+    assert str(scores) in printed
+    assert up[1:] == ["up", "--store", "models", "--model", "shop", "--shards", "2", "--cards", "2"]
+    golden = load_golden_scores(tmp_path / "golden.safetensors")
+    np.testing.assert_allclose(scores, golden, atol=0.01)
+
+
+def load_golden_scores(path: Path) -> Any:
+    from safetensors.numpy import load_file
+
+    return load_file(path)["scores"]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def test_the_fleet_of_the_deploy_page_serves(tmp_path: Path) -> None:
+    for _ in range(3):
+        version = train_version(small_interactions(num_ratings=2000), tmp_path / "models", seed=0, epochs=1)
+    assert version.folder.name == "3"
+    fleet = commands((ROOT / "deploy/README.md").read_text(encoding="utf-8"))
+    ports = dict(zip(("7000", "7001", "7002"), map(str, free_ports(3)), strict=True))
+
+    def here(command: list[str]) -> list[str]:
+        parts = [re.sub(r"700[0-2]", lambda port: ports[port[0]], part) for part in command[1:]]
+        return [str(tmp_path / "models") if part == "models" else part for part in parts]
+
+    *nodes, serve = map(here, fleet)
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.enter_context(running(*node))
+        arguments = list(serve)
+        # Not the fixed ports of a real fleet, nor all interfaces.
+        arguments[arguments.index("--host") + 1] = "127.0.0.1"
+        program = stack.enter_context(running(*arguments, "--http-port", "0", "--grpc-port", "0"))
+        url = program.read_until(r"(http://127.0.0.1:\d+)")[1]
+        document = {
+            "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
+            "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
+        }
+        answer = httpx.post(f"{url}/v1/models/films:rank", json=document, timeout=20)
+        assert answer.status_code == 200
+        assert answer.json()["version"] == 3
+        assert program.stop() == 0

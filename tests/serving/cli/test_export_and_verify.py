@@ -1,0 +1,154 @@
+"""`train`, `export` and `verify` from the command line, down to their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from serving.cli import main
+
+SPEC: dict[str, Any] = {
+    "model": "shop",
+    "tables": [
+        {
+            "name": "users", "num_embeddings": 3, "embedding_dim": 4, "feature_names": ["user"], "dtype": "fp32",
+            "id_mapping": {"kind": "vocabulary", "id_type": "string"},
+        },
+        {
+            "name": "items", "num_embeddings": 300, "embedding_dim": 4, "feature_names": ["item"],
+            "id_mapping": {"kind": "vocabulary"}, "unknown_id": "skip",
+        },
+    ],
+    "features": [{"name": "user", "side": "context"}, {"name": "item", "side": "candidate"}],
+    "dense_model": {"kind": "mlp", "config": {"hidden": [2]}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {
+        "model.ebc.embedding_bags.users.weight": torch.randn(3, 4),
+        "rows_of_items": torch.randn(300, 4),
+        "over.mlp.layers.0.weight": torch.randn(2, 8),
+        "over.mlp.layers.0.bias": torch.randn(2),
+        "over.mlp.layers.1.weight": torch.randn(1, 2),
+        "over.mlp.layers.1.bias": torch.randn(1),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "shop.json").write_text(json.dumps(SPEC))
+    (tmp_path / "users.txt").write_text("anna\nbert\ncäcilie\n", encoding="utf-8")
+    (tmp_path / "items.txt").write_text("".join(f"{10 * number}\n" for number in range(300)))
+    return tmp_path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="shardrank")
+
+
+def export(inputs: Path, *more: object) -> Result:
+    return run(
+        "export", "--checkpoint", inputs / "model.safetensors", "--model", inputs / "shop.json",
+        "--store", inputs / "models", "--table-key", "items=rows_of_items", "--dense-prefix", "over.",
+        "--vocabulary", f"users={inputs / 'users.txt'}", "--vocabulary", f"items={inputs / 'items.txt'}", *more,
+    )  # fmt: skip
+
+
+def test_a_checkpoint_with_foreign_names_and_vocabularies_becomes_a_version_that_ranks(inputs: Path) -> None:
+    from serving.embedded import Ranker
+
+    result = export(inputs, "--metadata", "run=17", "--version", 4)
+    assert result.exit_code == 0, result.output
+    folder = inputs / "models" / "shop" / "4"
+    assert f"wrote {folder}" in result.output
+    assert json.loads(run("inspect", "--snapshot", folder, "--json").output)["metadata"] == {"run": "17"}
+    with Ranker.open(folder) as ranker:
+        answer = ranker.rank(
+            {"context": {"sparse": {"user": ["cäcilie"]}}, "candidates": {"sparse": {"item": [0, 2990, 7]}}}
+        )
+    assert len(answer["scores"]) == 3
+
+
+def test_export_takes_the_next_version_and_never_an_old_one(inputs: Path) -> None:
+    assert export(inputs).exit_code == 0
+    assert export(inputs).exit_code == 0
+    assert sorted(path.name for path in (inputs / "models" / "shop").iterdir() if path.name.isdecimal()) == ["1", "2"]
+    again = export(inputs, "--version", 2)
+    assert again.exit_code == 1
+    assert again.output.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("shop.json", "{", "shop.json: document: Invalid JSON"),
+        ("shop.json", json.dumps({**SPEC, "tabels": []}), "tabels: Extra inputs are not permitted"),
+        ("shop.json", json.dumps({**SPEC, "dense_model": {"kind": "oracle"}}), "dense_model 'oracle'"),
+        ("items.txt", "1\n2\nthree\n", "items.txt, line 3: 'three' is not a whole number below 2^63"),
+        ("items.txt", "1\n1\n", "table 'items': vocabulary: rows 0 and 1 have the same id"),
+        ("users.txt", "a\nb\nc\nd\n", "table 'users': vocabulary of 4 ids"),
+        ("model.safetensors", "rubbish", "can't be read as safetensors"),
+    ],
+)
+def test_a_bad_input_is_named_and_nothing_is_written(inputs: Path, file: str, content: str, problem: str) -> None:
+    (inputs / file).write_text(content)
+    result = export(inputs)
+    assert result.exit_code == 1
+    assert result.output.startswith("error: ")
+    assert problem in result.output
+    assert not list((inputs / "models").rglob("manifest.json"))
+
+
+def test_a_row_with_nan_is_refused_by_table_and_row(inputs: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(inputs / "model.safetensors")
+    tensors["rows_of_items"][123, 2] = float("nan")
+    save_file(tensors, inputs / "model.safetensors")
+    result = export(inputs)
+    assert result.exit_code == 1
+    assert "'items'" in result.output
+    assert "123" in result.output
+
+
+def test_verify_says_yes_with_0_and_no_with_1_and_the_reason(inputs: Path) -> None:
+    assert export(inputs).exit_code == 0
+    folder = inputs / "models" / "shop" / "1"
+    good = run("verify", "--store", inputs / "models", "--json")
+    assert good.exit_code == 0
+    # Progress goes to stderr, which this runner shows together with stdout.
+    document = json.loads(good.stdout)
+    assert (document["ok"], document["model"], document["golden_checked"]) == (True, "shop", False)
+
+    rows = folder / "tables" / "items" / "rows-00000-of-00001.safetensors"
+    content = bytearray(rows.read_bytes())
+    content[-1] ^= 1
+    rows.write_bytes(content)
+    bad = run("verify", "--snapshot", folder)
+    assert bad.exit_code == 1
+    assert "SHA-256" in bad.stdout
+    assert "must not be served" in bad.stdout
+    assert json.loads(run("verify", "--snapshot", folder, "--json").stdout)["ok"] is False
+
+
+def test_train_writes_a_version_whose_golden_scores_hold_and_verify_notices_when_they_do_not(tmp_path: Path) -> None:
+    from shardrank_testing.snapshots import rewrite_manifest
+
+    small = ("--ratings", 1500, "--epochs", 1, "--profile", "--kind", "dcn_v2", "--dtype", "int4")
+    trained = run("train", "--store", tmp_path, *small)
+    assert trained.exit_code == 0, trained.output
+    folder = tmp_path / "films" / "1"
+    assert f"wrote {folder}" in trained.output
+    good = json.loads(run("verify", "--store", tmp_path, "--json").stdout)
+    assert (good["ok"], good["golden_checked"]) == (True, True)
+    rewrite_manifest(folder, lambda manifest: manifest["golden"].update(tolerance=1e-9))
+    bad = run("verify", "--store", tmp_path)
+    assert bad.exit_code == 1
+    assert "bad: golden_mismatch: model 'films' version 1: golden scores differ" in bad.stdout
+    assert run("verify", "--store", tmp_path, "--no-golden").exit_code == 0

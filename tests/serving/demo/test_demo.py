@@ -1,0 +1,119 @@
+"""The demo as its users run it, on little data."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from google.protobuf import json_format
+
+from serving.demo.clients import GrpcRankClient, HttpRankClient
+from serving.demo.errors import DemoStoppedError
+from serving.demo.measure import measure
+from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
+from shardrank_testing.movielens import small_interactions, write_movielens
+from shardrank_testing.processes import descendants, is_alive, running
+
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
+FIELDS = {
+    "auc_fp32", "auc_served", "auc_item_mean", "max_score_diff", "requests", "errors", "http_p50_ms", "http_p99_ms",
+    "grpc_p50_ms", "grpc_p99_ms", "snapshot_bytes", "float32_bytes", "shards", "cards", "version",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def movielens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_movielens(tmp_path_factory.mktemp("ml") / "small", small_interactions(num_ratings=2500))
+
+
+def check_report(report: dict[str, Any]) -> None:
+    assert report.keys() >= FIELDS
+    assert report["errors"] == 0
+    assert report["scores_identical"] is True
+    assert report["auc_served"] == pytest.approx(report["auc_fp32"], abs=0.005)
+    assert 0 < report["max_score_diff"] < 0.02
+    assert report["http_p50_ms"] <= report["http_p99_ms"]
+    assert report["snapshot_bytes"] > 0
+    assert report["float32_bytes"] > 0
+
+
+def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Path, tmp_path: Path) -> None:
+    report_file, store = tmp_path / "report.json", tmp_path / "store"
+    arguments = ("--movielens", str(movielens), "--epochs", "2", "--store", str(store), "--json", str(report_file))
+    with running("demo", *arguments, *ANY_PORTS) as program:
+        curl = shlex.split(program.read_until("^curl .*")[0])
+        grpcurl = shlex.split(program.read_until("^grpcurl .*")[0])
+        report = json.loads(report_file.read_text())
+        check_report(report)
+        assert (report["source"], report["ratings"], report["test_ratings"]) == ("movielens-100k", 2500, 500)
+        assert (report["shards"], report["cards"], report["version"], report["local"]) == (2, 2, 1, False)
+        assert "Films for user" in program.output
+        assert len(descendants(program.process.pid)) == 3
+
+        # What the printed lines do, done without curl and grpcurl.
+        over_http = httpx.post(next(one for one in curl if one.startswith("http")), content=curl[curl.index("-d") + 1])
+        assert over_http.status_code == 200
+        message = json_format.Parse(grpcurl[grpcurl.index("-d") + 1], ranking_pb2.RankRequest())
+        with grpc.insecure_channel(grpcurl[-2]) as channel:
+            over_grpc = ranking_pb2_grpc.RankingServiceStub(channel).Rank(message, timeout=10)
+        assert list(over_grpc.scores) == np.float32(over_http.json()["scores"]).tolist()
+
+        below = descendants(program.process.pid)
+        assert program.stop(signal.SIGINT) == 0
+        assert not any(map(is_alive, below))
+    assert (store / "films" / "1" / "manifest.json").is_file()
+
+
+def test_the_local_demo_needs_no_other_process_and_no_data(tmp_path: Path) -> None:
+    report_file = tmp_path / "report.json"
+    arguments = ("--local", "--once", "--ratings", "2500", "--epochs", "1", "--json", str(report_file), *ANY_PORTS)
+    result = subprocess.run(
+        [sys.executable, "-m", "serving.cli", "demo", *arguments],
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    report = json.loads(report_file.read_text())
+    check_report(report)
+    assert (report["source"], report["local"], report["shards"]) == ("synthetic", True, 1)
+    assert "curl" not in result.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
+    port = free_port()
+    message = ranking_pb2.RankRequest(model="films")
+    for client in (
+        HttpRankClient("127.0.0.1", port, "films", [b"{}", b"{}"], 5),
+        GrpcRankClient("127.0.0.1", port, [message, message], 5),
+    ):
+        with client:
+            measured = measure(client, [3, 4], warmup_requests=3, stop=threading.Event())
+        assert (measured.requests, measured.errors, len(measured.error_examples)) == (5, 5, 5)
+        assert np.isnan(measured.scores).all()
+        assert measured.percentile_ms(50) is None
+
+
+def test_measuring_stops_when_it_is_asked_to() -> None:
+    stop = threading.Event()
+    stop.set()
+    with (
+        HttpRankClient("127.0.0.1", free_port(), "films", [b"{}"], 5) as client,
+        pytest.raises(DemoStoppedError),
+    ):
+        measure(client, [1], warmup_requests=0, stop=stop)
