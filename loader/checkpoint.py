@@ -163,7 +163,7 @@ class StateDictCheckpoint(Checkpoint):
     def rows(self, name: str) -> RowSource:
         """Rows of the mapped tensor."""
         try:
-            return TensorRows(self.tensor(name))
+            return TensorRows(self.tensor(name), self.path)
         except ExportError as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from error
 

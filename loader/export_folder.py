@@ -99,7 +99,7 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
     """
     work = target.parent / f".export-{target.name}"
     _remove_leftovers(target.parent)
-    work.mkdir(parents=True, exist_ok=True)
+    _make_folders(work)
     with _lock(work):
         if target.exists():
             shutil.rmtree(work, ignore_errors=True)
@@ -110,6 +110,17 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
             yield ExportFolder(target, work, journal, finished)
         # Errors are ignored because the version is already in place, and another export may just look for our lock.
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _make_folders(path: Path) -> None:
+    """Makes a folder and those above it that are missing, each durable before the next: a rename can't be without."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent)
 
 
 def _remove_leftovers(model_folder: Path) -> None:

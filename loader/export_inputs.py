@@ -13,9 +13,19 @@ import torch
 from loader.codecs import codec_for
 from loader.errors import ExportError
 from loader.golden import GoldenRequests
-from loader.manifest import FORMAT_VERSION, NUM_BUCKETS, ModelSpec, TableSpec
+from loader.manifest import (
+    FORMAT_VERSION,
+    MAX_DENSE_BYTES,
+    MAX_GOLDEN_BYTES,
+    MAX_ROW_FILES,
+    NUM_BUCKETS,
+    ModelSpec,
+    TableSpec,
+)
+from loader.row_fingerprint import fingerprint_of
 from loader.row_order import default_rows_per_file
 from loader.row_source import FLOAT_DTYPES, RowSource
+from loader.tensor_files import MAX_TENSOR_DIMS
 from loader.vocabulary import Vocabulary, vocabulary_tensors
 
 DENSE_PATH = "dense.safetensors"
@@ -56,24 +66,39 @@ def small_files(
         vocabulary_path(table.name): vocabulary_tensors(table, vocabularies[table.name]) for table in with_vocabulary
     }
     files[DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
+    _check_bytes("dense", files[DENSE_PATH], MAX_DENSE_BYTES)
     if golden is not None:
         golden.check(spec)
         files[GOLDEN_PATH] = golden.to_tensors()
+        _check_bytes("golden requests", files[GOLDEN_PATH], MAX_GOLDEN_BYTES)
     return files
 
 
 def rows_per_file_of(table: TableSpec, rows_per_file: int | None) -> int:
     """The given rows per file, checked, or the table's default."""
     if rows_per_file is None:
-        return default_rows_per_file(table.num_embeddings, codec_for(table.dtype, table.embedding_dim).row_bytes)
-    if rows_per_file < NUM_BUCKETS or rows_per_file & (rows_per_file - 1):
+        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+        rows_per_file = default_rows_per_file(table.num_embeddings, row_bytes)
+    if not NUM_BUCKETS <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {NUM_BUCKETS}")
+    if (num_files := -(-table.num_embeddings // rows_per_file)) > MAX_ROW_FILES:
+        limit = f"at most {MAX_ROW_FILES} are allowed: give more rows_per_file"
+        raise ExportError(f"table {table.name!r}: rows_per_file {rows_per_file} makes {num_files} files; {limit}")
     return rows_per_file
 
 
-def inputs_digest(spec: ModelSpec, version: int, rows_per_file: Mapping[str, int], files: Mapping[str, Tensors]) -> str:
-    """SHA-256 (hex) of everything but the rows that shapes the files: what makes an export "the same export"."""
+def inputs_digest(
+    spec: ModelSpec,
+    version: int,
+    rows_per_file: Mapping[str, int],
+    files: Mapping[str, Tensors],
+    rows: Mapping[str, RowSource],
+    last_delta: int | None,
+) -> str:
+    """SHA-256 (hex) of what shapes the files, rows by their fingerprint: what makes an export "the same export"."""
     arguments = {
+        "last_delta": last_delta,
+        "rows": {table: fingerprint_of(source) for table, source in rows.items()},
         "format_version": FORMAT_VERSION,
         "spec": spec.model_dump(mode="json"),
         "version": version,
@@ -92,6 +117,8 @@ def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
     if not name or name == "__metadata__":
         raise ExportError(f"dense tensor {name!r}: not a name that safetensors can hold")
+    if tensor.ndim > MAX_TENSOR_DIMS:
+        raise ExportError(f"dense tensor {name!r}: {tensor.ndim} dims; at most {MAX_TENSOR_DIMS} are allowed")
     if tensor.dtype in FLOAT_DTYPES:
         copied = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         if not bool(torch.isfinite(copied).all()):
@@ -100,6 +127,12 @@ def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _WHOLE_DTYPES:
         return tensor.detach().to("cpu", copy=True).contiguous()
     raise ExportError(f"dense tensor {name!r}: {tensor.dtype} is neither a float nor a whole number")
+
+
+def _check_bytes(what: str, tensors: Tensors, max_bytes: int) -> None:
+    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if size_bytes > max_bytes:
+        raise ExportError(f"{what}: {size_bytes} bytes; at most {max_bytes} are allowed")
 
 
 def _check_names(what: str, given: set[str], expected: set[str]) -> None:

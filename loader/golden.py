@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ExportError
-from loader.manifest import FeatureSpec, ModelSpec
+from loader.manifest import MAX_GOLDEN_BYTES, FeatureSpec, GoldenEntry, ModelSpec
+from loader.tensor_files import TensorInfo, expect_at_most, expect_tensors, length_of
 
 _FLAT = ("num_candidates", "context_dense", "candidate_dense", "scores")
 _BY_FEATURE = ("values", "lengths", "weights")
@@ -140,6 +142,25 @@ class GoldenRequests:
             )
         if feature.weighted:
             _check_floats(f"weights of feature {feature.name!r}", self.weights[feature.name], (num_ids,))
+
+
+def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; reads none of them."""
+    expect_at_most(path, tensors, MAX_GOLDEN_BYTES)
+    requests, candidates = stated.num_requests, stated.num_candidates
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "num_candidates": ("I32", (requests,)),
+        "context_dense": ("F32", (requests, spec.dense_inputs.context)),
+        "candidate_dense": ("F32", (candidates, spec.dense_inputs.candidate)),
+        "scores": ("F32", (candidates,)),
+    }
+    for feature in spec.features:
+        num_ids = length_of(tensors, f"values/{feature.name}")
+        expected[f"values/{feature.name}"] = ("I64", (num_ids,))
+        expected[f"lengths/{feature.name}"] = ("I32", (requests if feature.side == "context" else candidates,))
+        if feature.weighted:
+            expected[f"weights/{feature.name}"] = ("F32", (num_ids,))
+    expect_tensors(path, tensors, expected)
 
 
 def _check_floats(what: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:

@@ -87,7 +87,8 @@ def _check_format_version(where: str, document: Any) -> None:
         raise SnapshotFormatError(f"{where}: has no format_version")
     found = document["format_version"]
     if type(found) is not int or found != FORMAT_VERSION:
-        raise SnapshotFormatError(f"{where}: format_version {cut(repr(found))}; this release reads only {FORMAT_VERSION}")
+        stated = cut(repr(found))
+        raise SnapshotFormatError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
 
 
 def _read_bounded(path: Path, max_bytes: int) -> bytes:

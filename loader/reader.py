@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -16,15 +14,24 @@ import numpy.typing as npt
 import torch
 
 from loader.codecs import ByteArray, codec_for
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError, SnapshotNotFoundError
-from loader.golden import GoldenRequests
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotNotFoundError, cut
+from loader.file_checks import check_folder_names, check_hashes, check_sizes
+from loader.golden import GoldenRequests, check_golden_header
 from loader.layout import rows_in_file
-from loader.manifest import FileEntry, Manifest, ModelSpec, TableFiles, TableSpec
+from loader.manifest import MAX_DENSE_BYTES, FileEntry, Manifest, ModelSpec, TableFiles, TableSpec
 from loader.manifest_file import check_manifest_checksum, read_manifest
 from loader.progress import Progress, no_progress
 from loader.row_order import row_positions
 from loader.snapshot_paths import snapshot_file
-from loader.tensor_files import TensorInfo, expect_tensor, hash_file, load_numpy, load_torch, map_tensor, read_header
+from loader.tensor_files import (
+    TensorInfo,
+    expect_at_most,
+    expect_tensors,
+    load_numpy,
+    load_torch,
+    map_tensor,
+    read_header,
+)
 from loader.vocabulary import check_vocabulary_header, check_vocabulary_ids, decode_strings, id_type_is_string
 
 
@@ -34,11 +41,16 @@ class Snapshot:
     Attributes:
         path: its folder.
         manifest: what its manifest says.
+        identity: SHA-256 (hex) of `manifest.json`, byte for byte as it lies in the folder. Since the manifest holds the
+            checksums of all other files, it ties tables, dense model and vocabularies of one version together.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, headers: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, identity: str, headers: Mapping[str, Mapping[str, TensorInfo]]
+    ) -> None:
         self.path = path
         self.manifest = manifest
+        self.identity = identity
         self._headers = headers
         self._files = {files.table: files for files in manifest.tables}
         self._tables = {table.name: table for table in manifest.spec.tables}
@@ -49,8 +61,9 @@ class Snapshot:
 
         Args:
             path: the folder.
-            verify: also compare every file's SHA-256 and the uniqueness of vocabularies. May be left out for a local
-                store that is trusted; paths, sizes, dtypes and shapes are always checked.
+            verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
+                there twice, and that they are those of its strings. May be left out for a local store that is trusted;
+                paths, sizes, dtypes, shapes and golden requests are always checked.
             threads: how many files are hashed at a time.
             progress: told the bytes hashed.
 
@@ -59,22 +72,23 @@ class Snapshot:
             SnapshotFormatError: a manifest that can't be read, of an unknown format version, or of another folder.
             SnapshotPathError: a path that leaves the folder.
             SnapshotCorruptError: a file that is not what the manifest says.
+            SnapshotResourceError: file descriptors or memory ran out.
         """
         root = Path(path)
         if not root.is_dir():
             raise SnapshotNotFoundError(f"{root}: no such snapshot folder")
-        manifest = read_manifest(root)
-        _check_folder_names(root, manifest)
+        manifest, identity = read_manifest(root)
+        check_folder_names(root, manifest)
         paths = {entry.path: snapshot_file(root, entry.path) for entry in manifest.files()}
-        check_manifest_checksum(root)
-        _check_sizes(paths, manifest)
-        if verify:
-            _check_hashes(paths, manifest, threads, progress)
+        check_manifest_checksum(root, identity)
+        check_sizes(paths, manifest)
         headers = {relative: read_header(at) for relative, at in paths.items()}
-        snapshot = cls(root, manifest, headers)
-        snapshot._check_shapes()
+        snapshot = cls(root, manifest, identity, headers)
+        snapshot._check_headers()  # before anything is read as a whole, or hashed
         if verify:
+            check_hashes(paths, manifest, threads, progress)
             snapshot._check_vocabularies()
+        snapshot.golden()
         return snapshot
 
     @property
@@ -100,7 +114,13 @@ class Snapshot:
     def rows_file(self, table: str, file_index: int) -> ByteArray:
         """The stored rows of one row file, read-only uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
-        Raises KeyError or IndexError if there is no such table or file, SnapshotCorruptError if it can't be mapped.
+        Keeps no file descriptor; unmapped when the last array over it is gone.
+
+        Raises:
+            KeyError: there is no such table.
+            IndexError: there is no such file.
+            SnapshotCorruptError: the file is not there any more, or shorter.
+            SnapshotResourceError: no file descriptor, mapping or memory is left.
         """
         entry = self._files[table].rows[file_index]
         return map_tensor(self.path / entry.path, self._headers[entry.path]["rows"], np.uint8)
@@ -136,25 +156,25 @@ class Snapshot:
         if not id_type_is_string(self._tables[table]):
             return None
         path = self.path / entry.path
-        return decode_strings(path, self.vocabulary(table), load_numpy(path))
+        tensors = load_numpy(path, self._headers[entry.path])
+        return decode_strings(path, tensors["ids"], tensors)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """The dense model's tensors by name, in memory."""
-        return load_torch(self.path / self.manifest.dense.path)
+        path = self.manifest.dense.path
+        return load_torch(self.path / path, self._headers[path])
 
     def golden(self) -> GoldenRequests | None:
         """The golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit the spec."""
         if self.manifest.golden is None:
             return None
-        path = self.path / self.manifest.golden.file.path
+        relative = self.manifest.golden.file.path
+        path = self.path / relative
         try:
-            golden = GoldenRequests.from_tensors(load_numpy(path))
+            golden = GoldenRequests.from_tensors(load_numpy(path, self._headers[relative]))
             golden.check(self.spec)
         except ExportError as error:
-            raise SnapshotCorruptError(f"{path}: {error}") from error
-        stated = (self.manifest.golden.num_requests, self.manifest.golden.num_candidates)
-        if (golden.num_requests, len(golden.scores)) != stated:
-            raise SnapshotCorruptError(f"{path}: requests and candidates are not the {stated} of the manifest")
+            raise SnapshotCorruptError(f"{path}: {cut(error, 1000)}") from error
         return golden
 
     def _vocabulary_entry(self, table: str) -> FileEntry:
@@ -163,21 +183,26 @@ class Snapshot:
             raise KeyError(f"table {table!r} has no vocabulary")
         return entry
 
-    def _check_shapes(self) -> None:
+    def _check_headers(self) -> None:
         for table, files in zip(self.spec.tables, self.manifest.tables, strict=True):
-            self._check_table_shapes(table, files)
-        for name, info in self._headers[self.manifest.dense.path].items():
+            self._check_table_headers(table, files)
+        dense = self._headers[self.manifest.dense.path]
+        path = self.path / self.manifest.dense.path
+        expect_at_most(path, dense, MAX_DENSE_BYTES)
+        for name, info in dense.items():
             if info.dtype not in _DENSE_DTYPES:
-                path = self.path / self.manifest.dense.path
-                raise SnapshotCorruptError(f"{path}: tensor {name!r} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
-        self.dense_tensors()
-        self.golden()
+                where = f"{path}: tensor {cut(repr(name))}"
+                raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
+        if (golden := self.manifest.golden) is not None:
+            path = self.path / golden.file.path
+            check_golden_header(path, self.spec, golden, self._headers[golden.file.path])
 
-    def _check_table_shapes(self, table: TableSpec, files: TableFiles) -> None:
+    def _check_table_headers(self, table: TableSpec, files: TableFiles) -> None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
         for file_index, entry in enumerate(files.rows):
             rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
-            expect_tensor(self.path / entry.path, self._headers[entry.path], "rows", "U8", (rows, row_bytes))
+            expected = {"rows": ("U8", (rows, row_bytes))}
+            expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
         if files.vocabulary is not None:
             path = self.path / files.vocabulary.path
             check_vocabulary_header(path, table, self._headers[files.vocabulary.path])
@@ -190,50 +215,3 @@ class Snapshot:
 
 
 _DENSE_DTYPES = frozenset({"F32", "BOOL", "U8", "I8", "I16", "I32", "I64"})
-
-
-def _check_folder_names(root: Path, manifest: Manifest) -> None:
-    """A snapshot that was copied under another name would be served as what it is not."""
-    real = root.resolve()
-    if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
-        raise SnapshotFormatError(
-            f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
-            f"the folder says {real.parent.name!r} {real.name!r}"
-        )
-
-
-def _check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
-    for entry in manifest.files():
-        size_bytes = paths[entry.path].stat().st_size
-        if size_bytes != entry.size_bytes:
-            raise SnapshotCorruptError(f"{paths[entry.path]}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
-
-
-def _check_hashes(paths: Mapping[str, Path], manifest: Manifest, threads: int, progress: Progress) -> None:
-    entries = manifest.files()
-    total = sum(entry.size_bytes for entry in entries)
-    done = 0
-    lock = threading.Lock()
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress("checking SHA-256", done, total)
-
-    def check(entry: FileEntry) -> None:
-        path = paths[entry.path]
-        try:
-            found = hash_file(path, on_bytes)
-        except OSError as error:
-            raise SnapshotCorruptError(f"{path}: can't be read: {error}") from error
-        if found != entry.sha256:
-            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
-
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        try:
-            for _ in pool.map(check, entries):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise

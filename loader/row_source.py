@@ -17,13 +17,17 @@ from safetensors import SafetensorError, safe_open
 
 from loader.codecs import Float32Array
 from loader.errors import ExportError
+from loader.row_fingerprint import file_fingerprint, sample_fingerprint
 
 _NUMPY_DTYPES = (np.float16, np.float32, np.float64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class RowSource(Protocol):
-    """A table's rows in training precision."""
+    """A table's rows in training precision.
+
+    A source that is also a `FingerprintedRows` lets an interrupted export notice that it is run again with other rows.
+    """
 
     @property
     def num_embeddings(self) -> int:
@@ -40,7 +44,25 @@ class RowSource(Protocol):
         """
 
 
-class ArrayRows:
+class ShapedRows:
+    """What row sources have in common: the shape of their table."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        self._num_embeddings = num_embeddings
+        self._embedding_dim = embedding_dim
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return self._num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+        return self._embedding_dim
+
+
+class ArrayRows(ShapedRows):
     """Rows of a NumPy array or memmap [num_embeddings, dim] of floats."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
@@ -49,52 +71,52 @@ class ArrayRows:
             raise ExportError(
                 f"rows: expected a float16, float32 or float64 array [rows, dim], got {array.dtype} {list(array.shape)}"
             )
+        super().__init__(*array.shape)
         self._array = array
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return int(self._array.shape[0])
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-        return int(self._array.shape[1])
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """One block: a view where the array is float32, else a converted copy of these rows."""
         yield _to_float32(self._array[first_row : first_row + max_rows])
 
+    def fingerprint(self) -> str:
+        """Of a sample of the rows, and of the file of a memmap."""
+        sample = sample_fingerprint(self.num_embeddings, self._array.__getitem__)
+        name = getattr(self._array, "filename", None)
+        return sample if name is None else f"{sample} {file_fingerprint(Path(name), '')}"
 
-class TensorRows:
-    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+class TensorRows(ShapedRows):
+    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device; `file` is what it is mapped from, if any."""
+
+    def __init__(self, tensor: torch.Tensor, file: Path | None = None) -> None:
         """Raises ExportError if the tensor is not two-dimensional or not of floats."""
         if tensor.ndim != 2 or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
             raise ExportError(
                 "rows: expected a dense float16, bfloat16, float32 or float64 tensor [rows, dim], "
                 f"got {tensor.layout} {tensor.dtype} {list(tensor.shape)}"
             )
+        super().__init__(*tensor.shape)
         self._tensor = tensor.detach()
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return int(self._tensor.shape[0])
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-        return int(self._tensor.shape[1])
+        self._file = file
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """One block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
         block: Float32Array = self._tensor[first_row : first_row + max_rows].to("cpu", torch.float32).numpy()
         yield block
 
+    def fingerprint(self) -> str:
+        """Of a sample of the rows, and of the file of a mapped tensor."""
 
-class SafetensorsRows:
+        def take(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            taken = self._tensor[torch.from_numpy(rows).to(self._tensor.device)]
+            values: npt.NDArray[Any] = taken.to("cpu", torch.float64).numpy()  # NumPy has no bfloat16
+            return values
+
+        sample = sample_fingerprint(self.num_embeddings, take)
+        return sample if self._file is None else f"{sample} {file_fingerprint(self._file, '')}"
+
+
+class SafetensorsRows(ShapedRows):
     """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
 
     def __init__(self, path: str | Path, name: str) -> None:
@@ -107,47 +129,31 @@ class SafetensorsRows:
         shape, dtype = self._slice.get_shape(), self._slice.get_dtype()
         if len(shape) != 2 or dtype not in ("F16", "BF16", "F32", "F64"):
             raise ExportError(f"rows: {path}, tensor {name!r}: expected floats [rows, dim], got {dtype} {shape}")
-        self._shape = (int(shape[0]), int(shape[1]))
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return self._shape[0]
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-        return self._shape[1]
+        super().__init__(int(shape[0]), int(shape[1]))
+        self._path, self._name = Path(path), name
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """One block, read from the file."""
-        last_row = min(first_row + max_rows, self._shape[0])
+        last_row = min(first_row + max_rows, self.num_embeddings)
         block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
         yield block
 
+    def fingerprint(self) -> str:
+        """Of the file and the tensor's name."""
+        return file_fingerprint(self._path, self._name)
 
-class IteratorRows:
+
+class IteratorRows(ShapedRows):
     """Rows from an iterable of blocks that is read once, front to back. Blocks may have any number of rows."""
 
     def __init__(
         self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
     ) -> None:
+        super().__init__(num_embeddings, embedding_dim)
         self._iterator = iter(blocks)
-        self._num_embeddings = num_embeddings
-        self._embedding_dim = embedding_dim
         self._next_row = 0
         self._block: ArrayRows | TensorRows | None = None
         self._block_first_row = 0
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return self._num_embeddings
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-        return self._embedding_dim
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """The asked rows as they come; rows before `first_row` that were not read yet are read and dropped.

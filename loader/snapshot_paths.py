@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loader.errors import SnapshotCorruptError, SnapshotPathError
+from loader.errors import SnapshotCorruptError, SnapshotPathError, file_error
 
 
 def snapshot_file(root: Path, relative_path: str) -> Path:
@@ -22,7 +22,9 @@ def snapshot_file(root: Path, relative_path: str) -> Path:
     try:
         real_path = path.resolve(strict=True)
         is_file = real_path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
+    except OSError as error:
+        raise file_error(path, "read", error) from error
+    except (RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise SnapshotCorruptError(f"{path}: {error}") from error
     if not real_path.is_relative_to(root.resolve()):
         raise SnapshotPathError(f"{root}: path {relative_path!r} leaves the folder by a link")

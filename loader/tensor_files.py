@@ -1,7 +1,7 @@
 """Safetensors files: written durably, and read with a header that is not trusted.
 
-The safetensors library writes files. Rows are mapped in place, which needs the offset of the tensor's bytes; the library
-does not tell it, so the header is parsed here, and checked in full
+The safetensors library writes files. Rows are mapped in place, which needs the offset of the tensor's bytes; the
+library does not tell it, so the header is parsed here, and checked in full
 (format: https://github.com/huggingface/safetensors#format). Small files are read by that same checked header: the
 library would set aside memory for whatever a header claims, and panics where there is none.
 """
@@ -26,8 +26,9 @@ from loader.mapped_file import map_array
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_DIMS = 8
-_DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
-_ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"F16": 2, "BF16": 2}
+_DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+_ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
 _HASH_CHUNK_BYTES = 4 << 20
 
 
@@ -172,7 +173,7 @@ def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> d
         tensors: its header, if it was read already. Its caller has checked that it is small.
 
     Raises:
-        SnapshotCorruptError: it can't be read, is shorter than its header says, or has float16 or bfloat16 in it.
+        SnapshotCorruptError: it can't be read, is shorter than its header says, or has bfloat16 in it.
         SnapshotResourceError: no file descriptor or memory is left.
     """
     header = read_header(path) if tensors is None else tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from loader.codecs import codec_for
-from loader.errors import SnapshotError
+from loader.errors import SnapshotError, SnapshotResourceError
 from loader.manifest import TableFiles, TableSpec
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
@@ -50,15 +50,20 @@ class VerifyReport(BaseModel):
 
 
 def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = no_progress) -> VerifyReport:
-    """Checks a snapshot in full and reports; raises nothing for a bad one.
+    """Checks a snapshot in full and reports; a bad one raises nothing.
 
     Args:
         path: its folder.
         threads: how many files are hashed at a time.
         progress: told bytes hashed, then rows checked.
+
+    Raises:
+        SnapshotResourceError: file descriptors or memory ran out, which says nothing about the snapshot.
     """
     try:
         snapshot = Snapshot.open(path, verify=True, threads=threads, progress=progress)
+    except SnapshotResourceError:
+        raise
     except SnapshotError as error:
         return VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",))
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]

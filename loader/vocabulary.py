@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from loader.errors import ExportError, SnapshotCorruptError
 from loader.fingerprint import fingerprint_strings
-from loader.manifest import TableSpec, VocabularyMapping
-from loader.tensor_files import TensorInfo, expect_tensor
+from loader.manifest import MAX_STRING_ID_BYTES, TableSpec, VocabularyMapping
+from loader.tensor_files import TensorInfo, expect_at_most, expect_tensor, expect_tensors, length_of
 
 Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 
@@ -47,6 +47,9 @@ def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, np
         encoded = [text.encode() for text in strings]
     except UnicodeEncodeError as error:
         raise ExportError(f"table {table.name!r}: vocabulary: {error.object!r} is not valid Unicode") from error
+    if (longest := max(map(len, encoded))) > MAX_STRING_ID_BYTES:
+        limit = f"at most {MAX_STRING_ID_BYTES} are allowed"
+        raise ExportError(f"table {table.name!r}: vocabulary: an id of {longest} bytes of UTF-8; {limit}")
     ids = fingerprint_strings(strings)
     _refuse_duplicates(table, ids, strings)
     offsets = np.zeros(len(encoded) + 1, np.int64)
@@ -61,18 +64,17 @@ def id_type_is_string(table: TableSpec) -> bool:
 
 def check_vocabulary_header(path: Path, table: TableSpec, tensors: Mapping[str, TensorInfo]) -> None:
     """Raises SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
-    length = tensors["ids"].shape[0] if "ids" in tensors and tensors["ids"].shape else 0
+    length = length_of(tensors, "ids")
     expect_tensor(path, tensors, "ids", "I64", (length,))
     if not 1 <= length <= table.num_embeddings:
         raise SnapshotCorruptError(f"{path}: {length} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
-    names = {"ids"}
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {"ids": ("I64", (length,))}
     if id_type_is_string(table):
-        names |= {"strings", "offsets"}
-        blob_bytes = tensors["strings"].shape[0] if "strings" in tensors and tensors["strings"].shape else 0
-        expect_tensor(path, tensors, "strings", "U8", (blob_bytes,))
-        expect_tensor(path, tensors, "offsets", "I64", (length + 1,))
-    if set(tensors) != names:
-        raise SnapshotCorruptError(f"{path}: has the tensors {sorted(tensors)}, expected {sorted(names)}")
+        expected["strings"] = ("U8", (length_of(tensors, "strings"),))
+        expected["offsets"] = ("I64", (length + 1,))
+        # A file of strings is read as a whole.
+        expect_at_most(path, tensors, 8 * length + 8 * (length + 1) + MAX_STRING_ID_BYTES * length)
+    expect_tensors(path, tensors, expected)
 
 
 def check_vocabulary_ids(path: Path, ids: npt.NDArray[np.int64]) -> None:

@@ -25,6 +25,7 @@ from serving.cli.snapshots import SnapshotChoice
 if TYPE_CHECKING:
     from shard_node.address import Address
     from shard_node.node import ShardNode
+    from shard_node.server import ServerLimits
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,15 @@ def _load(
     return node
 
 
+def _limits(node: ShardNode, threads: int) -> ServerLimits:
+    """The server's limits: where rows may have to be read from disk, the event loop never pools by itself."""
+    from shard_node.server import ServerLimits
+
+    if any(use.tier == "mapped" for use in node.info().memory):
+        return ServerLimits(threads=threads, max_inline_bytes=0)
+    return ServerLimits(threads=threads)
+
+
 def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
     """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time."""
     import asyncio
@@ -125,10 +135,10 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
     import uvloop
 
     from serving.fleet.signals import StopRequestedError, run_until_signalled
-    from shard_node.server import NodeServer, ServerLimits
+    from shard_node.server import NodeServer
 
     async def program() -> None:
-        server = NodeServer(node, ServerLimits(threads=threads))
+        server = NodeServer(node, _limits(node, threads))
         try:
             await server.start(addresses)
             for address in server.addresses:
