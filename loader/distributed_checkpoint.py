@@ -19,11 +19,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from loader.checkpoint import Checkpoint
+from loader.chunk_coverage import check_chunks
 from loader.codecs import Float32Array
-from loader.errors import CheckpointError
+from loader.errors import CheckpointError, cut
 from loader.metadata_unpickler import UnpicklingError, load_metadata
-from loader.row_source import FLOAT_DTYPES, RowSource
+from loader.row_fingerprint import file_fingerprint
+from loader.row_source import FLOAT_DTYPES, RowSource, ShapedRows
 
+METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 
 
@@ -52,7 +55,7 @@ class DistributedCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, put together from all its chunks."""
-        size = self._entry(name).size
+        size = self._covered_entry(name).size
         return self.read_part(name, ChunkStorageMetadata(torch.Size([0] * len(size)), size))
 
     def rows(self, name: str) -> RowSource:
@@ -63,20 +66,29 @@ class DistributedCheckpoint(Checkpoint):
                 f"{self.path}: tensor {name!r}: expected floats [rows, dim], "
                 f"got {entry.properties.dtype} {list(entry.size)}"
             )
-        return ChunkedRows(self, name, entry)
+        return ChunkedRows(self, name, self._covered_entry(name))
 
     def read_part(self, name: str, part: ChunkStorageMetadata) -> torch.Tensor:
-        """The part of a tensor at `part.offsets` of size `part.sizes`. Raises CheckpointError."""
+        """The part of a tensor at `part.offsets` of `part.sizes`; its chunks must cover it. Raises CheckpointError."""
         entry = self._entry(name)
         target = torch.empty(part.sizes, dtype=entry.properties.dtype)
         items = create_read_items_for_chunk_list(name, entry, [part])
-        if sum(item.lengths.numel() for item in items) != target.numel():
-            raise CheckpointError(f"{self.path}: tensor {name!r}: the chunks do not cover its shape {list(entry.size)}")
         try:
             self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, AssertionError, UnpicklingError) as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: can't be read: {error!r}") from error
         return target
+
+    def _covered_entry(self, name: str) -> TensorStorageMetadata:
+        """The tensor's metadata. Raises CheckpointError unless its chunks make up its shape, each element once."""
+        entry = self._entry(name)
+        where = f"{self.path}: tensor {name!r}"
+        try:
+            chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            check_chunks(where, tuple(entry.size), chunks)
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(f"{where}: its chunks are not described as chunks are: {cut(error)}") from error
+        return entry
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         if name not in self._tensors:
@@ -84,31 +96,22 @@ class DistributedCheckpoint(Checkpoint):
         return self._tensors[name]
 
 
-class ChunkedRows:
+class ChunkedRows(ShapedRows):
     """Rows of one table of a distributed checkpoint. Keeps the chunks that the last block came from, and no others."""
 
     def __init__(self, checkpoint: DistributedCheckpoint, name: str, entry: TensorStorageMetadata) -> None:
+        super().__init__(*entry.size)
         self._checkpoint = checkpoint
         self._name = name
-        self._entry = entry
+        self._chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
         self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return int(self._entry.size[0])
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-        return int(self._entry.size[1])
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """One block, put together from the chunks that hold these rows, be the table split by rows or by columns."""
         last_row = min(first_row + max_rows, self.num_embeddings)
         wanted = [
             chunk
-            for chunk in self._entry.chunks
+            for chunk in self._chunks
             if chunk.offsets[0] < last_row and first_row < chunk.offsets[0] + chunk.sizes[0]
         ]
         kept = {tuple(chunk.offsets) for chunk in wanted}
@@ -122,6 +125,10 @@ class ChunkedRows:
             columns = slice(column, column + chunk.sizes[1])
             block[start - first_row : stop - first_row, columns] = self._loaded[row, column][start - row : stop - row]
         yield block.numpy()
+
+    def fingerprint(self) -> str:
+        """Of the checkpoint's metadata file, which every save writes anew, and the tensor's name."""
+        return file_fingerprint(self._checkpoint.path / METADATA_NAME, self._name)
 
 
 class _IntoTensor(LoadPlanner):
@@ -156,7 +163,7 @@ class _IntoTensor(LoadPlanner):
 
 
 def _read_metadata(path: Path) -> Metadata:
-    file = path / ".metadata"
+    file = path / METADATA_NAME
     try:
         if file.stat().st_size > MAX_METADATA_BYTES:
             raise CheckpointError(f"{file}: larger than {MAX_METADATA_BYTES} bytes")

@@ -25,7 +25,7 @@ from loader.manifest import (
 from loader.row_fingerprint import fingerprint_of
 from loader.row_order import default_rows_per_file
 from loader.row_source import FLOAT_DTYPES, RowSource
-from loader.tensor_files import MAX_TENSOR_DIMS
+from loader.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 from loader.vocabulary import Vocabulary, vocabulary_tensors
 
 DENSE_PATH = "dense.safetensors"
@@ -66,11 +66,11 @@ def small_files(
         vocabulary_path(table.name): vocabulary_tensors(table, vocabularies[table.name]) for table in with_vocabulary
     }
     files[DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
-    _check_bytes("dense", files[DENSE_PATH], MAX_DENSE_BYTES)
+    _check_limits("dense", files[DENSE_PATH], MAX_DENSE_BYTES)
     if golden is not None:
         golden.check(spec)
         files[GOLDEN_PATH] = golden.to_tensors()
-        _check_bytes("golden requests", files[GOLDEN_PATH], MAX_GOLDEN_BYTES)
+        _check_limits("golden requests", files[GOLDEN_PATH], MAX_GOLDEN_BYTES)
     return files
 
 
@@ -129,10 +129,15 @@ def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     raise ExportError(f"dense tensor {name!r}: {tensor.dtype} is neither a float nor a whole number")
 
 
-def _check_bytes(what: str, tensors: Tensors, max_bytes: int) -> None:
+def _check_limits(what: str, tensors: Tensors, max_bytes: int) -> None:
     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if size_bytes > max_bytes:
         raise ExportError(f"{what}: {size_bytes} bytes; at most {max_bytes} are allowed")
+    # As long as the file's header can become, whatever the dtypes and offsets.
+    longest = {"dtype": "BOOL", "data_offsets": [2**63, 2**63]}
+    header = json.dumps({name: {**longest, "shape": list(tensor.shape)} for name, tensor in tensors.items()})
+    if len(header) > MAX_HEADER_BYTES:
+        raise ExportError(f"{what}: names and shapes of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
 
 
 def _check_names(what: str, given: set[str], expected: set[str]) -> None:

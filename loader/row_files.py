@@ -11,7 +11,7 @@ from loader.codecs import ByteArray, Float32Array, RowCodec, codec_for
 from loader.errors import ExportError, NonFiniteRowError
 from loader.export_folder import ExportFolder
 from loader.layout import rows_in_file
-from loader.manifest import TableFiles, TableSpec
+from loader.manifest import FileEntry, TableSpec
 from loader.progress import Progress
 from loader.row_order import row_positions
 from loader.row_source import RowSource
@@ -20,15 +20,16 @@ from loader.row_source import RowSource
 BLOCK_BYTES = 16 << 20
 
 
-def rows_path(table: str, file_index: int, num_files: int) -> str:
-    """Where a row file lies in the snapshot."""
-    return f"tables/{table}/rows-{file_index:05d}-of-{num_files:05d}.safetensors"
+def rows_paths(table: TableSpec, rows_per_file: int) -> list[str]:
+    """Where a table's row files lie in the snapshot, in order."""
+    num_files = -(-table.num_embeddings // rows_per_file)
+    return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
 
 def write_row_files(
     folder: ExportFolder, table: TableSpec, source: RowSource, rows_per_file: int, progress: Progress
-) -> TableFiles:
-    """Writes the row files that are not finished yet, one after the other.
+) -> dict[str, FileEntry]:
+    """Writes the row files that are not finished yet, one after the other, and gives all by path.
 
     Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
 
@@ -36,20 +37,18 @@ def write_row_files(
         NonFiniteRowError: a row holds NaN or inf, or values that its dtype can't hold.
         ExportError: the source does not give what it announced.
     """
-    num_files = -(-table.num_embeddings // rows_per_file)
-    entries = []
-    for file_index in range(num_files):
+    entries = {}
+    for file_index, path in enumerate(rows_paths(table, rows_per_file)):
 
         def produce(path: Path, file_index: int = file_index) -> None:
             rows = _encode_file(table, source, rows_per_file, file_index, progress)
             safetensors.numpy.save_file({"rows": rows}, path)
 
-        path = rows_path(table.name, file_index, num_files)
         if folder.is_finished(path):
             done = min((file_index + 1) * rows_per_file, table.num_embeddings)
             progress(f"table {table.name}", done, table.num_embeddings)
-        entries.append(folder.write(path, produce))
-    return TableFiles(table=table.name, rows_per_file=rows_per_file, rows=tuple(entries))
+        entries[path] = folder.write(path, produce)
+    return entries
 
 
 def _encode_file(

@@ -86,7 +86,7 @@ class ArrayRows(ShapedRows):
 
 
 class TensorRows(ShapedRows):
-    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device; `file` is what it is mapped from, if any."""
+    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device. `file` is what it is mapped from."""
 
     def __init__(self, tensor: torch.Tensor, file: Path | None = None) -> None:
         """Raises ExportError if the tensor is not two-dimensional or not of floats."""

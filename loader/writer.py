@@ -11,9 +11,10 @@ from typing import Any
 import safetensors.numpy
 import safetensors.torch
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from loader.errors import ExportError
+from loader.errors import ExportError, SnapshotFormatError
 from loader.export_folder import open_export_folder
 from loader.export_inputs import (
     DENSE_PATH,
@@ -27,14 +28,16 @@ from loader.export_inputs import (
 )
 from loader.golden import GoldenRequests
 from loader.manifest import FileEntry, GoldenEntry, Manifest, ModelSpec, TableFiles
-from loader.manifest_file import manifest_texts
+from loader.manifest_file import MAX_MANIFEST_BYTES, manifest_texts, parse_manifest, quoted_errors
 from loader.progress import Progress, no_progress
-from loader.row_files import write_row_files
+from loader.row_files import rows_paths, write_row_files
 from loader.row_source import RowSource
 from loader.store import Store
 from loader.vocabulary import Vocabulary
 
 DEFAULT_GOLDEN_TOLERANCE = 0.05
+# From the time of creation and every file by its path.
+MakeManifest = Callable[[str, Mapping[str, FileEntry]], Manifest]
 
 
 def utc_now() -> datetime:
@@ -53,6 +56,7 @@ def export_snapshot(
     golden_tolerance: float = DEFAULT_GOLDEN_TOLERANCE,
     version: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    last_delta: int | None = None,
     rows_per_file: int | None = None,
     clock: Callable[[], datetime] = utc_now,
     progress: Progress = no_progress,
@@ -60,7 +64,7 @@ def export_snapshot(
     """Writes the next version of a model into a store.
 
     Run again after an interruption, the same export goes on where it stopped. "The same": spec, version, rows per file,
-    dense tensors, vocabularies, golden requests. Rows are too large to compare; dense tensors tell training runs apart.
+    last delta, dense tensors, vocabularies, golden requests, and the rows' fingerprints (`loader.row_fingerprint`).
 
     Args:
         store_path: the store's folder; made if it is not there.
@@ -72,6 +76,7 @@ def export_snapshot(
         golden_tolerance: largest |served - expected| that a server may accept.
         version: the version's number; by default the next free one.
         metadata: free text about the training run, kept in the manifest.
+        last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
         rows_per_file: of all tables, a power of two of at least 256; by default files have at most 256 MiB.
         clock: gives the time of creation.
         progress: told the rows written per table.
@@ -93,22 +98,18 @@ def export_snapshot(
     check_rows(spec, rows)
     file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
     files = small_files(spec, dense, vocabularies or {}, golden)
+    make_manifest = _manifest_maker(spec, version, file_rows, golden, golden_tolerance, metadata or {}, last_delta)
+    _check_manifest(make_manifest, [*files, *(path for t in spec.tables for path in rows_paths(t, file_rows[t.name]))])
     target = store.path / spec.model / str(version)
-    digest = inputs_digest(spec, version, file_rows, files)
+    digest = inputs_digest(spec, version, file_rows, files, rows, last_delta)
     try:
         with open_export_folder(target, digest, progress) as folder:
-            tables = [write_row_files(folder, t, rows[t.name], file_rows[t.name], progress) for t in spec.tables]
-            entries = {path: folder.write(path, _saver(tensors)) for path, tensors in files.items()}
-            manifest = Manifest(
-                spec=spec,
-                version=version,
-                created_at=clock().astimezone(UTC).isoformat(timespec="seconds"),
-                tables=_with_vocabularies(tables, entries),
-                dense=entries[DENSE_PATH],
-                golden=golden and _golden_entry(entries[GOLDEN_PATH], golden, golden_tolerance),
-                metadata=dict(metadata or {}),
-            )
-            folder.publish(manifest_texts(manifest))
+            entries: dict[str, FileEntry] = {}
+            for t in spec.tables:
+                entries |= write_row_files(folder, t, rows[t.name], file_rows[t.name], progress)
+            entries |= {path: folder.write(path, _saver(tensors)) for path, tensors in files.items()}
+            created_at = clock().astimezone(UTC).isoformat(timespec="seconds")
+            folder.publish(manifest_texts(make_manifest(created_at, entries)))
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
     return target
@@ -125,8 +126,53 @@ def _saver(tensors: Tensors) -> Callable[[Path], None]:
     return save
 
 
-def _with_vocabularies(tables: list[TableFiles], entries: Mapping[str, FileEntry]) -> tuple[TableFiles, ...]:
-    return tuple(files.model_copy(update={"vocabulary": entries.get(vocabulary_path(files.table))}) for files in tables)
+def _manifest_maker(
+    spec: ModelSpec,
+    version: int,
+    file_rows: Mapping[str, int],
+    golden: GoldenRequests | None,
+    golden_tolerance: float,
+    metadata: Mapping[str, str],
+    last_delta: int | None,
+) -> MakeManifest:
+    """What gives the manifest of these inputs, once the time and the files' sizes and checksums are known."""
+
+    def make(created_at: str, entries: Mapping[str, FileEntry]) -> Manifest:
+        tables = tuple(
+            TableFiles(
+                table=table.name,
+                rows_per_file=file_rows[table.name],
+                rows=tuple(entries[path] for path in rows_paths(table, file_rows[table.name])),
+                vocabulary=entries.get(vocabulary_path(table.name)),
+            )
+            for table in spec.tables
+        )
+        return Manifest(
+            spec=spec,
+            version=version,
+            created_at=created_at,
+            tables=tables,
+            dense=entries[DENSE_PATH],
+            golden=golden and _golden_entry(entries[GOLDEN_PATH], golden, golden_tolerance),
+            metadata=dict(metadata),
+            last_delta=last_delta,
+        )
+
+    return make
+
+
+def _check_manifest(make_manifest: MakeManifest, paths: list[str]) -> None:
+    """Raises ExportError if no reader would take the manifest, found out by a draft before the rows are written."""
+    unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
+    try:
+        text = make_manifest(datetime.max.replace(tzinfo=UTC).isoformat(timespec="seconds"), unknown).to_json()
+        parse_manifest("manifest", text.encode())
+    except ValidationError as error:
+        raise ExportError(f"manifest: {quoted_errors(error)}") from error
+    except SnapshotFormatError as error:
+        raise ExportError(str(error)) from error
+    if len(text.encode()) > MAX_MANIFEST_BYTES:
+        raise ExportError(f"manifest: {len(text.encode())} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
 
 
 def _golden_entry(file: FileEntry, golden: GoldenRequests, tolerance: float) -> GoldenEntry:

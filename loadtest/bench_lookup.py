@@ -39,7 +39,6 @@ from router.router import Router
 from shard_node.bags import Float32Array
 
 BATCHES_PER_CELL = 8
-TARGET_SECONDS_PER_CELL = 4.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 400
 Call = Callable[[Batch], Awaitable[Float32Array]]
 
@@ -52,8 +51,10 @@ def _router_call(router: Router, version: int) -> Call:
     return call
 
 
-async def measure_shape(shape: Shape, snapshot_path: Path, console: Console) -> list[dict[str, Any]]:
-    """Measures all batch sizes and hotnesses of one shape."""
+async def measure_shape(
+    shape: Shape, snapshot_path: Path, seconds_per_cell: float, console: Console
+) -> list[dict[str, Any]]:
+    """Measures all batch sizes and hotnesses of one shape, each for about `seconds_per_cell`."""
     console.print(f"loading {shape.table_bytes / 1e9:.1f} GB, dim {shape.embedding_dim} …")
     snapshot = Snapshot.open(snapshot_path, verify=False)
     arena = bare_arena(snapshot, shape)
@@ -78,19 +79,21 @@ async def measure_shape(shape: Shape, snapshot_path: Path, console: Console) -> 
         results = []
         for hotness in (1, 20):
             for batch_size in (1, 64, 512):
-                results.append(await _measure_cell(shape, calls, batch_size, hotness))
+                results.append(await _measure_cell(shape, calls, batch_size, hotness, seconds_per_cell))
         await remote.close()
     return results
 
 
-async def _measure_cell(shape: Shape, calls: dict[str, Call], batch_size: int, hotness: int) -> dict[str, Any]:
+async def _measure_cell(
+    shape: Shape, calls: dict[str, Call], batch_size: int, hotness: int, seconds_per_cell: float
+) -> dict[str, Any]:
     rng = np.random.default_rng(batch_size * 1000 + hotness)
     batches = [make_batch(shape, rng, batch_size, hotness) for _ in range(BATCHES_PER_CELL)]
     await _check_same_answers(calls, batches[0])
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
     rounds = 0
-    while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - started < TARGET_SECONDS_PER_CELL):
+    while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - started < seconds_per_cell):
         for batch in batches:
             for name, call in calls.items():
                 begin = time.perf_counter()
@@ -139,7 +142,8 @@ def _print(results: list[dict[str, Any]], console: Console) -> None:
 @click.option("--table-gb", type=click.FloatRange(min=0.001), default=2.0, show_default=True, help="int8 GB of rows.")
 @click.option("--dim", "dims", type=int, multiple=True, default=(64, 128), show_default=True, help="Repeatable.")
 @click.option("--features", type=click.IntRange(min=1), default=26, show_default=True, help="One table each.")
-def main(json_path: Path | None, table_gb: float, dims: tuple[int, ...], features: int) -> None:
+@click.option("--seconds", type=click.FloatRange(min=0), default=6.0, show_default=True, help="For each cell.")
+def main(json_path: Path | None, table_gb: float, dims: tuple[int, ...], features: int, seconds: float) -> None:
     """Runs the benchmark."""
     console = Console(width=150)
     torch.set_num_threads(1)
@@ -149,7 +153,7 @@ def main(json_path: Path | None, table_gb: float, dims: tuple[int, ...], feature
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             console.print(f"exporting {table_gb} GB, dim {dim} …")
             path = write_snapshot(Path(folder), shape)
-            results += uvloop.run(measure_shape(shape, path, console))
+            results += uvloop.run(measure_shape(shape, path, seconds, console))
     _print(results, console)
     if json_path is not None:
         report = {

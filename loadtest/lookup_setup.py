@@ -149,7 +149,7 @@ def _serve(snapshot_path: Path, address: str, ready: Connection) -> None:
 def remote_router(snapshot: Snapshot, address: Address) -> Router:
     """A router whose only shard is behind a socket."""
     plan = Plan.make(snapshot.spec)
-    shard = ReplicatedShard(plan, 0, snapshot.manifest.identity, [ShardClient(address)])
+    shard = ReplicatedShard(plan, 0, snapshot.identity, [ShardClient(address)])
     return make_router(snapshot, plan, shard)
 
 

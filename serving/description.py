@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from loader.manifest import Frozen, Manifest, Pooling, RowDtype, Side, UnknownId, VocabularyMapping
+from loader.manifest import Frozen, Pooling, RowDtype, Side, UnknownId, VocabularyMapping
+from loader.reader import Snapshot
 from serving.limits import RequestLimits
 
 
@@ -62,7 +63,7 @@ class ModelDescription(Frozen):
     @classmethod
     def of(
         cls,
-        manifest: Manifest,
+        snapshot: Snapshot,
         limits: RequestLimits,
         dtype: Literal["float32", "bfloat16"],
         dtype_fallback: str,
@@ -70,12 +71,12 @@ class ModelDescription(Frozen):
         """Describes a version.
 
         Args:
-            manifest: of the snapshot.
+            snapshot: the version.
             limits: of the process.
             dtype: what the dense model is computed in.
             dtype_fallback: why it is not what was asked for, or "".
         """
-        spec = manifest.spec
+        spec = snapshot.spec
         features = tuple(
             FeatureDescription(
                 name=feature.name,
@@ -101,8 +102,8 @@ class ModelDescription(Frozen):
         inputs = spec.dense_inputs
         return cls(
             model=spec.model,
-            version=manifest.version,
-            identity=manifest.identity,
+            version=snapshot.version,
+            identity=snapshot.identity,
             features=features,
             tables=tables,
             dense_inputs=DenseInputsDescription(context=inputs.context, candidate=inputs.candidate),

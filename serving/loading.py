@@ -161,7 +161,7 @@ def _remote_shards(
         ReplicatedShard(
             plan,
             index,
-            snapshot.manifest.identity,
+            snapshot.identity,
             [ShardClient(address, clock=service.clock) for address in replicas],
             on_retry,
             service.clock,

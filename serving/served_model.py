@@ -135,7 +135,7 @@ class ServedModel:
             _stop(batcher, replicas)
             raise
         metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(fallback))
-        description = ModelDescription.of(snapshot.manifest, limits, _DTYPE_NAMES[chosen], fallback)
+        description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[chosen], fallback)
         return cls(schema, description, batcher, replicas, on_close)
 
     @property

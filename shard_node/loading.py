@@ -54,7 +54,7 @@ def load_tables(
         )
     builder = _Builder(snapshot, layout, partition, progress)
     tiers = choose_tiers(builder.table_bytes, memory_budget_bytes, available_memory_bytes())
-    return LoadedTables(builder.build(tiers), snapshot.manifest.identity, plan_digest)
+    return LoadedTables(builder.build(tiers), snapshot.identity, plan_digest)
 
 
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None, available_bytes: int) -> list[Tier]:

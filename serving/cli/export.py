@@ -150,7 +150,7 @@ def _read_description(path: Path) -> ModelSpec:
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
         raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
     try:
-        spec = ModelSpec.model_validate_json(path.read_bytes())
+        spec = ModelSpec.model_validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
         reasons = "; ".join(
             f"{'.'.join(str(part) for part in one['loc']) or 'document'}: {one['msg']}" for one in error.errors()

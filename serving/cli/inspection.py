@@ -83,7 +83,7 @@ class Inspection(Frozen):
             path=str(snapshot.path),
             model=spec.model,
             version=snapshot.version,
-            identity=manifest.identity,
+            identity=snapshot.identity,
             created_at=manifest.created_at,
             snapshot_bytes=snapshot.size_bytes,
             float32_bytes=snapshot.float32_bytes,

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loader.checkpoint import open_checkpoint
 from loader.checkpoint_match import match_checkpoint
+from loader.chunk_coverage import check_chunks
 from loader.codecs import codec_for
 from loader.errors import CheckpointError
 from loader.reader import Snapshot
@@ -118,8 +121,8 @@ def test_a_table_saved_by_many_ranks_is_put_together_and_each_chunk_is_read_once
     np.testing.assert_array_equal(next(source.blocks(390, 20)), whole[390:410])
 
 
-def save_as_ranks(folder, whole, split):
-    """A checkpoint with one table in three chunks, written through the library's own planner and writer."""
+def save_as_ranks(folder, whole, split, cuts=()):
+    """A checkpoint with one table in three chunks or those of `cuts`, by the library's own planner and writer."""
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -130,7 +133,7 @@ def save_as_ranks(folder, whole, split):
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
     size = torch.Size(whole.shape)
-    cuts = [(0, 400), (400, 800), (800, 1000)] if split == "rows" else [(0, 6), (6, 12), (12, 16)]
+    cuts = cuts or ([(0, 400), (400, 800), (800, 1000)] if split == "rows" else [(0, 6), (6, 12), (12, 16)])
     parts = [
         (start, 0, whole[start:stop]) if split == "rows" else (0, start, whole[:, start:stop]) for start, stop in cuts
     ]
@@ -168,6 +171,24 @@ def save_as_ranks(folder, whole, split):
     return folder / "ranks"
 
 
+@pytest.mark.parametrize(
+    ("split", "cuts", "message"),
+    [
+        ("rows", [(0, 400), (400, 800)], r"\[800:1000, 0:16\] is in none of its chunks"),
+        ("rows", [(100, 400), (400, 1000)], r"\[0:100, 0:16\] is in none of its chunks"),
+        ("columns", [(0, 6), (7, 16)], r"\[0:1000, 6:7\] is in none of its chunks"),
+        # As many elements as the table has, and yet row 0 to 99 twice and the last 100 rows never.
+        ("rows", [(0, 400), (300, 800), (800, 900)], r"\[300:400, 0:16\] is in 2 of its 3 chunks"),
+        ("columns", [(0, 8), (4, 12)], r"\[0:1000, 4:8\] is in 2 of its 2 chunks"),
+    ],
+)
+def test_chunks_that_leave_a_gap_or_overlap_are_refused_by_tensor_and_part(tmp_path, split, cuts, message):
+    checkpoint = open_checkpoint(save_as_ranks(tmp_path, TABLES["user"], split, cuts))
+    for read in (checkpoint.rows, checkpoint.tensor):
+        with pytest.raises(CheckpointError, match=rf"tensor 'w' \[1000, 16\]: the part {message}"):
+            read("w")
+
+
 @pytest.mark.parametrize("write", WRITERS)
 def test_scalars_empty_tensors_and_counters_come_back_with_their_type(tmp_path, write, monkeypatch):
     small = {
@@ -182,6 +203,41 @@ def test_scalars_empty_tensors_and_counters_come_back_with_their_type(tmp_path, 
         read = checkpoint.tensor(name)
         assert read.dtype == tensor.dtype
         assert torch.equal(read, tensor)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
+    data=st.data(),
+)
+def test_chunks_pass_only_if_every_element_is_in_exactly_one(shape, data):
+    chunk = st.tuples(
+        *(
+            st.integers(0, size).flatmap(lambda a, s=size: st.tuples(st.just(a), st.integers(0, s - a)))
+            for size in shape
+        )
+    )
+    drawn = data.draw(st.lists(chunk, max_size=4))
+    if data.draw(st.booleans()) and shape:  # a split in two along one dim: the case that must pass
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        at = data.draw(st.integers(0, shape[dim]))
+        whole = [(0, size) for size in shape]
+        drawn = [(*whole[:dim], part, *whole[dim + 1 :]) for part in ((0, at), (at, shape[dim] - at))]
+    count = np.zeros(shape, int)
+    for spans in drawn:
+        count[tuple(slice(start, start + size) for start, size in spans)] += 1
+    chunks = [(tuple(start for start, _ in spans), tuple(size for _, size in spans)) for spans in drawn]
+    if (count == 1).all():
+        check_chunks("w", shape, chunks)
+    else:
+        with pytest.raises(CheckpointError, match="w"):
+            check_chunks("w", shape, chunks)
+
+
+@pytest.mark.parametrize("chunk", [((0, 0), (4, 3)), ((-1, 0), (3, 2)), ((0, 0), (-3, -2)), ((0,), (3,))])
+def test_a_chunk_outside_of_its_tensor_is_refused(chunk):
+    with pytest.raises(CheckpointError, match=r"w: chunk at .* is not inside its shape \[3, 2\]"):
+        check_chunks("w", (3, 2), [chunk])
 
 
 class RunsCode:

@@ -12,16 +12,23 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
+from loader import export_folder
+from loader.checkpoint import open_checkpoint
 from loader.errors import ExportError
 from loader.reader import Snapshot
-from loader.row_source import rows_from_blocks
+from loader.row_source import SafetensorsRows, rows_from_blocks, rows_of
 from loader.store import Store
+from loader.tensor_files import fsync_path
 from loader.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
 
@@ -135,6 +142,72 @@ def test_an_export_of_other_inputs_starts_over_and_says_so(tmp_path, caplog, cha
     assert Snapshot.open(tmp_path / "films" / "1").spec == spec
 
 
+def as_array(folder, name, rows):
+    return rows_of(rows)
+
+
+def as_memmap(folder, name, rows):
+    rows.tofile(folder / name)
+    return rows_of(np.memmap(folder / name, np.float32, "r", shape=rows.shape))
+
+
+def as_safetensors(folder, name, rows):
+    save_file({"w": torch.from_numpy(rows)}, folder / f"{name}.safetensors")
+    return SafetensorsRows(folder / f"{name}.safetensors", "w")
+
+
+def as_state_dict(folder, name, rows):
+    torch.save({"w": torch.from_numpy(rows)}, folder / f"{name}.pt")
+    return open_checkpoint(folder / f"{name}.pt").rows("w")
+
+
+def as_distributed(folder, name, rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process is what we want
+        dcp.save({"w": torch.from_numpy(rows)}, checkpoint_id=folder / name, no_dist=True)
+    return open_checkpoint(folder / name).rows("w")
+
+
+@pytest.mark.parametrize("make", [as_array, as_memmap, as_safetensors, as_state_dict, as_distributed])
+def test_rows_of_another_training_run_start_over_though_the_dense_model_is_the_same(tmp_path, caplog, make):
+    spec = one_table_spec(5000, 4, dtype="fp32")
+    rows = random_tables(spec, seed=2)["items"]
+    first = make(tmp_path, "first", rows)
+    rows = rows.copy()
+    rows[2500] += 1  # no row that the sample of an array in memory has
+    rows[-1] += 1 if make is as_array else 0
+    second = make(tmp_path, "second", rows)
+
+    def dies():
+        raise TrainingDiedError
+
+    def run(source, clock=lambda: datetime(2024, 1, 1, tzinfo=UTC)):
+        dense = {"weight": torch.zeros(1)}
+        return export_snapshot(tmp_path, spec, rows={"items": source}, dense=dense, version=1, clock=clock)
+
+    for source in (first, first, second):
+        with caplog.at_level(logging.INFO), pytest.raises(TrainingDiedError):
+            run(source, dies)
+    own = [record.message for record in caplog.records if record.name == "loader.export_folder"]
+    assert [("resuming" in message, "starting over" in message) for message in own] == [(True, False), (False, True)]
+    stored = Snapshot.open(run(second)).read_rows("items", 0, 5000)
+    np.testing.assert_array_equal(stored.view("<f4"), rows)
+
+
+def test_rows_that_contain_another_delta_start_over(tmp_path, caplog):
+    def run(last_delta, clock):
+        rows = {name: Rows(rows, [], None) for name, rows in TABLES.items()}
+        export_snapshot(tmp_path, SPEC, rows=rows, dense={}, last_delta=last_delta, clock=clock)
+
+    def dies():
+        raise TrainingDiedError
+
+    for last_delta in (4, 5):
+        with caplog.at_level(logging.WARNING), pytest.raises(TrainingDiedError):
+            run(last_delta, dies)
+    assert "starting over" in caplog.text
+
+
 def test_an_iterator_is_read_through_finished_files_and_the_result_is_the_same(tmp_path):
     spec = one_table_spec(1000, 4)
     rows = random_tables(spec, seed=2)["items"]
@@ -212,6 +285,26 @@ def test_a_killed_process_leaves_no_version_and_the_next_one_finishes_its_work(t
     assert run(tmp_path / "whole", "never") == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     Snapshot.open(tmp_path / "killed" / "small" / "1")
+
+
+def test_every_folder_above_a_first_version_is_durable_before_the_version_is_there(tmp_path, monkeypatch):
+    synced = []
+
+    def record(path):
+        synced.append((path, (tmp_path / "a/b/store/films/1").exists()))
+        fsync_path(path)
+
+    monkeypatch.setattr(export_folder, "fsync_path", record)
+    export(tmp_path / "a" / "b" / "store")
+    made = [tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/store", tmp_path / "a/b/store/films"]
+    assert [path for path, _ in synced[:5]] == made
+    assert synced[-1] == (tmp_path / "a/b/store/films", True)
+    assert not any(published for _, published in synced[:-1])
+    synced.clear()
+    export_snapshot(
+        tmp_path / "a/b/store", SPEC, rows={n: Rows(r, [], None) for n, r in TABLES.items()}, dense={}, version=2
+    )
+    assert tmp_path / "a/b/store" not in [path for path, _ in synced]  # it was durable already
 
 
 def test_two_exports_of_one_version_do_not_mix(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,30 +20,8 @@ from loader.errors import (
     SnapshotNotFoundError,
     SnapshotPathError,
 )
-from loader.manifest import VocabularyMapping
 from loader.reader import Snapshot
-from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, rewrite_manifest, write_snapshot
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    """A snapshot with every kind of file: rows, vocabulary, dense, golden, manifest, checksum."""
-    spec = make_spec()
-    film = spec.tables[1].model_copy(update={"id_mapping": VocabularyMapping(id_type="string")})
-    spec = spec.model_copy(update={"tables": (spec.tables[0], film, *spec.tables[2:])})
-    path, _ = write_snapshot(
-        tmp_path_factory.mktemp("store"),
-        spec,
-        vocabularies={"film": [f"tt{number}" for number in range(700)]},
-        golden=random_golden(spec, seed=1),
-        rows_per_file=512,
-    )
-    return path
-
-
-@pytest.fixture
-def copy(pristine, tmp_path):
-    return shutil.copytree(pristine, tmp_path / "films" / "1")
+from shardrank_testing.snapshots import one_table_spec, restate_file, rewrite_manifest, write_snapshot
 
 
 def all_files(folder):
@@ -60,23 +37,6 @@ FILE_KINDS = [
     "tables/user/rows-00001-of-00002.safetensors",
     "tables/genre/rows-00000-of-00001.safetensors",
 ]
-
-
-def with_hash(path, relative):
-    """States the present size and SHA-256 of a file in the manifest, as a forger would."""
-
-    def edit(node):
-        if isinstance(node, list):
-            for child in node:
-                edit(child)
-        elif isinstance(node, dict):
-            if node.get("path") == relative:
-                content = (path / relative).read_bytes()
-                node |= {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for child in node.values():
-                edit(child)
-
-    rewrite_manifest(path, edit)
 
 
 def test_the_pristine_snapshot_opens_and_has_every_kind_of_file(pristine):
@@ -232,6 +192,7 @@ def test_rows_of_another_shape_than_the_spec_says_are_refused(copy, key, value, 
 
 GENRE = "tables/genre/rows-00000-of-00001.safetensors"
 FILM_IDS = np.arange(700, dtype=np.int64)
+FILM_VOCABULARY = {"ids": FILM_IDS, "strings": np.zeros(9, np.uint8), "offsets": np.zeros(701, np.int64)}
 
 
 @pytest.mark.parametrize(
@@ -240,16 +201,24 @@ FILM_IDS = np.arange(700, dtype=np.int64)
         (GENRE, {"rows": np.zeros((19, 32), np.int8)}, r"is I8 \[19, 32\]"),
         (GENRE, {"row": np.zeros((19, 32), np.uint8)}, "no tensor 'rows'"),
         ("dense.safetensors", {"weight": np.zeros(1, np.float64)}, "tensor 'weight' is F64"),
-        ("golden.safetensors", {"scores": np.zeros(1, np.float32)}, "missing tensors"),
+        ("golden.safetensors", {"scores": np.zeros(1, np.float32)}, "no tensor 'num_candidates'"),
         ("tables/film/vocabulary.safetensors", {"ids": FILM_IDS}, "no tensor 'strings'"),
         ("tables/film/vocabulary.safetensors", {"ids": np.arange(778)}, "778 ids; allowed"),
         ("tables/film/vocabulary.safetensors", {"ids": FILM_IDS.astype(np.int32)}, "expected I64"),
         ("tables/film/vocabulary.safetensors", {"ids": np.zeros((0,), np.int64)}, "0 ids; allowed"),
+        (GENRE, {"rows": np.zeros((19, 32), np.uint8), "x": np.zeros(1)}, r"tensors \['x'\] besides \['rows'\]"),
+        ("tables/film/vocabulary.safetensors", FILM_VOCABULARY | {"x": FILM_IDS}, r"tensors \['x'\] besides"),
+        (
+            "tables/film/vocabulary.safetensors",
+            FILM_VOCABULARY | {"strings": np.zeros(1024 * 700 + 1, np.uint8)},
+            r"tensors of 728009 bytes; at most 728008",
+        ),
+        ("dense.safetensors", {"weight": np.zeros([1] * 9, np.float32)}, r"shape \[1, .*\] is not a list of at most 8"),
     ],
 )
 def test_a_well_hashed_file_with_the_wrong_tensors_is_refused_by_name(copy, relative, tensors, message):
     save_file(tensors, copy / relative)
-    with_hash(copy, relative)
+    restate_file(copy, relative)
     for verify in (True, False):
         with pytest.raises(SnapshotCorruptError, match=rf"{os.path.basename(relative)}.*{message}"):
             Snapshot.open(copy, verify=verify)
@@ -270,7 +239,7 @@ def test_a_vocabulary_that_breaks_its_rules_is_refused(copy, kind):
     else:
         tensors["strings"][5] += 1
     save_file(tensors, copy / relative)
-    with_hash(copy, relative)
+    restate_file(copy, relative)
     with pytest.raises(SnapshotCorruptError, match=r"film/vocabulary.safetensors"):
         Snapshot.open(copy)
 
@@ -294,6 +263,9 @@ def test_a_vocabulary_that_breaks_its_rules_is_refused(copy, kind):
                 b'{"rows":{"dtype":"U8","shape":"ab","data_offsets":[0,608]}}',
                 b'{"rows":{"dtype":[],"shape":[608],"data_offsets":[0,608]}}',
                 b'{"rows":{"dtype":"U8","shape":[608],"data_offsets":[0,608,1]}}',
+                b'{"rows":{"dtype":"U8","shape":{"19":1,"32":1},"data_offsets":[0,608]}}',
+                b'{"rows":{"dtype":"U8","shape":[19,32,1,1,1,1,1,1,1],"data_offsets":[0,608]}}',
+                b'{"rows":{"dtype":"U8","shape":[0,9223372036854775808],"data_offsets":[0,0]}}',
                 b'{"rows":[]}',
                 b'{"a":{"dtype":"U8","shape":[608],"data_offsets":[0,608]},'
                 b'"rows":{"dtype":"U8","shape":[608],"data_offsets":[0,608]}}',
@@ -303,7 +275,7 @@ def test_a_vocabulary_that_breaks_its_rules_is_refused(copy, kind):
 )
 def test_a_forged_header_is_refused_before_its_rows_are_mapped(copy, header):
     (copy / GENRE).write_bytes(header)
-    with_hash(copy, GENRE)
+    restate_file(copy, GENRE)
     for verify in (True, False):
         with pytest.raises(SnapshotCorruptError, match=r"genre/rows-00000-of-00001.safetensors"):
             Snapshot.open(copy, verify=verify)

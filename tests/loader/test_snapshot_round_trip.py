@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import os
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from loader import row_files
+from loader import export_inputs, row_files
 from loader.codecs import codec_for
 from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
 from loader.layout import bucket_shift, bucket_start_in_file
 from loader.reader import Snapshot
 from loader.row_source import rows_from_blocks, rows_of
 from loader.writer import export_snapshot
-from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, random_rows, write_snapshot
+from shardrank_testing.snapshots import (
+    make_spec,
+    one_table_spec,
+    random_golden,
+    random_rows,
+    rewrite_manifest,
+    write_snapshot,
+)
 
 DENSE = {"weight": torch.zeros(1)}
 
@@ -83,10 +95,34 @@ def test_a_model_with_one_of_everything_comes_back_whole(tmp_path):
 def test_mapped_rows_are_the_file_itself_and_cannot_be_written(tmp_path):
     path, _ = write_snapshot(tmp_path, one_table_spec(300))
     rows = Snapshot.open(path).rows_file("items", 0)
-    assert isinstance(rows, np.memmap)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    assert len(mapped) == 1
+    assert " r--s " in mapped[0]
     assert not rows.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         rows[0, 0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        rows.flags.writeable = True
+
+
+def test_mapped_rows_keep_no_file_descriptor_and_are_unmapped_with_their_last_view(tmp_path):
+    def mapped():
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    path, tables = write_snapshot(tmp_path, one_table_spec(5000, dtype="fp32"), rows_per_file=256)
+    snapshot = Snapshot.open(path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    files = [snapshot.rows_file("items", index) for index in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert mapped() == 20
+    view = files[3][7:9]
+    del files
+    gc.collect()
+    assert mapped() == 1
+    np.testing.assert_array_equal(view[0].view("<f4"), tables["items"][3 * 256 + 7])
+    del view
+    gc.collect()
+    assert mapped() == 0
 
 
 def test_the_same_inputs_give_the_same_bytes_and_the_identity_is_that_of_the_manifest_file(tmp_path):
@@ -103,7 +139,28 @@ def test_the_same_inputs_give_the_same_bytes_and_the_identity_is_that_of_the_man
     snapshot = Snapshot.open(first)
     assert snapshot.manifest.created_at == "2024-05-17T12:30:00+00:00"
     assert snapshot.manifest.metadata == {"run": "a"}
-    assert (first / "manifest.json.sha256").read_text() == f"{snapshot.manifest.identity}  manifest.json\n"
+    assert (first / "manifest.json.sha256").read_text() == f"{snapshot.identity}  manifest.json\n"
+
+
+def test_the_identity_is_the_sha_256_of_the_manifest_as_it_lies_and_not_as_this_release_would_write_it(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(300))
+    # As another release may have written it: without keys that it did not know, in another order.
+    document = json.loads((path / "manifest.json").read_text())
+    del document["last_delta"]
+    rewrite_manifest(path, lambda manifest: (manifest.clear(), manifest.update(reversed(document.items()))))
+    content = (path / "manifest.json").read_bytes()
+    snapshot = Snapshot.open(path)
+    assert snapshot.manifest.last_delta is None
+    assert snapshot.manifest.to_json().encode() != content
+    assert snapshot.identity == hashlib.sha256(content).hexdigest()
+
+
+def test_the_last_delta_that_the_rows_contain_is_kept(tmp_path):
+    spec = one_table_spec(300)
+    for version, last_delta in ((1, None), (2, 0), (3, 41)):
+        path = export_snapshot(tmp_path, spec, rows={"items": zeros()}, dense=DENSE, last_delta=last_delta)
+        snapshot = Snapshot.open(path)
+        assert (snapshot.version, snapshot.manifest.last_delta) == (version, last_delta)
 
 
 class RecordingRows:
@@ -179,6 +236,14 @@ def zeros(num_rows=300, dim=8):
         ({"version": 0}, "version: 0 is not in"),
         ({"golden_tolerance": 0.0}, "golden_tolerance: 0.0"),
         ({"golden_tolerance": float("nan")}, "golden_tolerance: nan"),
+        ({"last_delta": -1}, "manifest: last_delta: .*greater than or equal to 0"),
+        ({"metadata": {"epoch": 3}}, "manifest: metadata.epoch: .*valid string"),
+        ({"metadata": {"a" * 300: 3}}, r"manifest: metadata\.a+\.\.\. \(309 characters\): "),
+        ({"metadata": {str(key): "" for key in range(5000)}}, "an object of 5000 keys; at most 4096"),
+        ({"metadata": {"log": "x" * (16 << 20)}}, "manifest: 16.* bytes for 2 files; at most 16777216"),
+        ({"rows_per_file": 2**63}, "rows_per_file: 9223372036854775808 is not"),
+        ({"dense": {"w" * (16 << 20): torch.zeros(1)}}, "dense: names and shapes of .* bytes; at most 16777216"),
+        ({"dense": {"w": torch.zeros([1] * 9)}}, "dense tensor 'w': 9 dims; at most 8"),
         ({"vocabularies": {"items": [1]}}, r"vocabularies: .*unknown \['items'\]"),
         ({"dense": {"w": torch.tensor([1.0, float("nan")])}}, "dense tensor 'w': holds NaN or inf"),
         ({"dense": {"w": torch.tensor([1e300], dtype=torch.float64)}}, "dense tensor 'w'.*beyond float32"),
@@ -190,6 +255,24 @@ def test_what_does_not_fit_the_spec_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(ExportError, match=message):
         export_snapshot(tmp_path / "store", one_table_spec(300), **given)
     assert not (tmp_path / "store").exists()
+
+
+def test_limits_of_files_that_are_read_whole_are_those_of_the_reader(tmp_path, monkeypatch):
+    spec = make_spec()
+    arguments = {
+        "rows": {t.name: zeros(t.num_embeddings, t.embedding_dim) for t in spec.tables},
+        "dense": {"w": torch.zeros(100)},
+        "golden": random_golden(spec, seed=1),
+    }
+    export_snapshot(tmp_path, spec, **arguments)
+    for name, what in (("MAX_DENSE_BYTES", "dense"), ("MAX_GOLDEN_BYTES", "golden requests")):
+        with monkeypatch.context() as patch:
+            patch.setattr(export_inputs, name, 399)
+            with pytest.raises(ExportError, match=rf"{what}: \d+ bytes; at most 399"):
+                export_snapshot(tmp_path, spec, **arguments)
+    monkeypatch.setattr(export_inputs, "MAX_ROW_FILES", 3)
+    with pytest.raises(ExportError, match="table 'user': rows_per_file 256 makes 4 files; at most 3"):
+        export_snapshot(tmp_path, spec, rows_per_file=256, **arguments)
 
 
 def test_a_source_that_ends_early_is_refused(tmp_path):

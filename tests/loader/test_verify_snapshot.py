@@ -9,9 +9,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loader.codecs import codec_for
+from loader.errors import SnapshotResourceError
 from loader.reader import Snapshot
 from loader.row_order import row_positions
 from loader.verify import VerifyReport, verify_snapshot
+from shardrank_testing.exhaustion import file_descriptors_exhausted
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, rewrite_manifest, write_snapshot
 
 
@@ -25,6 +27,13 @@ def test_a_good_snapshot_passes_with_a_report_of_every_file(tmp_path):
     assert sum(file.size_bytes for file in report.files) == Snapshot.open(path).size_bytes
     assert (report.model, report.version) == ("films", 1)
     assert VerifyReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_a_shortage_of_file_descriptors_is_an_error_and_no_verdict_on_the_snapshot(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(10))
+    with file_descriptors_exhausted(), pytest.raises(SnapshotResourceError, match="Too many open files"):
+        verify_snapshot(path)
+    assert verify_snapshot(path).ok
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp16", "fp32"])

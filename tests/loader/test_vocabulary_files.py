@@ -72,6 +72,7 @@ def test_strings_come_back_in_row_order_with_their_fingerprints(tmp_path, given_
         ("string", ["a", 1], "expected strings"),
         ("string", ["a", "b", "a"], "rows 0 and 2 have the same id 'a'"),
         ("string", ["ok", "\ud800"], "not valid Unicode"),
+        ("string", ["ok", "é" * 513], "an id of 1026 bytes of UTF-8; at most 1024"),
     ],
 )
 def test_a_vocabulary_that_is_no_map_from_rows_to_ids_is_refused(id_type, ids, message):

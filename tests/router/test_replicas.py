@@ -58,7 +58,7 @@ class Fleet:
 def shard_over(fleet: Fleet, snapshot: Snapshot, plan: Plan, *numbers: int) -> tuple[ReplicatedShard, list[str]]:
     retries: list[str] = []
     clients = [ShardClient(fleet.address(number)) for number in numbers]
-    return ReplicatedShard(plan, 0, snapshot.manifest.identity, clients, retries.append), retries
+    return ReplicatedShard(plan, 0, snapshot.identity, clients, retries.append), retries
 
 
 async def ask(shard: ReplicatedShard, snapshot: Snapshot, timeout_s: float = 30.0) -> np.ndarray:
@@ -233,4 +233,4 @@ def test_a_replica_without_the_version_is_asked_once_and_then_last(snapshot, tmp
 
 def test_a_shard_without_replicas_is_refused(snapshot):
     with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
-        ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.manifest.identity, [])
+        ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.identity, [])

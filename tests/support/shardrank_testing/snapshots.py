@@ -198,6 +198,21 @@ def write_snapshot(
     return path, tables
 
 
+def restate_file(snapshot_path: Path, relative: str) -> None:
+    """States the present size and SHA-256 of a file in the manifest, as a forger would."""
+    content = (snapshot_path / relative).read_bytes()
+    stated = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    rewrite_manifest(snapshot_path, lambda manifest: restate_entry(manifest, relative, stated))
+
+
+def restate_entry(node: Any, relative: str, stated: Mapping[str, Any]) -> None:
+    """Changes what a manifest, or a part of it, says of the file at `relative`."""
+    if isinstance(node, dict) and node.get("path") == relative:
+        node.update(stated)
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        restate_entry(child, relative, stated)
+
+
 def rewrite_manifest(snapshot_path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Edits `manifest.json` as a forger would: the checksum beside it is made to fit again."""
     path = snapshot_path / "manifest.json"

@@ -87,7 +87,7 @@ async def remote_router(snapshot: Snapshot, topology: Topology, folder: Path) ->
                 await server.start([Address.parse(f"unix:{folder}/{shard}-{replica}.sock")])
                 servers.append(server)
                 clients.append(ShardClient(server.addresses[0]))
-            shards.append(ReplicatedShard(plan, shard, snapshot.manifest.identity, clients))
+            shards.append(ReplicatedShard(plan, shard, snapshot.identity, clients))
         router = make_router(snapshot, plan, shards)
         yield router
     finally:
