@@ -211,7 +211,9 @@ class RankingService:
             self._in_flight += not is_full
         if is_full:
             self.metrics.failed(call.api, call.method, OverloadedError.kind)
-            raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
+            raise OverloadedError(
+                f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}"
+            )
         self.metrics.in_flight.inc()
 
     def _leave(self, call: Call, status: str) -> None:
