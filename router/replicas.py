@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
+from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ShardUnavailableError
+from router.pieces import Cutter, join
 from router.plan import Plan
+from shard_node.address import Address
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.errors import (
     DeadlineExceededError,
@@ -23,13 +26,30 @@ from shard_node.node import NodeInfo
 from shard_node.shard import Shard
 
 # A lookup changes nothing, so after any of these it may be asked again elsewhere.
-_ASK_ANOTHER = (NodeUnavailableError, NodeOverloadedError, GenerationNotFoundError, RemoteError, PlanMismatchError)
-_HOLDS_THE_WRONG_THING = (GenerationNotFoundError, PlanMismatchError)
+_ASK_ANOTHER = (
+    NodeUnavailableError,
+    NodeOverloadedError,
+    GenerationNotFoundError,
+    RemoteError,
+    PlanMismatchError,
+    DeadlineExceededError,
+)
+_RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError)
 REST_S = 1.0
+# Longer than any healthy lookup of a batch, shorter than a user's patience.
+HEDGE_AFTER_S = 0.1
+INFO_TIMEOUT_S = 1.0
+# A replica's own deadline ends its call first; this is only for one that overlooks it.
+GRACE_S = 0.1
 
 
 class Replica(Shard, Protocol):
     """A connection to one node, as `ShardClient`."""
+
+    @property
+    def address(self) -> Address:
+        """Where the node is."""
+        ...
 
     @property
     def in_flight(self) -> int:
@@ -50,9 +70,10 @@ class Replica(Shard, Protocol):
 class ReplicatedShard:
     """One shard of one model version and the nodes that serve it. Implements `Shard`; belongs to one event loop.
 
-    The available replica with the fewest calls in flight is asked; if it fails, the others are, each once. While
-    another could still be asked, an attempt gets only half of the time that is left, so that a node that hangs does not
-    cost the deadline. A replica that hung or held the wrong thing rests for a second: it is asked after the others.
+    The available replica with the fewest calls in flight is asked; if it fails, the others are, each once. If it has
+    not answered after `hedge_after_s`, or half of the time that is left, another is asked beside it and the first
+    answer counts, so that a node that hangs does not cost the deadline. A replica that kept us waiting or held the
+    wrong thing rests for a second: it is asked after the others.
 
     A node is asked what it holds before its first answer is used and after every reconnect: a node of another shard,
     plan or snapshot is refused, since its sums would be wrong without being an error.
@@ -64,6 +85,7 @@ class ReplicatedShard:
         replicas: at least one.
         on_retry: told the kind of the error after which another replica is asked.
         clock: monotonic seconds; deadlines are on it.
+        hedge_after_s: how long one replica is waited for alone.
     """
 
     def __init__(
@@ -74,6 +96,7 @@ class ReplicatedShard:
         replicas: Sequence[Replica],
         on_retry: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
+        hedge_after_s: float = HEDGE_AFTER_S,
     ) -> None:
         if not replicas:
             raise ShardUnavailableError(f"shard {shard_index} has no replica")
@@ -86,50 +109,125 @@ class ReplicatedShard:
         self._turn = itertools.count()
         self._on_retry = on_retry
         self._clock = clock
+        self._hedge_after_s = hedge_after_s
+        self._cutter = Cutter(plan.layout)
 
     async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
-        """As `Shard.pool`.
+        """As `Shard.pool`. What is too large for a frame travels in pieces.
 
         Raises:
             ShardUnavailableError: if every replica failed; the message says what each one said.
             ShardNodeError: if a replica refused the request itself, or the deadline passed.
         """
+        pieces = [await self._pool(model, version, piece, deadline) for piece in self._cutter.cut(bags)]
+        return join(pieces)
+
+    async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+        waiting = self._order()
+        asked: dict[asyncio.Task[list[Float32Array]], int] = {}
         failures: list[str] = []
-        order = self._order()
-        for attempt, number in enumerate(order, start=1):
-            replica = self._replicas[number]
-            left_s = deadline - self._clock()
-            attempt_deadline = deadline if attempt == len(order) else deadline - left_s / 2
+        try:
+            while True:
+                if waiting:
+                    number = waiting.pop(0)
+                    attempt = self._ask(number, model, version, bags, deadline)
+                    if not waiting and not asked:
+                        # The only one left needs no watching: its own deadline ends it.
+                        return await self._last(attempt, failures)
+                    asked[asyncio.create_task(attempt)] = number
+                left_s = max(0.0, deadline - self._clock())
+                patience_s = min(self._hedge_after_s, left_s / 2) if waiting else left_s + GRACE_S
+                done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                answer = self._first_answer(done, asked, failures)
+                if answer is not None:
+                    return answer
+                if not waiting and self._clock() >= deadline:
+                    raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
+                if not done:
+                    # Whoever keeps us waiting goes on, but another one is asked beside it, and it comes last for now.
+                    for late in asked.values():
+                        self._rest(late)
+                    self._on_retry("late")
+                if not asked and not waiting:
+                    raise self._unavailable(failures)
+        finally:
+            for task in asked:
+                _drop(task)
+
+    def _first_answer(
+        self,
+        done: set[asyncio.Task[list[Float32Array]]],
+        asked: dict[asyncio.Task[list[Float32Array]], int],
+        failures: list[str],
+    ) -> list[Float32Array] | None:
+        """The answer of a replica that is done, if one has it; what failed is put on record and forgotten."""
+        for task in done:
+            number = asked.pop(task)
             try:
-                await self._check(number, model, version, attempt_deadline)
-                blocks = await replica.pool(model, version, bags, attempt_deadline)
-                if self._checked[number] == replica.connections:
-                    return blocks
-                # It reconnected in between: whoever answered was not checked.
-                failures.append("it reconnected while it was asked")
-            except DeadlineExceededError as error:
-                self._rest(number)
-                if attempt == len(order):
-                    raise
-                failures.append(f"{error.kind}: {error}")
-                self._on_retry(error.kind)
+                return task.result()
             except _ASK_ANOTHER as error:
-                if isinstance(error, _HOLDS_THE_WRONG_THING):
-                    self._rest(number)
-                failures.append(f"{error.kind}: {error}")
-                self._on_retry(error.kind)
+                self._failed(number, error, failures)
+        return None
+
+    async def _last(
+        self, attempt: Coroutine[None, None, list[Float32Array]], failures: list[str]
+    ) -> list[Float32Array]:
+        try:
+            return await attempt
+        except DeadlineExceededError:
+            raise
+        except _ASK_ANOTHER as error:
+            failures.append(f"{error.kind}: {error}")
+            self._on_retry(error.kind)
+            raise self._unavailable(failures) from error
+
+    def _failed(self, number: int, error: ShardrankError, failures: list[str]) -> None:
+        if isinstance(error, _RESTS):
+            self._rest(number)
+        failures.append(f"{error.kind}: {error}")
+        self._on_retry(error.kind)
+
+    def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
         index, count = self._identity.shard_index, self._identity.num_shards
-        raise ShardUnavailableError(f"shard {index} of {count}: no replica answered ({'; '.join(failures)})")
+        return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({'; '.join(failures)})")
+
+    async def _ask(self, number: int, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+        replica = self._replicas[number]
+        await self._check(number, model, version, deadline)
+        blocks = await replica.pool(model, version, bags, deadline)
+        if self._checked[number] != replica.connections:
+            raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
+        return blocks
 
     async def info(self) -> NodeInfo:
         """What the first replica that answers serves. Raises ShardUnavailableError if none does."""
+        return (await self.infos())[0][1]
+
+    async def infos(self) -> list[tuple[str, NodeInfo]]:
+        """What every replica that answers serves, by its address; all are asked at once.
+
+        Raises:
+            ShardUnavailableError: if none answers.
+        """
+        asked = {asyncio.create_task(replica.info()): str(replica.address) for replica in self._replicas}
         failures: list[str] = []
-        for number in self._order():
-            try:
-                return await self._replicas[number].info()
-            except ShardNodeError as error:
-                failures.append(f"{error.kind}: {error}")
-        raise ShardUnavailableError(f"shard {self._identity.shard_index}: no replica answered ({'; '.join(failures)})")
+        found: list[tuple[str, NodeInfo]] = []
+        try:
+            await asyncio.wait(asked, timeout=INFO_TIMEOUT_S)
+            for task, address in asked.items():
+                if not task.done():
+                    failures.append(f"{address}: no answer within {INFO_TIMEOUT_S} s")
+                    continue
+                try:
+                    found.append((address, task.result()))
+                except ShardNodeError as error:
+                    failures.append(f"{error.kind}: {error}")
+        finally:
+            for task in asked:
+                task.cancel()
+        if not found:
+            raise self._unavailable(failures)
+        return found
 
     async def close(self) -> None:
         """Closes the connections to all replicas."""
@@ -190,3 +288,12 @@ class ReplicatedShard:
                 f"the node divides model {model!r} by another plan: {served.plan_digest[:12]}…, wanted is "
                 f"{self._plan_digest[:12]}…"
             )
+
+
+def _drop(task: asyncio.Task[list[Float32Array]]) -> None:
+    """Ends a call whose answer is not needed any more."""
+    if not task.done():
+        task.cancel()
+    elif not task.cancelled():
+        # Looked at, so that asyncio does not report it as forgotten.
+        task.exception()
