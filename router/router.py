@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.errors import ShardrankError
 from loader.layout import bucket_shift
 from router.embeddings import Embeddings
-from router.errors import PlanError
+from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import REPLICATED, Plan
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.errors import NodeUnavailableError
 from shard_node.shard import Shard
 from shard_node.split import Part, add, split
+
+# For how long a shard that was down is not asked for rows that others have too.
+REST_S = 1.0
+
+
+class _ShardDownError(Exception):
+    """Carries which shard failed to whoever splits; never leaves this file."""
+
+    def __init__(self, shard: int, error: ShardrankError) -> None:
+        super().__init__(shard)
+        self.shard = shard
+        self.error = error
 
 
 class Router:
@@ -28,9 +43,17 @@ class Router:
         mapper: its id mapping.
         plan: who owns what.
         shards: one for each shard of the plan, in order.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, schema: FeatureSchema, mapper: IdMapper, plan: Plan, shards: Sequence[Shard]) -> None:
+    def __init__(
+        self,
+        schema: FeatureSchema,
+        mapper: IdMapper,
+        plan: Plan,
+        shards: Sequence[Shard],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if len(shards) != plan.num_shards:
             raise PlanError(f"the plan has {plan.num_shards} shards, but {len(shards)} were given")
         self.schema = schema
@@ -44,6 +67,8 @@ class Router:
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
         self._turn = itertools.count()
+        self._clock = clock
+        self._rests_until = [float("-inf")] * len(self._shards)
 
     async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
         """Maps, splits, fans out and adds.
@@ -84,17 +109,35 @@ class Router:
     async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
         if len(self._shards) == 1:
             return await self._shards[0].pool(model, version, bags, deadline)
-        parts = split(bags, self._owners(bags), range(len(self._shards)))
-        calls = [self._shards[part.owner].pool(model, version, part.bags, deadline) for part in parts]
-        if len(calls) == 1:
-            return self._add(bags, parts, [await calls[0]])
+        down: dict[int, ShardrankError] = {}
+        while True:
+            parts = split(bags, self._owners(bags), range(len(self._shards)))
+            # A shard that is down is split to again only if nobody else has the rows that it was asked for.
+            for part in parts:
+                if part.owner in down:
+                    raise down[part.owner]
+            try:
+                return self._add(bags, parts, await self._ask(model, version, parts, deadline))
+            except _ShardDownError as failure:
+                down[failure.shard] = failure.error
+                self._rests_until[failure.shard] = self._clock() + REST_S
+
+    async def _ask(self, model: str, version: int, parts: list[Part], deadline: float) -> list[list[Float32Array]]:
+        async def ask(part: Part) -> list[Float32Array]:
+            try:
+                return await self._shards[part.owner].pool(model, version, part.bags, deadline)
+            except (ShardUnavailableError, NodeUnavailableError) as error:
+                raise _ShardDownError(part.owner, error) from error
+
+        if len(parts) == 1:
+            return [await ask(parts[0])]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(call) for call in calls]
+                tasks = [group.create_task(ask(part)) for part in parts]
         except BaseExceptionGroup as errors:
             # One shard's failure is the batch's; the others' calls were cancelled by the group.
             raise errors.exceptions[0] from errors
-        return self._add(bags, parts, [task.result() for task in tasks])
+        return [task.result() for task in tasks]
 
     def _owners(self, bags: KeyedBags) -> npt.NDArray[np.uint16]:
         values_per_key = bags.values_per_key()
@@ -102,9 +145,12 @@ class Router:
         cell += np.repeat(bags.keys.astype(np.int64) << 8, values_per_key)
         owner = self._owner[cell]
         if self._has_replicated:
-            # Any shard has these rows. Turning from batch to batch spreads them evenly, a table at a time.
-            turn = next(self._turn) % len(self._shards)
-            stand_in = ((bags.keys + turn) % len(self._shards)).astype(np.int16)
+            # Any shard has these rows. Turning from batch to batch spreads them evenly, a table at a time, over the
+            # shards that were not down a moment ago.
+            now = self._clock()
+            up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
+            turn = next(self._turn) % len(up)
+            stand_in = np.array(up, np.int16)[(bags.keys + turn) % len(up)]
             owner = np.where(owner == REPLICATED, np.repeat(stand_in, values_per_key), owner)
         unsigned: npt.NDArray[np.uint16] = owner.astype(np.uint16)
         return unsigned

@@ -201,9 +201,10 @@ class Generations(Generic[Payload]):
         return True
 
     def _free(self, generation: Generation[Payload]) -> None:
-        # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it.
+        # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it. The interpreter must:
+        # ending while a thread frees tensors aborts the process.
         name = f"retire-{generation.model}-{generation.version}"
-        threading.Thread(target=self._free_now, args=(generation,), name=name, daemon=True).start()
+        threading.Thread(target=self._free_now, args=(generation,), name=name, daemon=False).start()
 
     def _free_now(self, generation: Generation[Payload]) -> None:
         try:

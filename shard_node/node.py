@@ -17,6 +17,7 @@ from shard_node.generation import Generations
 from shard_node.table_layout import TableLayout
 
 Sharding = Literal["hash", "range", "table"]
+CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,8 +169,10 @@ class ShardNode:
         return counts
 
     def close(self) -> None:
-        """Withdraws every generation; each is freed when its last lease ends."""
-        self.generations.retire_all()
+        """Withdraws every generation and waits for what nobody leases to be freed; the rest is when its leases end."""
+        for generation in self.generations.retire_all():
+            if not generation.leases:
+                generation.retired.wait(CLOSE_TIMEOUT_S)
 
 
 def _close(tables: LoadedTables) -> None:

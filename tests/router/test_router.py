@@ -22,11 +22,13 @@ from loader.manifest import (
     VocabularyMapping,
 )
 from loader.reader import Snapshot
-from router.errors import PlanError
+from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows
+from router.id_mapping import IdMapper
 from router.router import Router
 from shard_node.bags import KeyedBags
+from shard_node.shard import LocalShard
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import (
     Topology,
@@ -34,6 +36,7 @@ from shardrank_testing.topologies import (
     expected_feature,
     local_router,
     lookup,
+    make_node,
     remote_router,
 )
 
@@ -302,6 +305,43 @@ class UnknownIds:
             weights.append([factor for _, factor in found])
         self.rows.append(rows)
         self.weights.append(weights if feature.weighted else None)
+
+
+class DownShard:
+    """A shard that no replica answers for, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def pool(self, model, version, bags, deadline):
+        self.asked += 1
+        raise ShardUnavailableError("shard 1 of 2: no replica answered")
+
+
+def test_with_a_shard_down_what_others_hold_too_is_answered_and_what_only_it_holds_is_not(stores):
+    stored = stores["hash", None]
+    topology = Topology(shards=2, replicate_bytes=8000)
+    plan = topology.plan(stored.spec)
+    down, now = DownShard(), 100.0
+    up = LocalShard(make_node(stored.snapshot, plan, 0))
+    router = Router(stored.schema, IdMapper(stored.schema, {}), plan, [up, down], clock=lambda: now)
+    replicated = np.array([stored.schema.index[name] for name in ("genre", "tag")], np.int32)
+    ones = np.ones(2, np.int64)
+    bags = KeyedBags.from_lengths(np.sort(replicated), ones, ones, np.array([3, 4], np.int64))
+    for _ in range(10):
+        stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
+    assert down.asked == 1
+    # A second later it is given another chance.
+    now = 101.5
+    for _ in range(10):
+        stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
+    assert down.asked == 2
+    films = np.arange(256, dtype=np.int64)
+    divided = KeyedBags.from_lengths(
+        np.array([stored.schema.index["film"]], np.int32), np.array([256]), np.ones(256, np.int64), films
+    )
+    with pytest.raises(ShardUnavailableError, match="shard 1 of 2"):
+        asyncio.run(lookup(router, stored.snapshot, divided))
 
 
 def test_the_turn_of_replicated_tables_never_overflows(stores):
