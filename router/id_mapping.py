@@ -62,6 +62,7 @@ class IdMapper:
         kinds = {"identity": _IDENTITY, "hash": _HASH, "vocabulary": _VOCABULARY}
         policies = {"reject": _REJECT, "default_row": _DEFAULT_ROW, "skip": _SKIP}
         self._kind = np.array([kinds[table.id_mapping.kind] for table in tables], np.int8)
+        self._only_identity = bool((self._kind == _IDENTITY).all())
         self._policy = np.array([policies[table.unknown_id] for table in tables], np.int8)
         self._num_embeddings = np.array([table.num_embeddings for table in tables], np.uint64)
         self._default_row = np.array([table.default_row for table in tables], np.int64)
@@ -83,10 +84,10 @@ class IdMapper:
         if keys.size == 0 or not bags.num_values:
             return MappedBags(bags, NONE_REJECTED)
         values_per_key = bags.values_per_key()
-        kinds = self._kind[keys]
-        if (kinds == _IDENTITY).all():
+        kinds = self._kind if self._only_identity else self._kind[keys]
+        if self._only_identity or (kinds == _IDENTITY).all():
             limits = self._num_embeddings[keys]
-            if first_outside(bags.values, values_per_key, limits) is None:
+            if first_outside(bags.values, bags.value_starts(), limits) is None:
                 return MappedBags(bags, NONE_REJECTED)
             rows = bags.values
             unknown = rows.view(np.uint64) >= np.repeat(limits, values_per_key)

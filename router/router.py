@@ -66,6 +66,9 @@ class Router:
         self._has_replicated = bool((self._owner == REPLICATED).any())
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
+        # Of each feature, the group of tables that it is in.
+        features = np.arange(len(schema.features))
+        self._group_of_feature = np.searchsorted(schema.group_starts, features, side="right") - 1
         self._turn = itertools.count()
         self._clock = clock
         self._rests_until = [float("-inf")] * len(self._shards)
@@ -86,7 +89,7 @@ class Router:
         by_feature = mapped.bags
         by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
         blocks = await self._pool(model, version, _by_table(by_row, self.schema.table_index), deadline)
-        row_starts = _starts_in_group(by_row, self.schema.group_starts)
+        row_starts = self._starts_in_group(by_row)
         embeddings = Embeddings(
             schema=self.schema,
             keys=bags.keys,
@@ -170,11 +173,20 @@ class Router:
             blocks.append(add(here, end - first, group.embedding_dim, first))
         return blocks
 
+    def _starts_in_group(self, bags: KeyedBags) -> Int64Array:
+        """int64 [S], the row of its group's block at which each key begins."""
+        starts = bags.bag_starts()
+        if bags.keys.size == len(self.schema.features):
+            first_key, group_of = self.schema.group_starts, self._group_of_feature
+        else:
+            first_key = np.searchsorted(bags.keys, self.schema.group_starts)
+            group_of = self._group_of_feature[bags.keys]
+        return starts[:-1] - starts[first_key[group_of]]
+
     def _divide_means(self, embeddings: Embeddings) -> None:
         # A mean is a sum divided once, by the length of the whole bag. Runs of mean features are divided together.
         mean = self.schema.is_mean[embeddings.keys]
-        starts = self.schema.group_starts
-        group_of = np.searchsorted(starts, embeddings.keys, side="right") - 1
+        group_of = self._group_of_feature[embeddings.keys]
         for number in np.unique(group_of[mean]).tolist():
             block = embeddings.blocks[number]
             if not block.flags.writeable:
@@ -207,11 +219,3 @@ def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBag
     new_lengths = np.repeat(np.where(in_none, 1, lengths), np.where(in_none, lengths, 1))
     bags_per_key = np.where(none, bags.values_per_key(), bags.bags_per_key)
     return KeyedBags.from_lengths(bags.keys, bags_per_key, new_lengths, bags.values, bags.weights)
-
-
-def _starts_in_group(bags: KeyedBags, group_starts: Int64Array) -> Int64Array:
-    """int64 [S], the row of its group's block at which each key begins."""
-    starts = bags.bag_starts()
-    first_of_group = starts[np.searchsorted(bags.keys, group_starts)]
-    group_of = np.searchsorted(group_starts, bags.keys, side="right") - 1
-    return starts[:-1] - first_of_group[group_of]

@@ -37,7 +37,7 @@ class KeyedBags:
     weights: Float32Array | None = None
     # Both are asked for at every step from parsing to pooling, so they are worked out once.
     _bag_starts: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
-    _values_per_key: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
+    _value_starts: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -66,24 +66,30 @@ class KeyedBags:
     @property
     def lengths(self) -> Int64Array:
         """int64 [B], values in each bag."""
-        return np.diff(self.offsets)
+        lengths: Int64Array = self.offsets[1:] - self.offsets[:-1]
+        return lengths
 
     def bag_starts(self) -> Int64Array:
         """int64 [S + 1], the first bag of each key, then B. Not to be changed."""
         starts = self._bag_starts
         if starts is None:
             starts = np.zeros(self.keys.size + 1, dtype=np.int64)
-            np.cumsum(self.bags_per_key, out=starts[1:])
+            np.add.accumulate(self.bags_per_key, out=starts[1:])
             object.__setattr__(self, "_bag_starts", starts)
         return starts
 
+    def value_starts(self) -> Int64Array:
+        """int64 [S + 1], the first value of each key, then n. Not to be changed."""
+        starts = self._value_starts
+        if starts is None:
+            starts = self.offsets[self.bag_starts()]
+            object.__setattr__(self, "_value_starts", starts)
+        return starts
+
     def values_per_key(self) -> Int64Array:
-        """int64 [S], values of each key. Not to be changed."""
-        counts = self._values_per_key
-        if counts is None:
-            edges = self.offsets[self.bag_starts()]
-            counts = edges[1:] - edges[:-1]
-            object.__setattr__(self, "_values_per_key", counts)
+        """int64 [S], values of each key."""
+        starts = self.value_starts()
+        counts: Int64Array = starts[1:] - starts[:-1]
         return counts
 
     def validate(self) -> None:

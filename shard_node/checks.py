@@ -13,30 +13,35 @@ from shard_node.table_layout import TableLayout
 
 
 def first_outside(
-    values: Int64Array, values_per_key: Int64Array, limits: npt.NDArray[np.uint64]
+    values: Int64Array, value_starts: Int64Array, limits: npt.NDArray[np.uint64]
 ) -> tuple[int, int] | None:
     """Finds a value that is negative or not below its key's limit.
 
     Args:
         values: int64 [n], key by key.
-        values_per_key: int64 [S].
+        value_starts: int64 [S + 1], the first value of each key, then n.
         limits: uint64 [S].
 
     Returns:
         (segment, position) of the first one, or None. If all is well this costs one pass over the values.
     """
-    filled = np.flatnonzero(values_per_key)
-    if not filled.size:
+    starts, ends = value_starts[:-1], value_starts[1:]
+    filled = starts < ends
+    if not filled.all():
+        # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
+        starts, limits = starts[filled], limits[filled]
+        if not starts.size:
+            return None
+    elif not values.size:
         return None
-    starts = np.cumsum(values_per_key) - values_per_key
     # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
     unsigned = values.view(np.uint64)
-    wrong = np.maximum.reduceat(unsigned, starts[filled]) >= limits[filled]
+    wrong = np.maximum.reduceat(unsigned, starts) >= limits
     if not wrong.any():
         return None
-    segment = int(filled[int(np.argmax(wrong))])
-    start, end = int(starts[segment]), int(starts[segment] + values_per_key[segment])
-    return segment, start + int(np.argmax(unsigned[start:end] >= limits[segment]))
+    which = int(wrong.argmax())
+    start, end = int(starts[which]), int(ends[filled][which])
+    return int(np.flatnonzero(filled)[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
 
 
 class TableLimits:
@@ -87,7 +92,7 @@ class TableLimits:
             return
         bags.validate()
         self._check_keys(bags.keys)
-        outside = first_outside(bags.values, bags.values_per_key(), self._num_embeddings[bags.keys])
+        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[bags.keys])
         if outside is None:
             raise InvalidBagsError("the arrays do not describe bags of this model's tables")
         segment, position = outside
@@ -113,7 +118,7 @@ class TableLimits:
             return False
         if bags.bag_starts()[-1] != num_bags:
             return False
-        return first_outside(bags.values, bags.values_per_key(), self._num_embeddings[keys]) is None
+        return first_outside(bags.values, bags.value_starts(), self._num_embeddings[keys]) is None
 
     def _check_keys(self, keys: Int32Array) -> None:
         num_tables = len(self.layout.tables)
