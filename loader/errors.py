@@ -114,7 +114,11 @@ def file_error(path: Path, action: str, error: OSError | MemoryError) -> Snapsho
     """What a failure to do `action` ("read", "mapped") with a snapshot's file is: damage, or a shortage of our own."""
     exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
     kind = SnapshotResourceError if exhausted else SnapshotCorruptError
-    return kind(f"{path}: can't be {action}: {error}")
+    if isinstance(error, FileNotFoundError):
+        return kind(f"{path}: missing")
+    # Not the whole text of an OSError: it names the path a second time.
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return kind(f"{path}: can't be {action}: {reason}")
 
 
 def cut(value: object, max_characters: int = 200) -> str:

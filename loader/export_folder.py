@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from loader.errors import ExportError, SnapshotExistsError
 from loader.manifest import FileEntry
 from loader.progress import Progress
+from loader.store import WORK_FOLDER_PREFIX
 from loader.tensor_files import fsync_path, hash_file
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
         SnapshotExistsError: the version exists.
         ExportError: another export of the same version is running.
     """
-    work = target.parent / f".export-{target.name}"
+    work = target.parent / f"{WORK_FOLDER_PREFIX}{target.name}"
     _remove_leftovers(target.parent)
     _make_folders(work)
     with _lock(work):
@@ -125,8 +126,8 @@ def _make_folders(path: Path) -> None:
 
 def _remove_leftovers(model_folder: Path) -> None:
     """Removes the work folders of versions that exist: their exports died between the rename and the cleaning up."""
-    for work in model_folder.glob(".export-*"):
-        if (model_folder / work.name.removeprefix(".export-")).exists():
+    for work in model_folder.glob(f"{WORK_FOLDER_PREFIX}*"):
+        if (model_folder / work.name.removeprefix(WORK_FOLDER_PREFIX)).exists():
             shutil.rmtree(work, ignore_errors=True)
 
 

@@ -9,6 +9,8 @@ from loader.errors import SnapshotNotFoundError
 
 # The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
+WORK_FOLDER_PREFIX = ".export-"
+"""Before the version in the name of the folder in which an export works."""
 _MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 
 
@@ -18,6 +20,23 @@ class Store:
     def __init__(self, path: str | Path) -> None:
         """A store at `path`, which needs not exist yet."""
         self.path = Path(path)
+
+    def check_exists(self) -> None:
+        """Raises SnapshotNotFoundError if there is no such folder, or no version of any model in it."""
+        if not self.path.is_dir():
+            raise SnapshotNotFoundError(f"store {self.path}: there is no such folder")
+        if not self.models():
+            raise SnapshotNotFoundError(f"store {self.path} has no model{self._told_unfinished()}")
+
+    def unfinished(self) -> list[tuple[str, int]]:
+        """(model, version) of each export that was interrupted, or is still running."""
+        return [
+            (model, int(version))
+            for model in _folders(self.path)
+            if _MODEL.fullmatch(model)
+            for name in _folders(self.path / model)
+            if _VERSION.fullmatch(version := name.removeprefix(WORK_FOLDER_PREFIX)) and version != name
+        ]
 
     def models(self) -> list[str]:
         """Names of the models that have at least one version, sorted."""
@@ -34,7 +53,10 @@ class Store:
         """The highest version. Raises SnapshotNotFoundError if there is none."""
         versions = self.versions(model)
         if not versions:
-            raise SnapshotNotFoundError(f"store {self.path} has no model {model!r}; it has {self.models() or 'none'}")
+            self.check_exists()
+            raise SnapshotNotFoundError(
+                f"store {self.path} has no model {model!r}; it has {self.models()}{self._told_unfinished(model)}"
+            )
         return versions[-1]
 
     def next_version(self, model: str) -> int:
@@ -51,6 +73,13 @@ class Store:
                 f"store {self.path} has no version {version} of model {model!r}; it has {versions}"
             )
         return self.path / model / str(version)
+
+    def _told_unfinished(self, model: str | None = None) -> str:
+        """The end of a message about what is not there."""
+        names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]
+        if not names:
+            return ""
+        return f"; not finished: the export of {', '.join(names)}, which goes on when it is run again"
 
 
 def _folders(path: Path) -> list[str]:

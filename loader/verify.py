@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from loader.codecs import codec_for
 from loader.errors import SnapshotError, SnapshotResourceError
-from loader.manifest import TableFiles, TableSpec
+from loader.manifest import Manifest, TableFiles, TableSpec
+from loader.manifest_file import read_manifest
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.row_order import row_at_position
@@ -17,7 +18,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 class CheckedFile(BaseModel):
-    """One file that was checked against the manifest."""
+    """One file, as the manifest states it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +36,8 @@ class VerifyReport(BaseModel):
         problems: each names the file, or the table and row, and the reason. Damage that keeps the snapshot from being
             opened ends the check, so it is then the only one.
         checks: what was checked and found right.
-        files: the files that the manifest names.
+        files: the files that the manifest names, right or not; empty if it can't be read.
+        model, version: what the manifest says, likewise; None if it can't be read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,7 +67,7 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
     except SnapshotResourceError:
         raise
     except SnapshotError as error:
-        return VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",))
+        return _unopened(Path(path), error)
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
     problems: list[str] = []
     for table, files in zip(snapshot.spec.tables, snapshot.manifest.tables, strict=True):
@@ -83,10 +85,31 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
         ok=not problems,
         problems=tuple(problems),
         checks=tuple(checks),
-        files=tuple(CheckedFile(**entry.model_dump()) for entry in snapshot.manifest.files()),
+        files=_files(snapshot.manifest),
         model=snapshot.spec.model,
         version=snapshot.version,
     )
+
+
+def _unopened(path: Path, error: SnapshotError) -> VerifyReport:
+    """The report of a snapshot that can't be opened: why, and what its manifest says if that can be read."""
+    problems = (f"{error.kind}: {error}",)
+    try:
+        manifest, _ = read_manifest(path)
+    except SnapshotError:
+        return VerifyReport(path=str(path), ok=False, problems=problems)
+    return VerifyReport(
+        path=str(path),
+        ok=False,
+        problems=problems,
+        files=_files(manifest),
+        model=manifest.spec.model,
+        version=manifest.version,
+    )
+
+
+def _files(manifest: Manifest) -> tuple[CheckedFile, ...]:
+    return tuple(CheckedFile(**entry.model_dump()) for entry in manifest.files())
 
 
 def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progress: Progress) -> list[str]:

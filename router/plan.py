@@ -60,7 +60,8 @@ class Plan:
             spec: the model.
             num_shards: shards of the fleet.
             sharding: `hash` or `range` divides every table's buckets evenly and needs tables stored with that
-                bucketing; `table` gives each table to one shard, the largest first to the emptiest shard.
+                bucketing, unless they are replicated or there is one shard only; `table` gives each table to one
+                shard, the largest first to the emptiest shard.
             cards_per_shard: cards of each shard node.
             replicate_bytes: tables of at most this size go to every shard.
 
@@ -81,7 +82,8 @@ class Plan:
                 shard = loads.index(min(loads))
                 loads[shard] += table_bytes(table)
                 owners[number] = shard
-            elif table.bucketing == sharding:
+            elif table.bucketing == sharding or num_shards == 1:
+                # One shard owns every bucket, however rows were put into them.
                 owners[number] = _spread_buckets(table, num_shards)
             else:
                 raise PlanError(

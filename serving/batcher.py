@@ -7,17 +7,21 @@ requests in a batcher are for one version, so a batch can't mix versions.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.limits import RequestLimits
-from serving.pending import Answer, Pending, finish
+from serving.pending import Pending, finish
 from serving.request import LookupRequest
 from shard_node.errors import DeadlineExceededError
+
+logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
 
@@ -26,7 +30,7 @@ class Batcher:
     """A bounded queue with batching. Thread-safe.
 
     Args:
-        limits: `max_queue`, `max_batch_requests`, `max_batch_candidates`.
+        limits: `max_queue` and the `max_batch_` ones.
         clock: monotonic seconds.
     """
 
@@ -36,7 +40,7 @@ class Batcher:
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
         self._idle: list[Wake] = []
-        self._is_closed = False
+        self._closed_because = ""
 
     @property
     def num_waiting(self) -> int:
@@ -50,17 +54,21 @@ class Batcher:
             OverloadedError: if the queue is full. The request was not taken: its lease is the caller's.
             ShuttingDownError: if the batcher is closed.
         """
-        with self._lock:
-            if self._is_closed:
-                raise ShuttingDownError("this model version is being unloaded")
-            if len(self._queue) >= self._limits.max_queue:
-                raise OverloadedError(
-                    f"{len(self._queue)} requests wait, the limit max_queue = {self._limits.max_queue}"
-                )
-            self._queue.append(pending)
-            wake = self._idle.pop() if self._idle else None
-        if wake is not None:
-            wake()
+        dropped: list[Pending] = []
+        try:
+            with self._lock:
+                if self._closed_because:
+                    raise self._refusal()
+                if len(self._queue) >= self._limits.max_queue:
+                    self._drop_dead(dropped)
+                if len(self._queue) >= self._limits.max_queue:
+                    raise OverloadedError(
+                        f"{len(self._queue)} requests wait, the limit max_queue = {self._limits.max_queue}"
+                    )
+                self._queue.append(pending)
+        finally:
+            finish([(one, _expired()) for one in dropped])
+        self._wake_one()
 
     def take(self, wake: Wake) -> list[Pending] | None:
         """The next batch for a replica that is free; never blocks.
@@ -77,43 +85,91 @@ class Batcher:
         with self._lock:
             batch = self._take_batch(dropped)
             if not batch:
-                if self._is_closed:
+                if self._closed_because:
                     return None
                 self._idle.append(wake)
         if dropped:
             finish([(pending, _expired()) for pending in dropped])
         return batch
 
-    def close(self) -> None:
-        """Refuses what waits and what comes, and lets the replicas end."""
+    def close(self, reason: str = "it is being unloaded") -> None:
+        """Refuses what waits and what comes, telling why, and lets the replicas end."""
         with self._lock:
-            self._is_closed = True
+            self._closed_because = reason
             left = list(self._queue)
             self._queue.clear()
             idle, self._idle = self._idle, []
-        refusals: list[tuple[Pending, Answer | BaseException]] = [
-            (pending, ShuttingDownError("this model version is being unloaded")) for pending in left
-        ]
-        finish(refusals)
+        finish([(pending, self._refusal()) for pending in left])
         for wake in idle:
-            wake()
+            _wake(wake)
+
+    def _refusal(self) -> ShuttingDownError:
+        return ShuttingDownError(f"this model version does not answer any more: {self._closed_because}")
+
+    def _wake_one(self) -> None:
+        while True:
+            with self._lock:
+                wake = self._idle.pop() if self._idle else None
+            if wake is None or _wake(wake):
+                return
+
+    def _drop_dead(self, dropped: list[Pending]) -> None:
+        # Each is asked once: it may be abandoned at any moment, and must end up in one of the two.
+        now, waiting = self._clock(), self._queue
+        self._queue = deque()
+        for pending in waiting:
+            (dropped if pending.is_dead(now) else self._queue).append(pending)
 
     def _take_batch(self, dropped: list[Pending]) -> list[Pending]:
         queue, now = self._queue, self._clock()
         batch: list[Pending] = []
-        num_candidates = 0
+        cost = _Cost()
         while queue and len(batch) < self._limits.max_batch_requests:
             head = queue[0]
-            if head.abandoned or head.request.deadline <= now:
+            if head.is_dead(now):
                 dropped.append(queue.popleft())
                 continue
-            if batch and num_candidates + head.num_candidates > self._limits.max_batch_candidates:
-                break
             if isinstance(head.request, LookupRequest):
                 return batch or [queue.popleft()]
+            with_head = cost.plus(head)
+            if batch and not with_head.fits(self._limits):
+                break
             batch.append(queue.popleft())
-            num_candidates += head.num_candidates
+            cost = with_head
         return batch
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What ranking a batch takes. Sequences are padded to the longest, so one long one makes all candidates dear."""
+
+    num_candidates: int = 0
+    num_ids: int = 0
+    longest_sequence: int = 0
+
+    def plus(self, pending: Pending) -> _Cost:
+        return _Cost(
+            self.num_candidates + pending.num_candidates,
+            self.num_ids + pending.request.bags.num_values,
+            max(self.longest_sequence, pending.longest_sequence),
+        )
+
+    def fits(self, limits: RequestLimits) -> bool:
+        return (
+            self.num_candidates <= limits.max_batch_candidates
+            and self.num_ids <= limits.max_batch_ids
+            and self.num_candidates * self.longest_sequence <= limits.max_batch_pairs
+        )
+
+
+def _wake(wake: Wake) -> bool:
+    """Wakes a replica, unless it has ended: then its loop is closed, and readiness tells of it."""
+    try:
+        wake()
+    except RuntimeError as error:
+        logger.warning("a ranking replica can't be woken: %s", error)
+        return False
+    return True
 
 
 def _expired() -> DeadlineExceededError:

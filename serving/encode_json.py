@@ -7,9 +7,12 @@ from typing import Any
 import msgspec
 
 from loader.errors import ShardrankError
+from serving.errors import MAX_FIELD_CHARS, printable
 from serving.request import FeatureEmbeddings, LookupAnswer, RankAnswer
 
 _ENCODER = msgspec.json.Encoder()
+
+MAX_MESSAGE_CHARS = 4096
 
 # Tells a client that was shed when to try again, in seconds.
 RETRY_AFTER_S = 1
@@ -42,9 +45,10 @@ def lookup_document(answer: LookupAnswer) -> dict[str, Any]:
 
 def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any]:
     """The JSON form of an error."""
-    content: dict[str, Any] = {"kind": error.kind, "message": str(error)}
+    # Whatever the text holds, an error must not fail to be told.
+    content: dict[str, Any] = {"kind": error.kind, "message": printable(str(error), MAX_MESSAGE_CHARS)}
     if field := getattr(error, "field", ""):
-        content["field"] = field
+        content["field"] = printable(field, MAX_FIELD_CHARS)
     if request_id:
         content["request_id"] = request_id
     return {"error": content}

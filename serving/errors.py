@@ -11,6 +11,7 @@ ServingError
 │   ├── InvalidIdError          400                      negative, float, boolean, >= 2^63, or of the wrong type
 │   ├── UnknownIdError          400                      an id without a row, in a table that rejects it
 │   └── LimitExceededError      400                      more than a configured limit; the message names it
+│       ├── TooManyEntriesError 400                      more than can be within the limits; not decoded at all
 │       └── BodyTooLargeError   413
 ├── ModelNotFoundError          404 NOT_FOUND            no such model here, or not that version of it
 ├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the HTTP API does not have
@@ -33,6 +34,15 @@ from __future__ import annotations
 
 from loader.errors import ShardrankError
 
+MAX_FIELD_CHARS = 256
+MAX_PROBLEM_CHARS = 768
+
+
+def printable(text: str, max_chars: int) -> str:
+    """Text of at most `max_chars` characters that UTF-8 can hold: a lone surrogate is written as its escape."""
+    text = text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
 
 class ServingError(ShardrankError):
     """Something that the serving process refused or failed at."""
@@ -50,9 +60,10 @@ class BadRequestError(ServingError):
     kind = "bad_request"
 
     def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}" if field else problem)
-        self.field = field
-        self.problem = problem
+        # What a client sent stands in here, so it is cut short, and made text that every encoding can carry.
+        self.field = printable(field, MAX_FIELD_CHARS)
+        self.problem = printable(problem, MAX_PROBLEM_CHARS)
+        super().__init__(f"{self.field}: {self.problem}" if field else self.problem)
 
 
 class MalformedRequestError(BadRequestError):
@@ -105,6 +116,15 @@ class LimitExceededError(BadRequestError):
     def __init__(self, field: str, limit: str, allowed: int, got: int | str, unit: str) -> None:
         super().__init__(field, f"{got} {unit}, more than the limit {limit} = {allowed}")
         self.limit = limit
+
+
+class TooManyEntriesError(LimitExceededError):
+    """More list entries, or more keys, than any request within the limits has; seen before anything is decoded."""
+
+    def __init__(self, limit: str, allowed: int, got: int, unit: str, at_most: int) -> None:
+        super().__init__("", limit, allowed, got, unit)
+        problem = f"{got} {unit}; a request within the limits has at most {at_most}, among them {limit} = {allowed}"
+        BadRequestError.__init__(self, "", problem)
 
 
 class BodyTooLargeError(LimitExceededError):

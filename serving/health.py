@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from loader.errors import ShardrankError
+from serving.metrics import ReportedNode
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generations
 from shard_node.node import NodeInfo
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 1.0
+Listener: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class NodeWatch:
@@ -31,14 +33,17 @@ class NodeWatch:
     def __init__(self, generations: Generations[ServedModel], expected_models: Sequence[str]) -> None:
         self._generations = generations
         self._expected = tuple(expected_models)
-        self._nodes: dict[str, tuple[NodeInfo, ...]] = {}
+        self._nodes: dict[str, tuple[tuple[str, NodeInfo], ...]] = {}
         self._problems: dict[str, str] = {}
         self._asked: frozenset[str] = frozenset()
         self._shutting_down = False
+        self._listeners: list[Listener] = []
 
-    def nodes(self) -> list[NodeInfo]:
-        """What the shards of all models last said, each once."""
-        return [node for nodes in list(self._nodes.values()) for node in nodes]
+    def nodes(self) -> list[ReportedNode]:
+        """What the shards of all models last said."""
+        return [
+            ReportedNode(model, replica, info) for model, told in list(self._nodes.items()) for replica, info in told
+        ]
 
     def problems(self) -> dict[str, str]:
         """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
@@ -62,6 +67,16 @@ class NodeWatch:
             del self._nodes[gone]
         for gone in set(self._problems) - set(models):
             del self._problems[gone]
+        for listener in list(self._listeners):
+            await listener()
+
+    def listen(self, listener: Listener) -> None:
+        """Calls it after every refresh, on the loop that refreshes, until `unlisten`."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Calls it no more."""
+        self._listeners.remove(listener)
 
     async def run(self) -> None:
         """Refreshes until cancelled."""
@@ -79,6 +94,11 @@ class NodeWatch:
             if model not in self._problems:
                 logger.warning("model %r is not ready: %s", model, error)
             self._problems[model] = f"{error.kind}: {error}"
+            return
+        except Exception as error:
+            # A defect of one model must neither stop the watch over the others, nor pass for readiness.
+            logger.exception("asking the shards of model %r failed", model)
+            self._problems[model] = f"internal: asking its shards failed with {type(error).__name__}"
             return
         self._nodes[model] = tuple(nodes)
         if self._problems.pop(model, None) is not None:

@@ -17,6 +17,7 @@ from serving.limits import MAX_ID
 from serving.parse_schema import Part, RequestSchema
 
 _Integer = Annotated[int, Meta(ge=0, le=MAX_ID)]
+_Version = Annotated[int, Meta(ge=1, le=MAX_ID)]
 _CONTEXT_IDS: dict[bool, Any] = {False: list[_Integer], True: list[str]}
 _CANDIDATE_IDS: dict[bool, Any] = {False: list[_Integer | list[_Integer]], True: list[str | list[str]]}
 _CONTEXT_WEIGHTS: Any = list[float]
@@ -26,7 +27,7 @@ _CANDIDATE_WEIGHTS: Any = list[float | list[float]]
 class VersionPeek(msgspec.Struct):
     """Only `version`: which version's types the body must be decoded with."""
 
-    version: int | UnsetType = UNSET
+    version: _Version | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class JsonTypes:
         """Makes the types for a schema."""
         options: list[tuple[str, Any, Any]] = [
             ("timeout_ms", int | UnsetType, UNSET),
-            ("version", int | UnsetType, UNSET),
+            ("version", _Version | UnsetType, UNSET),
             ("request_id", str, ""),
         ]
         # msgspec has no required field with a default type, so a part without features is optional and empty.

@@ -24,16 +24,20 @@ class RequestLimits(Frozen):
         max_request_id_chars: characters of a request's own `request_id`.
         default_timeout_ms: deadline of a request that brings none.
         max_timeout_ms: the longest deadline that a request may ask for.
-        max_in_flight: requests of this process between their first byte and their answer; more are shed.
+        max_receiving: requests of this process that have begun and are not complete; more are shed.
+        max_in_flight: requests of this process between their last byte and their answer; more are shed.
         max_queue: requests of one model version that wait for a ranking replica; more are shed.
         max_batch_requests: requests that a replica joins into one batch.
         max_batch_candidates: candidates at which a batch takes no further request. One request may have more by itself.
+        max_batch_ids: ids at which a batch takes no further request. One request may have more by itself.
+        max_batch_pairs: candidates x longest sequence of a batch, to which the others' are padded, likewise.
         receive_timeout_s: time from a request's first byte until it must be complete, and for a peer to take
             bytes or to answer a ping.
-        keep_alive_s: time for which an idle HTTP connection is kept.
+        keep_alive_s: time for which an idle connection is kept, HTTP or gRPC.
         max_connections: open HTTP connections of this process.
         max_header_bytes: request line and headers of one HTTP request.
         max_concurrent_streams: calls at once on one gRPC connection.
+        max_connection_age_s: age at which a gRPC connection is asked to end; calls on it are finished.
     """
 
     max_body_bytes: int = Field(default=16 * 2**20, ge=1, le=2**30)
@@ -45,15 +49,19 @@ class RequestLimits(Frozen):
     max_request_id_chars: int = Field(default=128, ge=1, le=1024)
     default_timeout_ms: int = Field(default=1000, ge=1)
     max_timeout_ms: int = Field(default=60_000, ge=1, le=3_600_000)
+    max_receiving: int = Field(default=4096, ge=1)
     max_in_flight: int = Field(default=1024, ge=1)
     max_queue: int = Field(default=256, ge=1)
     max_batch_requests: int = Field(default=64, ge=1, le=4096)
     max_batch_candidates: int = Field(default=2048, ge=1, le=2**20)
+    max_batch_ids: int = Field(default=2**18, ge=1, le=2**27)
+    max_batch_pairs: int = Field(default=2**18, ge=1, le=2**32)
     receive_timeout_s: float = Field(default=4.0, gt=0, le=3600)
     keep_alive_s: float = Field(default=60.0, gt=0, le=3600)
     max_connections: int = Field(default=4096, ge=1)
     max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
     max_concurrent_streams: int = Field(default=256, ge=1)
+    max_connection_age_s: float = Field(default=3600.0, gt=0, le=86_400)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,30 +28,47 @@ _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
+@dataclass(frozen=True, slots=True)
+class ReportedNode:
+    """What a node told when it was asked for one model.
+
+    Attributes:
+        model: the model. The node may hold others, which are told by those who ask for them.
+        replica: which of its shard's replicas the node is: its address, or `local` for rows in this process.
+        info: what it told.
+    """
+
+    model: str
+    replica: str
+    info: NodeInfo
+
+
 class NodeCollector(Collector):
     """Memory and lookups of the shard nodes, as they last told."""
 
-    def __init__(self, nodes: Callable[[], Sequence[NodeInfo]]) -> None:
+    def __init__(self, nodes: Callable[[], Sequence[ReportedNode]]) -> None:
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
-        """Two families, labelled by shard."""
+        """Two families, labelled by shard and replica: each node counts for itself."""
         memory = GaugeMetricFamily(
             "shardrank_memory_bytes",
             "Bytes of embedding rows by card and tier.",
-            labels=("model", "version", "shard", "card", "tier"),
+            labels=("model", "version", "shard", "replica", "card", "tier"),
         )
         lookups = CounterMetricFamily(
             "shardrank_rows_looked_up",
             "Rows looked up by table and tier.",
-            labels=("model", "version", "shard", "table", "tier"),
+            labels=("model", "version", "shard", "replica", "table", "tier"),
         )
         for node in self._nodes():
-            shard = str(node.identity.shard_index)
-            for use in node.memory:
-                memory.add_metric([use.model, str(use.version), shard, str(use.card), use.tier], use.size_bytes)
-            for count in node.lookups:
-                lookups.add_metric([count.model, str(count.version), shard, count.table, count.tier], count.rows)
+            where = (str(node.info.identity.shard_index), node.replica)
+            for use in node.info.memory:
+                if use.model == node.model:
+                    memory.add_metric([use.model, str(use.version), *where, str(use.card), use.tier], use.size_bytes)
+            for count in node.info.lookups:
+                if count.model == node.model:
+                    lookups.add_metric([count.model, str(count.version), *where, count.table, count.tier], count.rows)
         return [memory, lookups]
 
 
@@ -61,7 +79,7 @@ class ServingMetrics:
         nodes: what the shard nodes last told of themselves.
     """
 
-    def __init__(self, nodes: Callable[[], Sequence[NodeInfo]] = tuple) -> None:
+    def __init__(self, nodes: Callable[[], Sequence[ReportedNode]] = tuple) -> None:
         self._nodes = nodes
         # A registry of its own, so that several services in one process don't share names.
         registry = CollectorRegistry()

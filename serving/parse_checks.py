@@ -16,6 +16,8 @@ from serving.limits import MAX_ID, RequestLimits
 from serving.parse_schema import Part, RequestSchema, part_path
 from shard_node.bags import Float32Array, KeyedBags
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -134,10 +136,12 @@ def check_top_k(top_k: int | None) -> int | None:
 
 
 def check_request_id(limits: RequestLimits, request_id: str) -> str:
-    """Raises LimitExceededError for a request_id that is too long."""
+    """Raises LimitExceededError for a request_id that is too long, InvalidFieldError if it is not valid Unicode."""
     if len(request_id) > limits.max_request_id_chars:
         allowed = limits.max_request_id_chars
         raise LimitExceededError("request_id", "max_request_id_chars", allowed, len(request_id), "characters")
+    if not request_id.isascii() and has_lone_surrogate(request_id):
+        raise InvalidFieldError("request_id", "it is not valid Unicode: it has a lone surrogate")
     return request_id
 
 
@@ -151,11 +155,20 @@ def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int)
     return flat.reshape(num_candidates, width)
 
 
+def has_lone_surrogate(text: str) -> bool:
+    """Whether text is not valid Unicode; JSON's escapes can say such text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def is_finite_number(value: object) -> bool:
     """Whether a decoded JSON value is a number (not a boolean) that float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
-        return math.isfinite(value) and abs(value) <= float(np.finfo(np.float32).max)
+        return math.isfinite(value) and abs(value) <= MAX_FLOAT32
     except OverflowError:
         return False

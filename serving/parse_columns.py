@@ -35,6 +35,8 @@ def bags_of_columns(
         TypeError: for a column that is bags in one place and ids in another.
     """
     nested = [bool(column) and type(column[0]) is list for column in columns]
+    if any(is_string):
+        _check_string_bags(columns, nested, is_string)
     sizes = list(map(len, columns))
     bags_per_key = np.array(sizes, dtype=np.int64)
     lengths = np.ones(sum(sizes), dtype=np.int64)
@@ -52,10 +54,17 @@ def bags_of_columns(
     return KeyedBags(keys, bags_per_key, bags.offsets, values), texts
 
 
+def _check_string_bags(columns: Sequence[Column], nested: Sequence[bool], is_string: Sequence[bool]) -> None:
+    for column, deep, strings in zip(columns, nested, is_string, strict=True):
+        # A string has a length and can be iterated: it would pass for a bag of its characters.
+        if deep and strings and set(map(type, column)) != {list}:
+            raise TypeError("a column mixes bags and ids")
+
+
 def _with_strings(
     flat: Sequence[Iterable[Any]], is_string: Sequence[bool], bags: KeyedBags, texts: Sequence[Any]
 ) -> Int64Array:
-    if any(type(text) is list for text in texts):
+    if list in set(map(type, texts)):
         raise TypeError("a column mixes bags and ids")
     of_string = np.repeat(np.array(is_string), bags.values_per_key())
     values = np.empty(of_string.size, dtype=np.int64)

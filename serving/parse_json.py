@@ -22,7 +22,9 @@ from serving.errors import (
     InvalidFieldError,
     LimitExceededError,
 )
+from serving.json_size import JsonSize
 from serving.json_types import JsonTypes, VersionPeek
+from serving.limits import MAX_ID
 from serving.parse_checks import (
     check_bags,
     check_dense,
@@ -55,6 +57,8 @@ class JsonParser:
         self._schema = schema
         types = JsonTypes.of(schema)
         self._types = types
+        self._rank_size = JsonSize.of_rank(schema)
+        self._lookup_size = JsonSize.of_lookup(schema)
         self._rank = msgspec.json.Decoder(types.rank)
         self._lookup = msgspec.json.Decoder(types.lookup)
         self._context = types.columns(schema, "context")
@@ -75,7 +79,7 @@ class JsonParser:
         Raises:
             BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
         """
-        check_body_size(self._schema, body)
+        check_body_size(self._schema, body, self._rank_size)
         try:
             return self._rank_fast(body, lease, now)
         except LimitExceededError:
@@ -86,7 +90,7 @@ class JsonParser:
 
     def lookup(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> LookupRequest:
         """Parses a lookup request. Arguments and errors as `rank`."""
-        check_body_size(self._schema, body)
+        check_body_size(self._schema, body, self._lookup_size)
         try:
             return self._lookup_fast(body, lease, now)
         except LimitExceededError:
@@ -98,6 +102,7 @@ class JsonParser:
     def _rank_fast(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> RankRequest:
         schema = self._schema
         decoded: Any = _decode(self._rank, self._types.rank, body)
+        _check_version(decoded.version, lease)
         candidate_columns = self._candidates(decoded.candidates.sparse)
         num_candidates = _num_candidates(candidate_columns, decoded.candidates.dense)
         check_num_candidates(schema.limits, num_candidates)
@@ -122,6 +127,7 @@ class JsonParser:
     def _lookup_fast(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> LookupRequest:
         schema = self._schema
         decoded: Any = _decode(self._lookup, self._types.lookup, body)
+        _check_version(decoded.version, lease)
         given = self._all(decoded.sparse)
         chosen = [number for number, column in enumerate(given) if column is not UNSET]
         columns = [given[number] for number in chosen]
@@ -175,8 +181,10 @@ def peek_version(body: JsonBody) -> int | None:
     """The version that a body asks for, or None. A body that can't be read asks for none: parsing will say why."""
     if isinstance(body, Mapping):
         version = body.get("version")
-        return version if isinstance(version, int) and not isinstance(version, bool) else None
-    if b'"version"' not in body:
+        in_range = isinstance(version, int) and not isinstance(version, bool) and 1 <= version <= MAX_ID
+        return version if in_range else None
+    # A key may be written with escapes; without any backslash it stands there as it is.
+    if b'"version"' not in body and b"\\" not in body:
         return None
     try:
         version = msgspec.json.decode(body, type=VersionPeek).version
@@ -185,10 +193,16 @@ def peek_version(body: JsonBody) -> int | None:
     return None if version is UNSET else version
 
 
-def check_body_size(schema: RequestSchema, body: JsonBody) -> None:
-    """Raises BodyTooLargeError. A transport refuses a long body earlier; this is for those that have it in memory."""
-    if not isinstance(body, Mapping) and len(body) > schema.limits.max_body_bytes:
+def check_body_size(schema: RequestSchema, body: JsonBody, size: JsonSize) -> None:
+    """Raises BodyTooLargeError, TooManyEntriesError or InvalidFieldError; a dict is in memory already.
+
+    A transport refuses a long body earlier; this is for those that come from elsewhere.
+    """
+    if isinstance(body, Mapping):
+        return
+    if len(body) > schema.limits.max_body_bytes:
         raise BodyTooLargeError("", "max_body_bytes", schema.limits.max_body_bytes, len(body), "bytes in the body")
+    size.check(body)
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body_type: type[Any], body: JsonBody) -> Any:
@@ -207,6 +221,12 @@ def _num_candidates(columns: tuple[list[Any], ...], dense: list[Any]) -> int:
     if len(counts) != 1:
         raise CountMismatchError("candidates.sparse", f"features have {sorted(counts)} candidates")
     return counts.pop()
+
+
+def _check_version(version: Any, lease: Lease[ServedModel]) -> None:
+    """The body was decoded for the version that `peek_version` saw; no other may answer it unnoticed."""
+    if version is not UNSET and version != lease.generation.version:
+        raise InvalidFieldError("version", f"{version} is asked for, but {lease.generation.version} would answer")
 
 
 def _optional(value: Any) -> Any:

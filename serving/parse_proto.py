@@ -62,7 +62,15 @@ def _read(data: bytes, wire: type[Wire], public: type[Message]) -> Wire:
             message.DiscardUnknownFields()
         return message
     except DecodeError as error:
-        raise MalformedRequestError("", f"the message is not a {public.DESCRIPTOR.full_name}: {error}") from error
+        # The decoder names the type that it read, which is no part of the public API.
+        reason = str(error).replace(wire.DESCRIPTOR.full_name, public.DESCRIPTOR.full_name)
+        raise MalformedRequestError("", f"the message is not a {public.DESCRIPTOR.full_name}: {reason}") from error
+
+
+def check_model(model: str) -> None:
+    """Raises InvalidFieldError if a message names no model, as an empty message does."""
+    if not model:
+        raise InvalidFieldError("model", "it is empty; it must be the name of a served model")
 
 
 class ProtoParser:
@@ -143,7 +151,9 @@ class _Columns:
         self._schema = schema
         self._keys = keys
         self._lookup = lookup
-        self._weights = [list(feature.weights) for feature in features]
+        weights = [feature.weights for feature in features]
+        # Most requests bring none; then there is nothing to read.
+        self._weights = [list(chunks) for chunks in weights] if any(map(len, weights)) else []
         ids = [list(feature.ids) for feature in features]
         lengths = [list(feature.lengths) for feature in features]
         self._texts = [feature.string_ids for feature in features]
@@ -209,11 +219,13 @@ class _Columns:
         return values
 
     def _flat_weights(self) -> Float32Array | None:
+        if not self._weights:
+            return None
         counts = _sizes(self._weights) // 4
         given = counts > 0
         if not given.any():
             return None
-        weighted = np.fromiter((self._name(key) in self._schema.weighted_names for key in range(given.size)), np.bool_)
+        weighted = self._schema.is_weighted[self._keys]
         if (given & ~weighted).any():
             segment = int((given & ~weighted).argmax())
             raise InvalidFieldError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal
 
@@ -19,6 +20,10 @@ from shard_node.bags import Int32Array, Int64Array
 # The part of a request that a feature stands in. A lookup has only one part.
 Part = Literal["context", "candidates", ""]
 PART_OF_SIDE: dict[Side, Part] = {"context": "context", "candidate": "candidates"}
+
+# An error names all of a model's features if they are few, else those that are spelled most alike.
+MAX_NAMES_SHOWN = 10
+MAX_NAME_CHARS = 128
 
 
 def part_path(part: Part, rest: str) -> str:
@@ -69,6 +74,11 @@ class RequestSchema:
         return frozenset(one.name for one in self.features.features if one.weighted)
 
     @cached_property
+    def is_weighted(self) -> npt.NDArray[np.bool_]:
+        """Bool [F], True where ids may have weights."""
+        return np.array([one.weighted for one in self.features.features], dtype=np.bool_)
+
+    @cached_property
     def embedding_dims(self) -> Int64Array:
         """int64 [F], width of each feature's embeddings."""
         spec = self.features.spec
@@ -117,15 +127,19 @@ class RequestSchema:
         if all_needed and (missing := [name for name in expected if name not in given]):
             raise MissingFeatureError(
                 part_path(part, f"sparse.{missing[0]}"),
-                f"model {self.features.spec.model!r} needs it; got {list(given)}",
+                f"model {self.features.spec.model!r} needs it, one of {len(missing)} that are missing",
             )
 
     def unknown_feature(self, part: Part, name: str) -> UnknownFeatureError:
         """The error for a feature that does not belong into a part."""
-        path = part_path(part, f"sparse.{name:.128}")
+        path = part_path(part, f"sparse.{name[:MAX_NAME_CHARS]}")
         if part and name in self.features.index:
             return UnknownFeatureError(path, f"it is a {self.features.spec.feature(name).side} feature")
         model = self.features.spec.model
+        names = self.names_of(part)
+        if len(names) <= MAX_NAMES_SHOWN:
+            return UnknownFeatureError(path, f"model {model!r} has no such feature here; it has {list(names)}")
+        close = get_close_matches(name[:MAX_NAME_CHARS], names, 3) or names[:3]
         return UnknownFeatureError(
-            path, f"model {model!r} has no such feature here; it has {list(self.names_of(part))}"
+            path, f"model {model!r} has no such feature here; it has {len(names)}, such as {list(close)}"
         )

@@ -23,6 +23,7 @@ class Pending:
         arrived: when it was queued, monotonic seconds.
         future: gets the answer or the error.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
+        longest_sequence: ids in the longest bag of a feature that is not pooled.
         abandoned: set when nobody waits any more; what has not begun by then is dropped.
     """
 
@@ -30,12 +31,17 @@ class Pending:
     arrived: float
     future: asyncio.Future[Any] | concurrent.futures.Future[Any]
     loop: asyncio.AbstractEventLoop | None
+    longest_sequence: int = 0
     abandoned: bool = False
 
     @property
     def num_candidates(self) -> int:
         """Candidates that it adds to a batch; a lookup adds none."""
         return self.request.num_candidates if isinstance(self.request, RankRequest) else 0
+
+    def is_dead(self, now: float) -> bool:
+        """Whether its answer would come to nobody."""
+        return self.abandoned or self.request.deadline <= now
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from router.embeddings import Embeddings
 from router.id_mapping import RejectedIds
+from router.replicas import ReplicatedShard
 from router.router import Router
 from serving.errors import ModelOutputError, UnknownIdError
 from serving.merge import MergedBatch, merge, rank_order
@@ -22,8 +23,11 @@ from serving.parse_checks import place_of
 from serving.parse_schema import RequestSchema
 from serving.request import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo
 from shard_node.shard import Shard
+
+LOCAL_REPLICA = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +77,14 @@ class Ranking:
         """The same router with another dense model."""
         return Ranking(parts, self.router, self._shards, self._metrics, self._clock)
 
-    async def nodes(self) -> list[NodeInfo]:
-        """What each shard tells of itself. Raises RouterError or ShardNodeError if one can't be asked."""
-        return list(await asyncio.gather(*(shard.info() for shard in self._shards)))
+    async def nodes(self) -> list[tuple[str, NodeInfo]]:
+        """What the nodes of all shards tell of themselves, by address, or by `local` for rows in this process.
+
+        Raises:
+            RouterError, ShardNodeError: if a shard can't be asked.
+        """
+        told = await asyncio.gather(*(_told(shard) for shard in self._shards))
+        return [one for of_shard in told for one in of_shard]
 
     async def rank(self, requests: Sequence[RankRequest]) -> list[RankAnswer | Exception]:
         """Ranks requests together.
@@ -116,12 +125,18 @@ class Ranking:
 
         Returns:
             float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing.
+
+        Raises:
+            DeadlineExceededError: if nobody could take the scores any more: they are not worked out.
+            RouterError, ShardNodeError: if the rows can't be looked up.
         """
         began = self._clock()
         embeddings = await self.router.lookup(self._model_name, self.parts.version, batch.bags, deadline)
         routed = self._clock()
-        scores = self._score(batch, embeddings)
         self._metrics.stage(self._model_name, "lookup", routed - began)
+        if routed >= deadline:
+            raise DeadlineExceededError("the deadline passed while the rows were looked up")
+        scores = self._score(batch, embeddings)
         self._metrics.stage(self._model_name, "rank", self._clock() - routed)
         return scores, embeddings.rejected
 
@@ -172,6 +187,12 @@ class Ranking:
         if self.parts.schema.features.is_context[rejected.feature[which]]:
             return 0
         return int(rejected.bag[which] - batch.candidate_starts[number])
+
+
+async def _told(shard: Shard) -> list[tuple[str, NodeInfo]]:
+    if isinstance(shard, ReplicatedShard):
+        return await shard.infos()
+    return [(LOCAL_REPLICA, await shard.info())]
 
 
 def unknown_id(

@@ -19,7 +19,7 @@ import uvloop
 
 from loader.errors import ShardrankError
 from serving.batcher import Batcher
-from serving.errors import ServingError
+from serving.errors import NotReadyError, ServingError
 from serving.metrics import ServingMetrics
 from serving.pending import Answer, Pending, finish
 from serving.ranking import Ranking, RankingParts
@@ -44,6 +44,7 @@ class Replica:
         ranking: makes what does the work; called on the replica's own loop, which the shards then belong to.
         metrics: told how long requests waited.
         clock: monotonic seconds.
+        on_failure: called on the thread when it ends by anything but the batcher's closing.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class Replica:
         ranking: RankingFactory,
         metrics: ServingMetrics,
         clock: Callable[[], float] = time.monotonic,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._batcher = batcher
         self._make_ranking = ranking
         self._metrics = metrics
         self._clock = clock
+        self._on_failure = on_failure
         self._loop = uvloop.new_event_loop()
         self._ranking: Ranking | None = None
         self._ready = threading.Event()
@@ -76,20 +79,34 @@ class Replica:
         """Whether the thread still takes work."""
         return self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended by anything but the batcher's closing."""
+        return self._failure is not None
+
     def use(self, parts: RankingParts) -> None:
         """Replaces the dense model. Only before the first request."""
         if self._ranking is not None:
             self._ranking.parts = parts
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Runs a coroutine on the replica's loop, beside its batches; for checks, not for requests."""
+        """Runs a coroutine on the replica's loop, between its batches; for checks, not for requests.
+
+        Raises:
+            NotReadyError: if the replica has ended.
+        """
 
         async def run() -> Result:
             if self._ranking is None:
                 raise ServingError("the replica has no router")
             return await function(self._ranking)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        running = run()
+        try:
+            return asyncio.run_coroutine_threadsafe(running, self._loop)
+        except RuntimeError as error:
+            running.close()
+            raise NotReadyError(f"ranking replica {self._thread.name} has ended") from error
 
     def join(self) -> None:
         """Waits for the thread to end, after the batcher was closed."""
@@ -104,9 +121,10 @@ class Replica:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
             logger.exception("ranking replica %s ended", self._thread.name)
+            self._on_failure()
         finally:
             self._ready.set()
             self._loop.close()
@@ -126,16 +144,23 @@ class Replica:
                     woken.clear()
                     continue
                 await self._answer(ranking, batch)
+                # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
+                await asyncio.sleep(0)
         finally:
             await ranking.router.close()
 
     async def _answer(self, ranking: Ranking, batch: list[Pending]) -> None:
-        now = self._clock()
-        model = ranking.parts.schema.features.spec.model
-        for pending in batch:
-            self._metrics.stage(model, "queue", now - pending.arrived)
-        outcomes = await self._outcomes(ranking, batch)
-        finish(zip(batch, outcomes, strict=True))
+        # Whatever ends this thread, the batch that it took is answered and its leases are given back.
+        ended = ServingError("the ranking replica ended; the server's log says more")
+        outcomes: list[Answer | BaseException] = [ended] * len(batch)
+        try:
+            now = self._clock()
+            model = ranking.parts.schema.features.spec.model
+            for pending in batch:
+                self._metrics.stage(model, "queue", now - pending.arrived)
+            outcomes = await self._outcomes(ranking, batch)
+        finally:
+            finish(zip(batch, outcomes, strict=True))
 
     async def _outcomes(self, ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:
         try:

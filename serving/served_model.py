@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from loader.golden import GoldenRequests
@@ -31,6 +33,8 @@ from serving.parse_schema import RequestSchema
 from serving.pending import Pending
 from serving.ranking import Ranking, RankingParts
 from serving.replica import Replica
+from serving.request import RankRequest
+from shard_node.bags import KeyedBags
 from shard_node.node import NodeInfo
 from shard_node.shard import Shard
 
@@ -76,6 +80,7 @@ class ServedModel:
         self._batcher = batcher
         self._replicas = replicas
         self._on_close = on_close
+        self._has_sequences = bool(schema.features.is_none.any())
 
     @classmethod
     def load(
@@ -125,8 +130,17 @@ class ServedModel:
             connected = shards(partial(metrics.shard_retry, snapshot.spec.model))
             return Ranking(parts, Router(features, mapper, plan, connected), connected, metrics, clock)
 
+        replicas: list[Replica] = []
+
+        def replica_failed() -> None:
+            if all(replica.has_failed for replica in replicas):
+                batcher.close("all its ranking replicas have ended")
+
         name = f"rank-{snapshot.spec.model}-{snapshot.version}"
-        replicas = [Replica(f"{name}-{number}", batcher, ranking, metrics, clock) for number in range(num_replicas)]
+        replicas += [
+            Replica(f"{name}-{number}", batcher, ranking, metrics, clock, replica_failed)
+            for number in range(num_replicas)
+        ]
         try:
             for replica in replicas:
                 replica.start()
@@ -145,10 +159,12 @@ class ServedModel:
 
     def submit(self, pending: Pending) -> None:
         """Queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's."""
+        if self._has_sequences and isinstance(pending.request, RankRequest):
+            pending.longest_sequence = longest_sequence(pending.request.bags, self.schema.features.is_none)
         self._batcher.submit(pending)
 
-    async def nodes(self) -> list[NodeInfo]:
-        """What each shard tells of itself now.
+    async def nodes(self) -> list[tuple[str, NodeInfo]]:
+        """What the nodes of all shards tell of themselves now, each with its address.
 
         Raises:
             NotReadyError: if a replica has ended, or a shard does not answer in time.
@@ -157,7 +173,7 @@ class ServedModel:
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
             raise NotReadyError(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
 
-        async def ask(ranking: Ranking) -> list[NodeInfo]:
+        async def ask(ranking: Ranking) -> list[tuple[str, NodeInfo]]:
             return await ranking.nodes()
 
         try:
@@ -170,6 +186,16 @@ class ServedModel:
         """Ends the replicas and frees what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
+
+
+def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
+    """Ids in the longest sequence of a rank request.
+
+    Args:
+        bags: of one request, all features.
+        is_none: bool [F], the features that are not pooled: context features, so each has one bag.
+    """
+    return int(bags.values_per_key()[is_none].max(initial=0))
 
 
 def _stop(batcher: Batcher, replicas: Sequence[Replica]) -> None:

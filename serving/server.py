@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
+import uvloop
 from pydantic import Field
 
 from loader.manifest import Frozen
+from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.grpc_api.server import GrpcServer
 from serving.http.server import HttpServer
 from serving.service import RankingService
@@ -25,12 +27,15 @@ class ServerConfig(Frozen):
     Attributes:
         host: address for both.
         http_port, grpc_port: 0 takes a free one.
-        drain_timeout_s: how long requests in flight may take after SIGTERM.
+        shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
+            connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
+        drain_timeout_s: how long requests in flight may take after that.
     """
 
     host: str = "127.0.0.1"
     http_port: int = Field(default=8080, ge=0, le=65535)
     grpc_port: int = Field(default=8081, ge=0, le=65535)
+    shutdown_delay_s: float = Field(default=0.5, ge=0, le=600)
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
 
 
@@ -45,49 +50,90 @@ class Listening:
 
 @contextlib.asynccontextmanager
 async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
-    """Listens while the block runs; then takes no new requests and finishes those in flight. The service stays open.
+    """Listens while the block runs. Then it is not ready, and stops as `ServerConfig` says. The service stays open.
 
     Raises:
         ListenError: if a port can't be bound.
     """
-    await service.watch.refresh()
-    watching = asyncio.create_task(service.watch.run())
     http, grpc = HttpServer(service, config.drain_timeout_s), GrpcServer(service)
+    watching: asyncio.Task[None] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
         grpc_port = await grpc.start(config.host, config.grpc_port)
+        # Only now, so that whoever is told that the process is ready can connect.
+        await service.watch.refresh()
+        watching = asyncio.create_task(service.watch.run())
         logger.info("listening on %s: HTTP %d, gRPC %d", config.host, http_port, grpc_port)
         yield Listening(config.host, http_port, grpc_port)
     finally:
         service.begin_shutdown()
+        if watching is not None:
+            http.begin_drain()
+            await asyncio.sleep(config.shutdown_delay_s)
         await asyncio.gather(http.stop(), grpc.stop(config.drain_timeout_s))
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        if watching is not None:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
 
 
 async def serve(
     service: RankingService,
     config: ServerConfig,
-    on_listening: Callable[[Listening], None] = lambda listening: None,
+    load: Callable[[], Awaitable[object]],
+    on_ready: Callable[[Listening], None] = lambda listening: None,
+    probe_port: int | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then not ready, no new requests, those in flight finished, everything closed.
+    """Serves until it is cancelled; then finishes what is in flight and closes everything.
+
+    Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
+    that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
+    Until then its own probe port tells how it is.
 
     Args:
         service: closed at the end.
         config: where to listen.
-        on_listening: told the ports.
+        load: installs the models.
+        on_ready: told the ports, once the models are loaded.
+        probe_port: a private HTTP port on loopback, for a worker that shares its ports.
 
     Raises:
         ListenError: if a port can't be bound.
+        ShardrankError: whatever `load` raises.
     """
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
     try:
-        async with running_server(service, config) as listening:
-            on_listening(listening)
-            await stopped.wait()
-            logger.info("stopping: %d requests in flight", service.in_flight)
+        async with contextlib.AsyncExitStack() as stack:
+            if probe_port is None:
+                listening = await stack.enter_async_context(running_server(service, config))
+                await load()
+                await service.watch.refresh()
+            else:
+                probe = HttpServer(service, config.drain_timeout_s)
+                stack.push_async_callback(probe.stop)
+                await probe.start("127.0.0.1", probe_port)
+                await load()
+                listening = await stack.enter_async_context(running_server(service, config))
+            on_ready(listening)
+            await asyncio.Event().wait()
     finally:
         await asyncio.to_thread(service.close)
+
+
+def serve_until_signalled(
+    service: RankingService,
+    config: ServerConfig,
+    load: Callable[[], Awaitable[object]],
+    on_ready: Callable[[Listening], None] = lambda listening: None,
+    probe_port: int | None = None,
+) -> None:
+    """Runs `serve` on an event loop of its own until SIGTERM or SIGINT; a second one ends the process with status 1.
+
+    Arguments and errors are those of `serve`.
+    """
+    # A load that is under way can't be interrupted; whoever asks twice does not want to wait for it.
+    try:
+        run_until_signalled(
+            lambda: serve(service, config, load, on_ready, probe_port), lambda: os._exit(1), uvloop.new_event_loop
+        )
+    except StopRequestedError as stop:
+        logger.info("stopped by %s", stop)

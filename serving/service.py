@@ -25,7 +25,7 @@ from serving.health import NodeWatch
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
 from serving.parse_json import JsonBody, peek_version
-from serving.parse_proto import LookupMessage, RankMessage
+from serving.parse_proto import LookupMessage, RankMessage, check_model
 from serving.pending import Pending
 from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.served_model import ServedModel
@@ -49,12 +49,16 @@ class Call:
         method: `rank`, `lookup` or `model`.
         began: monotonic seconds.
         model: name of the served model, once it is known; never what a client made up.
+        admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
+        ended: whether it was counted out. A parser on another thread may still be at work for it.
     """
 
     api: str
     method: str
     began: float
     model: str = ""
+    admitted: bool = False
+    ended: bool = False
 
 
 class RankingService:
@@ -80,7 +84,8 @@ class RankingService:
         self.watch = NodeWatch(self.generations, expected_models)
         self.metrics = metrics or ServingMetrics(self.watch.nodes)
         self._expected = frozenset(expected_models)
-        self._in_flight = 0
+        self._receiving = 0
+        self._admitted = 0
         self._lock = threading.Lock()
 
     def install(self, served: ServedModel) -> None:
@@ -95,14 +100,16 @@ class RankingService:
     def call(self, api: str, method: str) -> Iterator[Call]:
         """Counts one call in, and out with its status. Everything about it happens inside.
 
+        Until it is admitted it is being received; calls that never become complete take no place from those that are.
+
         Raises:
-            OverloadedError: at once, if too many are in flight.
+            OverloadedError: at once, if too many are being received.
         """
         call = Call(api, method, self.clock())
         status = "ok"
-        self._enter(call)
         try:
-            yield call
+            with self._receiving_or_admitted(call):
+                yield call
         except ShardrankError as error:
             status = error.kind
             raise
@@ -113,7 +120,23 @@ class RankingService:
             status = ShardrankError.kind
             raise
         finally:
-            self._leave(call, status)
+            self._count(call, status)
+
+    def admit(self, call: Call) -> None:
+        """Lets a call in whose request is complete. Every parse method does it too; a second time changes nothing.
+
+        Raises:
+            OverloadedError: at once, if too many are in flight.
+        """
+        with self._lock:
+            if call.admitted or call.ended:
+                return
+            if self._admitted < self.limits.max_in_flight:
+                self._receiving -= 1
+                self._admitted += 1
+                call.admitted = True
+                return
+        raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     def lease(self, model: str, version: int | None = None) -> Lease[ServedModel]:
         """A lease on the live version, or on the given one.
@@ -132,22 +155,28 @@ class RankingService:
             raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
 
     def parse_rank(self, call: Call, model: str, body: JsonBody) -> RankRequest:
-        """Parses the JSON form. Raises BadRequestError, ModelNotFoundError."""
+        """Parses the JSON form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
+        self.admit(call)
         lease = self._lease_for(call, model, peek_version(body))
         return self._parsed(call, lease, lambda: lease.payload.json.rank(body, lease, call.began))
 
     def parse_lookup(self, call: Call, model: str, body: JsonBody) -> LookupRequest:
-        """Parses the JSON form. Raises BadRequestError, ModelNotFoundError."""
+        """Parses the JSON form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
+        self.admit(call)
         lease = self._lease_for(call, model, peek_version(body))
         return self._parsed(call, lease, lambda: lease.payload.json.lookup(body, lease, call.began))
 
     def parse_rank_message(self, call: Call, message: RankMessage) -> RankRequest:
-        """Parses the protobuf form. Raises BadRequestError, ModelNotFoundError."""
+        """Parses the protobuf form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
+        self.admit(call)
+        check_model(message.model)
         lease = self._lease_for(call, message.model, message.version if message.HasField("version") else None)
         return self._parsed(call, lease, lambda: lease.payload.proto.rank(message, lease, call.began))
 
     def parse_lookup_message(self, call: Call, message: LookupMessage) -> LookupRequest:
-        """Parses the protobuf form. Raises BadRequestError, ModelNotFoundError."""
+        """Parses the protobuf form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
+        self.admit(call)
+        check_model(message.model)
         lease = self._lease_for(call, message.model, message.version if message.HasField("version") else None)
         return self._parsed(call, lease, lambda: lease.payload.proto.lookup(message, lease, call.began))
 
@@ -202,24 +231,31 @@ class RankingService:
 
     @property
     def in_flight(self) -> int:
-        """Calls being handled."""
-        return self._in_flight
+        """Calls being received or handled."""
+        return self._receiving + self._admitted
 
-    def _enter(self, call: Call) -> None:
+    @contextmanager
+    def _receiving_or_admitted(self, call: Call) -> Iterator[None]:
         with self._lock:
-            is_full = self._in_flight >= self.limits.max_in_flight
-            self._in_flight += not is_full
+            is_full = self._receiving >= self.limits.max_receiving
+            self._receiving += not is_full
         if is_full:
-            self.metrics.failed(call.api, call.method, OverloadedError.kind)
             raise OverloadedError(
-                f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}"
+                f"too many requests that are not complete yet; the limit is max_receiving = {self.limits.max_receiving}"
             )
         self.metrics.in_flight.inc()
+        try:
+            yield
+        finally:
+            with self._lock:
+                call.ended = True
+                if call.admitted:
+                    self._admitted -= 1
+                else:
+                    self._receiving -= 1
+            self.metrics.in_flight.dec()
 
-    def _leave(self, call: Call, status: str) -> None:
-        with self._lock:
-            self._in_flight -= 1
-        self.metrics.in_flight.dec()
+    def _count(self, call: Call, status: str) -> None:
         self.metrics.answered(call.api, call.method, call.model, status)
         if status != "ok":
             self.metrics.failed(call.api, call.method, status)

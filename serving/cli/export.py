@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,11 @@ from serving.cli.options import Assignment
 from serving.cli.output import human_bytes, progress_bars
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loader.golden import GoldenRequests
     from loader.manifest import ModelSpec
+    from loader.row_source import RowSource
     from loader.vocabulary import Vocabulary
 
 MAX_DESCRIPTION_BYTES = 16 << 20
@@ -114,13 +118,11 @@ def export(
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
     """
-    from loader.checkpoint import open_checkpoint
-    from loader.checkpoint_match import match_checkpoint
     from loader.reader import Snapshot
     from loader.writer import export_snapshot
 
     spec = _read_description(description)
-    rows, dense = match_checkpoint(open_checkpoint(checkpoint), spec, dense_prefix, dict(table_key))
+    rows, dense = _match(checkpoint, spec, dense_prefix, table_key)
     with progress_bars() as bars:
         folder = export_snapshot(
             store,
@@ -139,12 +141,45 @@ def export(
     click.echo(f"wrote {folder}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
 
 
+def _match(
+    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
+) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
+    """The tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
+    from loader.checkpoint import open_checkpoint
+    from loader.checkpoint_match import match_checkpoint
+    from loader.errors import CheckpointError
+    from serving.cli.dense_check import check_dense_model, suggested_prefix
+
+    _check_tables("--table-key", spec, [table for table, _ in table_keys])
+    opened = open_checkpoint(path)
+    keys = opened.names()
+    try:
+        rows, dense = match_checkpoint(opened, spec, dense_prefix, dict(table_keys))
+    except CheckpointError as error:
+        if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
+            raise
+        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
+    check_dense_model(spec, dense, keys, dense_prefix)
+    return rows, dense
+
+
+def _check_tables(flag: str, spec: ModelSpec, tables: Sequence[str]) -> None:
+    """Raises ExportError for a flag that names a table which the description does not have."""
+    from loader.errors import ExportError
+
+    known = [table.name for table in spec.tables]
+    for table in tables:
+        if table not in known:
+            raise ExportError(f"{flag}: no table {table!r}; the description's tables are {known}")
+
+
 def _read_description(path: Path) -> ModelSpec:
     """Raises ExportError naming each field that is wrong."""
     from pydantic import ValidationError
 
     from loader.errors import ExportError
     from loader.manifest import ModelSpec
+    from loader.schema_errors import schema_errors
     from serving.models.config import parse_dense_model
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
@@ -152,10 +187,7 @@ def _read_description(path: Path) -> ModelSpec:
     try:
         spec = ModelSpec.model_validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        reasons = "; ".join(
-            f"{'.'.join(str(part) for part in one['loc']) or 'document'}: {one['msg']}" for one in error.errors()
-        )
-        raise ExportError(f"{path}: {reasons}") from error
+        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
     parse_dense_model(spec)
     return spec
 
@@ -167,9 +199,8 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
     from loader.errors import ExportError
     from loader.vocabulary import id_type_is_string
 
-    of_table = next((one for one in spec.tables if one.name == table), None)
-    if of_table is None:
-        raise ExportError(f"--vocabulary: no table {table!r}; the model has {[one.name for one in spec.tables]}")
+    _check_tables("--vocabulary", spec, [table])
+    of_table = next(one for one in spec.tables if one.name == table)
     try:
         # Not splitlines: a string id may hold a character that it takes for a line end.
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")

@@ -24,6 +24,7 @@ def read_limits(path: Path | None, assignments: Sequence[tuple[str, str]]) -> Re
     """
     from pydantic import ValidationError
 
+    from loader.schema_errors import schema_errors
     from serving.limits import RequestLimits
 
     values = {} if path is None else _read(path)
@@ -32,7 +33,7 @@ def read_limits(path: Path | None, assignments: Sequence[tuple[str, str]]) -> Re
         # From JSON text numbers may be strings, as they are on a command line.
         return RequestLimits.model_validate(values)
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'limits'}: {one['msg']}" for one in error.errors())
+        reasons = "; ".join(map(str, schema_errors(error, [RequestLimits])))
         raise click.UsageError(f"limits: {reasons}") from error
 
 

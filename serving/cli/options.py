@@ -92,7 +92,8 @@ def sharding_option(function: Decorated) -> Decorated:
         type=click.Choice(SHARDINGS),
         default="hash",
         show_default=True,
-        help="What a shard owns: rows by hash, contiguous ranges of rows, or whole tables.",
+        help="What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash and range need tables "
+        "exported with that bucketing, but for those that --replicate-bytes or a single shard leaves whole.",
     )(function)
 
 

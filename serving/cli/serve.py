@@ -58,6 +58,14 @@ logger = logging.getLogger(__name__)
 @ranking_options
 @verify_option
 @click.option(
+    "--shutdown-delay-s",
+    type=click.FloatRange(0, 600),
+    default=0.5,
+    show_default=True,
+    metavar="S",
+    help="After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
+)
+@click.option(
     "--probe-port",
     type=click.IntRange(0, 65535),
     hidden=True,
@@ -84,13 +92,14 @@ def serve(
     limit: tuple[tuple[str, str], ...],
     limits_file: Path | None,
     verify: bool,
+    shutdown_delay_s: float,
     probe_port: int | None,
 ) -> None:
     """Serve one version of a model over HTTP and gRPC.
 
     Without --shard, everything is in this process and nothing is serialised. With --shard, rows are looked up on
-    shard nodes, which must have been started with the same --sharding, --replicate-bytes and number of shards. It
-    listens once the version is loaded and gives its golden scores. SIGTERM ends the requests in flight and exits 0.
+    shard nodes, which must have been started with the same --sharding, --replicate-bytes and number of shards. It is
+    ready once the version is loaded and gives its golden scores. SIGTERM ends the requests in flight and exits 0.
 
     Examples:
       shardrank serve --store models --model films
@@ -105,9 +114,8 @@ def serve(
         raise click.UsageError("--memory-budget-gb is for rows in this process; shard nodes have their own.")
     limits = read_limits(limits_file, limit)
     if workers > 1:
-        if verify:
-            # Checked once here; the workers trust it.
-            Snapshot.open(folder)
+        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+        Snapshot.open(folder, verify=False)
         arguments = _worker_arguments(ctx.params, folder) + limit_arguments(limits_file, limit)
         _run_workers(_workers_config(ctx, arguments), http_port, grpc_port)
         return
@@ -119,7 +127,7 @@ def serve(
     from serving.loading import ModelSource
     from serving.server import ServerConfig
 
-    server = ServerConfig(host=host, http_port=http_port, grpc_port=grpc_port)
+    server = ServerConfig(host=host, http_port=http_port, grpc_port=grpc_port, shutdown_delay_s=shutdown_delay_s)
     _run(ModelSource.model_validate(settings), limits, server, probe_port)
 
 
@@ -131,53 +139,32 @@ def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
 
 
 def _run(source: ModelSource, limits: RequestLimits, config: ServerConfig, probe_port: int | None) -> None:
-    import os
-
-    import uvloop
-
     from serving.fleet.ports import SharedPort
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
-    from serving.http.server import HttpServer
     from serving.loading import load_when_possible
-    from serving.server import running_server
+    from serving.server import Listening, serve_until_signalled
     from serving.service import RankingService
 
-    service = RankingService(limits)
+    # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
+    service = RankingService(limits, expected_models=[source.snapshot.parent.name])
 
-    async def program() -> None:
-        try:
-            await load_when_possible(source, service)
-            async with running_server(service, config) as listening:
-                click.echo(f"HTTP: http://{listening.host}:{listening.http_port}/docs")
-                click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
-                if probe_port is None:
-                    await asyncio.Event().wait()
-                probe = HttpServer(service, config.drain_timeout_s)
-                try:
-                    await probe.start("127.0.0.1", probe_port or 0)
-                    await asyncio.Event().wait()
-                finally:
-                    await probe.stop()
-        finally:
-            await asyncio.to_thread(service.close)
+    def say(listening: Listening) -> None:
+        click.echo(f"HTTP: http://{listening.host}:{listening.http_port}/docs")
+        click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
 
     if probe_port is None:
         # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
         for port in (config.http_port, config.grpc_port):
             SharedPort(config.host, port).close()
-    try:
-        # A load that is under way can't be interrupted; whoever asks twice does not want to wait for it.
-        run_until_signalled(program, lambda: os._exit(1), uvloop.new_event_loop)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+    serve_until_signalled(service, config, lambda: load_when_possible(source, service), say, probe_port)
 
 
 def _worker_arguments(parameters: dict[str, Any], folder: Path) -> list[str]:
     """The flags of one worker, but ports and limits."""
-    arguments = ["--snapshot", str(folder), "--no-verify"]
+    arguments = ["--snapshot", str(folder), "--verify" if parameters["verify"] else "--no-verify"]
     for shard in parameters["shards"]:
         arguments += ["--shard", shard]
-    for name in ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "ranking_replicas", "dtype"):
+    names = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "ranking_replicas", "dtype")
+    for name in (*names, "shutdown_delay_s"):
         if parameters[name] is not None:
             arguments += [f"--{name.replace('_', '-')}", str(parameters[name])]
     return arguments

@@ -32,15 +32,13 @@ class SnapshotChoice:
             raise click.UsageError(
                 "Name a snapshot: --store FOLDER [--model NAME] [--version N], or --snapshot FOLDER."
             )
-        from loader.errors import SnapshotNotFoundError
         from loader.store import Store
 
         store = Store(self.store)
+        store.check_exists()
         model = self.model
         if model is None:
             models = store.models()
-            if not models:
-                raise SnapshotNotFoundError(f"store {self.store} has no model")
             if len(models) > 1:
                 raise click.UsageError(f"--store {self.store} holds several models, name one with --model: {models}")
             model = models[0]

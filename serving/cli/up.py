@@ -20,7 +20,6 @@ from serving.cli.options import (
     snapshot_options,
     verify_option,
 )
-from serving.cli.output import progress_bars
 from serving.cli.snapshots import SnapshotChoice
 
 if TYPE_CHECKING:
@@ -75,7 +74,8 @@ def up(
 
     Runs until Ctrl-C. Starts shards × replicas shard nodes on private Unix sockets and the serving processes, waits
     until each says that it is ready, and restarts whichever dies. Logs of the children are in the folder that is
-    printed. SIGTERM or Ctrl-C ends serving processes, then shard nodes, and exits 0; no process is left behind.
+    printed. Each of them checks the files' SHA-256 whenever it starts, unless --no-verify is given.
+    SIGTERM or Ctrl-C ends serving processes, then shard nodes, and exits 0; no process is left behind.
 
     Examples:
       shardrank up --store models
@@ -85,18 +85,18 @@ def up(
     from loader.reader import Snapshot
     from router.plan import Plan
     from serving.cli.limits import limit_arguments
+    from serving.cli.placement import placement_line
     from serving.fleet.config import FleetConfig
 
     folder = SnapshotChoice(store, model, version, snapshot).folder()
-    with progress_bars() as bars:
-        # Checked once here; the children trust it.
-        opened = Snapshot.open(folder, verify=verify, progress=bars)
-    Plan.make(opened.spec, shards, sharding, cards, replicate_bytes)
+    # Only the manifest and the headers: each child checks the files that it loads, at its start and at every restart.
+    opened = Snapshot.open(folder, verify=False)
+    click.echo(placement_line(Plan.make(opened.spec, shards, sharding, cards, replicate_bytes)))
     settings = {
         "snapshot": folder.resolve(), "model": opened.spec.model, "version": opened.version,
         "shards": shards, "replicas": replicas, "cards": cards, "workers": workers,
         "sharding": sharding, "replicate_bytes": replicate_bytes, "memory_budget_gb": memory_budget_gb,
-        "host": host, "http_port": http_port, "grpc_port": grpc_port,
+        "verify": verify, "host": host, "http_port": http_port, "grpc_port": grpc_port,
         "log_level": _root_parameter(ctx, "log_level"),
         "serve_arguments": (
             *("--ranking-replicas", str(ranking_replicas), "--dtype", dtype),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loader.errors import ShardrankError
+from loader.errors import CheckpointError, ShardrankError, SnapshotError
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.verify import VerifyReport, verify_snapshot
+from serving.cli.dense_check import check_dense_model
 from serving.loading import ModelSource, load_served_model
 from serving.service import RankingService
 
@@ -29,17 +30,27 @@ def verify_served(
 
     Args:
         folder: the snapshot's.
-        golden: also load it here and compare the golden scores.
+        golden: also rank its golden requests here and compare the scores; the dense model is built in any case.
         threads: how many files are hashed at a time.
         progress: told bytes hashed, rows checked and bytes loaded.
     """
     report = verify_snapshot(folder, threads=threads, progress=progress)
-    fields = report.model_dump()
-    if not (report.ok and golden):
+    if not report.ok:
+        return Verification(**report.model_dump())
+    snapshot = Snapshot.open(folder, verify=False)
+    tensors = snapshot.dense_tensors()
+    try:
+        check_dense_model(snapshot.spec, tensors, tensors.keys())
+    except CheckpointError as error:
+        problem = f"{SnapshotError.kind}: {snapshot.manifest.dense.path}: {error}"
+        return Verification(**{**report.model_dump(), "ok": False, "problems": (problem,)})
+    checks = (*report.checks, f"dense model: {snapshot.spec.dense_model.kind} is built from its {len(tensors)} tensors")
+    fields = {**report.model_dump(), "checks": checks}
+    entry = snapshot.manifest.golden
+    if not golden:
         return Verification(**fields)
-    entry = Snapshot.open(folder, verify=False).manifest.golden
     if entry is None:
-        return Verification(**{**fields, "checks": (*report.checks, "there are no golden requests")})
+        return Verification(**{**fields, "checks": (*checks, "there are no golden requests")})
     service = RankingService()
     try:
         # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
@@ -53,4 +64,4 @@ def verify_served(
         f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates, "
         f"every score within {entry.tolerance:g}"
     )
-    return Verification(**{**fields, "checks": (*report.checks, check), "golden_checked": True})
+    return Verification(**{**fields, "checks": (*checks, check), "golden_checked": True})

@@ -47,8 +47,8 @@ def verify(
     """Check a snapshot in full.
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
-    SHA-256, dtypes and shapes, every row for NaN and inf, and the golden requests: it loads the version in this
-    process and compares its scores with those that training computed.
+    SHA-256, dtypes and shapes, every row for NaN and inf, that the dense model can be built, and the golden requests:
+    it loads the version in this process and compares its scores with those that training computed.
 
     Examples:
       shardrank verify --store models --model films

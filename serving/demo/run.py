@@ -15,10 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from loader.progress import Progress
+from router.plan import Plan
 from serving.cli.output import progress_bars
+from serving.cli.placement import placement_line
 from serving.demo.clients import GrpcRankClient, HttpRankClient, json_bodies, rank_messages
 from serving.demo.config import DemoConfig
-from serving.demo.errors import RankCallError
+from serving.demo.errors import DemoError, RankCallError
 from serving.demo.local import local_server
 from serving.demo.measure import Measured, measure
 from serving.demo.prepare import (
@@ -46,6 +48,7 @@ from serving.demo.top_films import (
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import running_fleet
 from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.workers import WorkerPorts, held_ports
 from serving.training.requests import evaluation_json
 
 CALL_TIMEOUT_S = 10.0
@@ -81,10 +84,13 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         json_file: where to write the report.
 
     Raises:
-        ShardrankError: if a stage fails.
+        ShardrankError: if a stage fails. A port that is taken or a file that can't be written is told before the work.
     """
     stopwatch = Stopwatch()
     with ExitStack() as stack:
+        ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
+        if json_file is not None:
+            _check_writable(json_file)
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         with progress_bars() as bars:
             with stopwatch.stage("read"):
@@ -100,17 +106,31 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
             )
             with stopwatch.stage("expect"):
                 expected = expectation(version)
+        plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, config.replicate_bytes)
+        console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
         try:
             return run_until_signalled(
-                lambda: _serve_and_rank(config, version, expected, stopwatch, console, once, json_file)
+                lambda: _serve_and_rank(config, ports, version, expected, stopwatch, console, once, json_file)
             )
         except StopRequestedError:
             # During the report: not finished. Afterwards it was the way to end: `_serve_and_rank` returned then.
             return 130
 
 
+def _check_writable(json_file: Path) -> None:
+    """Raises DemoError. An older report stays as it is until there is a new one."""
+    try:
+        with json_file.open("a"):
+            pass
+    except OSError as error:
+        folder = json_file.parent
+        problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
+        raise DemoError(f"--json {json_file}: {problem}") from error
+
+
 async def _serve_and_rank(
     config: DemoConfig,
+    ports: WorkerPorts,
     version: TrainedVersion,
     expected: Expectation,
     stopwatch: Stopwatch,
@@ -119,7 +139,7 @@ async def _serve_and_rank(
     json_file: Path | None,
 ) -> int:
     start = time.monotonic()
-    async with _serving(config, version.folder) as endpoints:
+    async with _serving(config, ports, version.folder) as endpoints:
         stopwatch.seconds["start"] = round(time.monotonic() - start, 3)
         with stopwatch.stage("rank"):
             ranked = await _in_thread(lambda stop: _rank(config, version, expected, endpoints, stop))
@@ -245,11 +265,11 @@ def _fleet(config: DemoConfig, folder: Path) -> FleetConfig:
 
 
 @asynccontextmanager
-async def _serving(config: DemoConfig, folder: Path) -> AsyncIterator[Endpoints]:
+async def _serving(config: DemoConfig, ports: WorkerPorts, folder: Path) -> AsyncIterator[Endpoints]:
     with ExitStack() as starting:
         bars = starting.enter_context(progress_bars())
         if config.local:
-            async with local_server(config, folder, bars) as listening:
+            async with local_server(config, folder, ports, bars) as listening:
                 starting.close()
                 yield Endpoints(listening.host, listening.http_port, listening.grpc_port)
             return
@@ -261,6 +281,6 @@ async def _serving(config: DemoConfig, folder: Path) -> AsyncIterator[Endpoints]
             bars("starting processes", ready, total)
 
         bars("starting processes", 0, total)
-        async with running_fleet(_fleet(config, folder), on_ready) as running:
+        async with running_fleet(_fleet(config, folder), on_ready, ports) as running:
             starting.close()
             yield Endpoints(running.host, running.http_port, running.grpc_port)

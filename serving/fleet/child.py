@@ -20,6 +20,8 @@ State: TypeAlias = Literal["starting", "ready", "waiting", "stopped"]
 
 LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16_384
+_ERROR_PREFIX = "error: "
+"""How the command line prints an error that is raised on purpose; nothing but the exit follows it."""
 
 
 class NotReadyError(Exception):
@@ -130,6 +132,11 @@ class Child:
         if (pid := self.pid) is not None:
             # Its session was made for it alone, so the group is its own.
             os.killpg(pid, signal.SIGKILL)
+
+    def last_error(self) -> str | None:
+        """The error on purpose that its log ends with; None if it ended in another way."""
+        last = self.log_tail(1)
+        return last.removeprefix(_ERROR_PREFIX) if last.startswith(_ERROR_PREFIX) else None
 
     def log_tail(self, max_lines: int = LOG_TAIL_LINES) -> str:
         """The last lines that it wrote, for a message about its end."""

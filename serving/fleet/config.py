@@ -26,6 +26,7 @@ class FleetConfig(Frozen):
         host: address of the public ports.
         http_port, grpc_port: public ports; 0 for any free one.
         memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
+        verify: every process compares the SHA-256 of all files whenever it starts, so also after a restart.
         serve_arguments: further flags of `shardrank serve`.
         log_level: of every child.
     """
@@ -43,6 +44,7 @@ class FleetConfig(Frozen):
     http_port: int = Field(default=8080, ge=0, le=65535)
     grpc_port: int = Field(default=8081, ge=0, le=65535)
     memory_budget_gb: float | None = Field(default=None, ge=0)
+    verify: bool = True
     serve_arguments: tuple[str, ...] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     supervision: SupervisionConfig = SupervisionConfig()

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from serving.fleet.child import Child, ChildSpec, shardrank_command
 from serving.fleet.config import FleetConfig
+from serving.fleet.errors import ChildFailedError
 from serving.fleet.ports import connectable_host, socket_path
 from serving.fleet.probes import shard_node_probe
 from serving.fleet.supervisor import SupervisionConfig, Supervisor
-from serving.fleet.workers import WorkersConfig, held_ports, start_workers
+from serving.fleet.workers import WorkerPorts, WorkersConfig, held_ports, start_workers
 from shard_node.address import Address
 
 logger = logging.getLogger(__name__)
@@ -43,20 +44,22 @@ class LocalFleet:
 
 @contextlib.asynccontextmanager
 async def running_fleet(
-    config: FleetConfig, on_ready: Callable[[str], None] | None = None
+    config: FleetConfig, on_ready: Callable[[str], None] | None = None, held: WorkerPorts | None = None
 ) -> AsyncIterator[LocalFleet]:
     """Starts a fleet, waits until all of it serves, and stops it when the block ends.
 
     Args:
         config: its shape.
         on_ready: called with a child's name when it first serves.
+        held: ports that the caller holds already, a probe's for each worker; None to hold those that `config` names.
 
     Raises:
         ChildFailedError: if a child does not come up.
         FleetError: if a port is taken or a socket path too long.
     """
     workers = config.workers
-    with held_ports(config.host, config.http_port, config.grpc_port, workers) as ports:
+    with contextlib.ExitStack() as stack:
+        ports = held or stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers))
         async with supervised(config.supervision) as supervisor:
             addresses = shard_addresses(config, supervisor.run_directory)
             await supervisor.start(shard_node_specs(config, addresses), on_ready)
@@ -83,6 +86,8 @@ async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
             yield supervisor
         finally:
             await supervisor.stop()
+    except ChildFailedError:
+        raise  # its message ends with the path of the log
     except Exception:
         logger.error("the logs of the child processes are kept in %s", run_directory)
         raise
@@ -110,7 +115,7 @@ def shard_node_specs(config: FleetConfig, addresses: list[list[Address]]) -> lis
         ChildSpec(
             name=f"shard-{shard}-{replica}",
             command=shardrank_command(
-                *("--log-level", config.log_level, "shard-node", "--snapshot", str(config.snapshot), "--no-verify"),
+                *("--log-level", config.log_level, "shard-node", *_snapshot_arguments(config)),
                 *("--shard", f"{shard}/{config.shards}", "--cards", str(config.cards)),
                 *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
                 *("--listen", str(address), *budget),
@@ -122,11 +127,16 @@ def shard_node_specs(config: FleetConfig, addresses: list[list[Address]]) -> lis
     ]
 
 
+def _snapshot_arguments(config: FleetConfig) -> tuple[str, ...]:
+    # A restart may come days after the first start: what the files were then says nothing about what they are now.
+    return ("--snapshot", str(config.snapshot), "--verify" if config.verify else "--no-verify")
+
+
 def _worker_arguments(config: FleetConfig, addresses: list[list[Address]]) -> tuple[str, ...]:
     shards = (
         argument for replicas in addresses for argument in ("--shard", ",".join(str(address) for address in replicas))
     )
     return (
-        *("--snapshot", str(config.snapshot), "--no-verify", *shards),
+        *(*_snapshot_arguments(config), *shards),
         *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,8 @@ class SharedPort:
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}") from error
+            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
+            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:

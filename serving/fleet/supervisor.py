@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class SupervisionConfig(Frozen):
     """How patient a supervisor is. All times in seconds."""
 
-    ready_timeout_s: float = Field(default=120.0, gt=0)
+    ready_timeout_s: float = Field(default=600.0, gt=0)
     probe_interval_s: float = Field(default=0.05, gt=0)
     probe_timeout_s: float = Field(default=2.0, gt=0)
     stop_grace_s: float = Field(default=10.0, gt=0)
@@ -160,5 +160,6 @@ class Supervisor:
                 logger.info("%s serves again (restart %d)", child.spec.name, child.restarts)
 
     def _failure(self, child: Child, what: str) -> str:
-        lines = child.log_tail()
-        return f"{child.spec.name} {what}; the end of {child.log_path}:\n{lines}"
+        if (reason := child.last_error()) is not None:
+            return f"{child.spec.name} {what}: {reason}\nits log: {child.log_path}"
+        return f"{child.spec.name} {what}. The end of its log:\n{child.log_tail()}\nits log: {child.log_path}"

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from loader.errors import ShardrankError
 from serving.errors import BodyTooLargeError, MalformedRequestError, RequestTimeoutError
 from serving.grpc_api.encode import encode_lookup, encode_model, encode_rank
-from serving.parse_proto import read_lookup, read_rank
+from serving.parse_proto import check_model, read_lookup, read_rank
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.request import LookupRequest, RankRequest
 from serving.service import Call, RankingService
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 ERROR_KIND_METADATA = "shardrank-error-kind"
+MAX_DETAILS_BYTES = 4096
+_CUT = "..."
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,15 +55,16 @@ class Handlers:
             del requests
             try:
                 with self._service.call("grpc", name) as call:
-                    return await answer(call, await self._read(context), context)
+                    data = await self._read(context)
+                    self._service.admit(call)
+                    return await answer(call, data, context)
             except ShardrankError as error:
                 failure = error
             except Exception:
                 logger.exception("gRPC method %s failed", name)
                 failure = ShardrankError("internal error; the server's log says more")
-            await context.abort(
-                grpc.StatusCode[failure.grpc_status], str(failure), ((ERROR_KIND_METADATA, failure.kind),)
-            )
+            metadata = ((ERROR_KIND_METADATA, failure.kind),)
+            await context.abort(grpc.StatusCode[failure.grpc_status], status_details(str(failure)), metadata)
             raise AssertionError("abort always raises")
 
         return grpc.stream_unary_rpc_method_handler(handle)
@@ -83,7 +86,7 @@ class Handlers:
 
     async def _rank(self, call: Call, data: bytes, context: Context) -> bytes:
         request = self._service.parse_rank_message(call, read_rank(data))
-        _limit_deadline(call, request, context)
+        self._limit_deadline(request, context)
         answer = await self._service.rank(request)
         began = self._service.clock()
         encoded = encode_rank(answer)
@@ -92,26 +95,44 @@ class Handlers:
 
     async def _lookup(self, call: Call, data: bytes, context: Context) -> bytes:
         request = self._service.parse_lookup_message(call, read_lookup(data))
-        _limit_deadline(call, request, context)
+        self._limit_deadline(request, context)
         answer = await self._service.lookup(request)
         began = self._service.clock()
         encoded = encode_lookup(answer)
         self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
         return encoded
 
+    def _limit_deadline(self, request: RankRequest | LookupRequest, context: Context) -> None:
+        """The deadline of the call counts too, whichever is earlier."""
+        remaining_s = context.time_remaining()
+        if remaining_s is not None:
+            request.deadline = min(request.deadline, self._service.clock() + remaining_s)
+
     async def _model(self, call: Call, data: bytes, context: Context) -> bytes:
         del context
         try:
             request = ranking_pb2.GetModelRequest.FromString(data)
         except DecodeError as error:
-            raise MalformedRequestError("", f"the message is not a GetModelRequest: {error}") from error
+            name = ranking_pb2.GetModelRequest.DESCRIPTOR.full_name
+            raise MalformedRequestError("", f"the message is not a {name}: {error}") from error
+        check_model(request.model)
         description = self._service.describe(request.model, request.version if request.HasField("version") else None)
         call.model = description.model
         return encode_model(description)
 
 
-def _limit_deadline(call: Call, request: RankRequest | LookupRequest, context: Context) -> None:
-    """The deadline of the call counts too, whichever is earlier."""
-    remaining_s = context.time_remaining()
-    if remaining_s is not None:
-        request.deadline = min(request.deadline, call.began + remaining_s)
+def status_details(message: str) -> str:
+    """A message, cut where it would take more than `MAX_DETAILS_BYTES` on the wire.
+
+    There it is percent-encoded (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md): printable ASCII but
+    `%` takes one byte, every other byte of its UTF-8 form three. Peers refuse trailers that are too long as a whole.
+    """
+    if 12 * len(message) <= MAX_DETAILS_BYTES:
+        return message
+    # No character takes less than a byte, so what is beyond the limit need not be looked at.
+    size, head = 0, message[: MAX_DETAILS_BYTES + 1]
+    for end, letter in enumerate(head):
+        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode("utf-8", "replace"))
+        if size > MAX_DETAILS_BYTES:
+            return message[: max(0, end - len(_CUT))] + _CUT
+    return message

@@ -41,6 +41,7 @@ class GrpcServer:
             raise ListenError(f"can't listen for gRPC on {host}:{port}: {error}") from error
         await self._server.start()
         await self._set_health()
+        self._service.watch.listen(self._set_health)
         self._watcher = asyncio.create_task(self._watch())
         return bound
 
@@ -48,6 +49,7 @@ class GrpcServer:
         """Takes no new calls, and gives those in flight `grace_s` seconds."""
         if self._watcher is not None:
             self._watcher.cancel()
+            self._service.watch.unlisten(self._set_health)
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -66,6 +68,8 @@ class GrpcServer:
 def server_options(limits: RequestLimits) -> list[tuple[str, int]]:
     """Channel arguments, see https://github.com/grpc/grpc/blob/master/include/grpc/impl/channel_arg_names.h."""
     half_ms = max(1, int(limits.receive_timeout_s * 500))
+    # No call that was taken lasts longer, so a connection that is asked to go loses none.
+    longest_call_ms = limits.max_timeout_ms + 4 * half_ms
     return [
         # Twice the limit of a message: what is a little too long is refused with INVALID_ARGUMENT and the limit's name,
         # what is far too long by the library, before it is read, with RESOURCE_EXHAUSTED.
@@ -73,6 +77,13 @@ def server_options(limits: RequestLimits) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),
         ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+        # Clients keep to the number of streams by waiting; but they open one when the last has ended for them, which is
+        # before it has ended here. The library resets such streams at random, unless this is off. The limit itself
+        # still holds.
+        ("grpc.http.overload_protection", 0),
+        ("grpc.max_connection_idle_ms", max(1, int(limits.keep_alive_s * 1000))),
+        ("grpc.max_connection_age_ms", max(1, int(limits.max_connection_age_s * 1000))),
+        ("grpc.max_connection_age_grace_ms", longest_call_ms),
         ("grpc.server_handshake_timeout_ms", 2 * half_ms),
         ("grpc.http2.settings_timeout", 2 * half_ms),
         # A peer that answers no ping, because it is dead or stalled, is dropped after time and timeout together. It is

@@ -8,10 +8,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from loader.errors import ShardrankError
 from serving.description import ModelDescription
 from serving.errors import MethodNotAllowedError, NoSuchRouteError
 from serving.http.documents import (
@@ -20,22 +22,47 @@ from serving.http.documents import (
     RANK_EXAMPLE,
     RANK_SCHEMA,
     ErrorDocument,
+    HealthDocument,
     LookupDocument,
+    ModelsDocument,
     RankDocument,
     ReadyDocument,
     json_body,
 )
 from serving.http.endpoints import Endpoints, error_response
+from serving.http.large_work import LargeWork
 from serving.service import RankingService
 
 API_VERSION = "1"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorDocument, "description": "The request is wrong; the message names the field and the limit."},
     404: {"model": ErrorDocument, "description": "No such model, or version of it, is served."},
+    408: {"model": ErrorDocument, "description": "The request was not complete within `receive_timeout_s`."},
     413: {"model": ErrorDocument, "description": "The body is longer than `max_body_bytes`."},
+    431: {"model": ErrorDocument, "description": "The headers are longer than `max_header_bytes`."},
+    500: {"model": ErrorDocument, "description": "The model gave NaN or inf, or a defect of the server."},
     503: {"model": ErrorDocument, "description": "Overloaded, not ready, or a shard is away; try again."},
     504: {"model": ErrorDocument, "description": "The deadline passed."},
 }
+
+
+class ModelName(Convertor[str]):
+    """A model's name in a path: no colon, so that what follows one can only be an action such as `:rank`."""
+
+    NAME = "model_name"
+    regex = "[^/:]+"
+
+    def convert(self, value: str) -> str:
+        """As it is."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """As it is."""
+        return value
+
+
+register_url_convertor(ModelName.NAME, ModelName())
+_MODEL = f"/v1/models/{{model:{ModelName.NAME}}}"
 
 
 class RawRoute(APIRoute):
@@ -47,40 +74,53 @@ class RawRoute(APIRoute):
         return endpoint
 
 
-def create_app(service: RankingService) -> FastAPI:
-    """The HTTP API of a service."""
+def create_app(service: RankingService, large: LargeWork | None = None) -> FastAPI:
+    """The HTTP API of a service. `large` takes long bodies and answers off the event loop; by default its own."""
     app = FastAPI(
         title="shardrank",
         version=API_VERSION,
         description="Online ranking from sharded embeddings: ids in, scores out.",
+        redirect_slashes=False,
     )
-    endpoints = Endpoints(service)
+    endpoints = Endpoints(service, large or LargeWork())
 
     def route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any) -> None:
         app.router.add_api_route(path, handler, methods=[method], route_class_override=RawRoute, **options)
 
     # The first ones are tried first.
     route(
-        "/v1/models/{model}:rank", endpoints.rank, "POST", tags=["ranking"], summary="Score candidates",
+        f"{_MODEL}:rank", endpoints.rank, "POST", tags=["ranking"], summary="Score candidates",
         responses={200: {"model": RankDocument}, **_ERRORS}, openapi_extra=_raw(json_body(RANK_SCHEMA, RANK_EXAMPLE)),
     )  # fmt: skip
     route(
-        "/v1/models/{model}:lookup", endpoints.lookup, "POST", tags=["ranking"], summary="Look embeddings up",
+        f"{_MODEL}:lookup", endpoints.lookup, "POST", tags=["ranking"], summary="Look embeddings up",
         responses={200: {"model": LookupDocument}, **_ERRORS},
         openapi_extra=_raw(json_body(LOOKUP_SCHEMA, LOOKUP_EXAMPLE)),
     )  # fmt: skip
-    route("/v1/models", endpoints.models, "GET", tags=["models"], summary="The live version of every model")
     route(
-        "/v1/models/{model}", endpoints.model, "GET", tags=["models"], summary="What a model takes and is made of",
+        "/v1/models", endpoints.models, "GET", tags=["models"], summary="The live version of every model",
+        responses={200: {"model": ModelsDocument}},
+    )  # fmt: skip
+    route(
+        _MODEL, endpoints.model, "GET", tags=["models"], summary="What a model takes and is made of",
         responses={200: {"model": ModelDescription}, 404: _ERRORS[404]}, openapi_extra=_raw({}),
     )  # fmt: skip
-    route("/healthz", endpoints.healthz, "GET", tags=["operations"], summary="The process runs")
+    route(
+        "/healthz", endpoints.healthz, "GET", tags=["operations"], summary="The process runs",
+        responses={200: {"model": HealthDocument}},
+    )  # fmt: skip
     route(
         "/readyz", endpoints.readyz, "GET", tags=["operations"], summary="Every model is live and its shards answer",
         responses={200: {"model": ReadyDocument}, 503: {"model": ReadyDocument}},
     )  # fmt: skip
-    route("/metrics", endpoints.metrics, "GET", tags=["operations"], summary="Metrics in Prometheus' text format")
+    route(
+        "/metrics", endpoints.metrics, "GET", tags=["operations"], summary="Metrics in Prometheus' text format",
+        response_class=PlainTextResponse,
+    )  # fmt: skip
+    for path, probe in (("/healthz", endpoints.healthz), ("/readyz", endpoints.readyz)):
+        route(path, probe, "HEAD", include_in_schema=False)
     app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(Exception, _defect)
     return app
 
 
@@ -94,6 +134,12 @@ def _raw(extra: dict[str, Any]) -> dict[str, Any]:
         "description": "its name",
     }
     return {"parameters": [parameter], **extra}
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    """What should never happen, in the form of every other error. The framework raises it again for the log."""
+    del error
+    return error_response(request, ShardrankError("internal error; the server's log says more"))
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:

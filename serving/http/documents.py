@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
+
+from serving.description import ModelDescription
 
 RANK_EXAMPLE: dict[str, Any] = {
     "context": {"sparse": {"user_id": [42], "history": [1, 50, 172]}, "dense": []},
@@ -17,10 +19,8 @@ LOOKUP_EXAMPLE: dict[str, Any] = {"sparse": {"film_id": [[3], [9, 11]]}, "timeou
 _ID: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, {"type": "string"}]}
 _BAG: dict[str, Any] = {"type": "array", "items": _ID}
 _BAGS: dict[str, Any] = {"type": "array", "items": {"anyOf": [_ID, _BAG]}}
-_WEIGHTS: dict[str, Any] = {
-    "type": "array",
-    "items": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]},
-}
+_NUMBERS: dict[str, Any] = {"type": "array", "items": {"type": "number"}}
+_WEIGHTS: dict[str, Any] = {"type": "array", "items": {"anyOf": [{"type": "number"}, _NUMBERS]}}
 _OPTIONS: dict[str, Any] = {
     "timeout_ms": {"type": "integer", "minimum": 1, "description": "deadline; the server's default if absent"},
     "version": {"type": "integer", "minimum": 1, "description": "the version that must answer; the live one if absent"},
@@ -32,6 +32,11 @@ def _map_of(schema: dict[str, Any], description: str) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": schema, "description": description}
 
 
+def _weights_of(schema: dict[str, Any], description: str) -> dict[str, Any]:
+    null = {"type": "null"}
+    return {"anyOf": [_map_of({"anyOf": [schema, null]}, f"{description}; null is as if absent"), null]}
+
+
 def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -39,7 +44,7 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
 _CONTEXT = _object(
     {
         "sparse": _map_of(_BAG, "by feature: the ids of its one bag"),
-        "weights": _map_of({"type": "array", "items": {"type": "number"}}, "by weighted feature: one for each id"),
+        "weights": _weights_of(_NUMBERS, "by weighted feature: one for each id"),
         "dense": {"type": "array", "items": {"type": "number"}},
     },
     [],
@@ -47,7 +52,7 @@ _CONTEXT = _object(
 _CANDIDATES = _object(
     {
         "sparse": _map_of(_BAGS, "by feature: one list of ids, or one id, for each candidate"),
-        "weights": _map_of(_WEIGHTS, "by weighted feature: in the shape of its ids"),
+        "weights": _weights_of(_WEIGHTS, "by weighted feature: in the shape of its ids"),
         "dense": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
     },
     [],
@@ -64,7 +69,7 @@ RANK_SCHEMA = _object(
 LOOKUP_SCHEMA = _object(
     {
         "sparse": _map_of(_BAGS, "by feature: a list of bags; a flat list is one id for each bag"),
-        "weights": _map_of(_WEIGHTS, "by weighted feature: in the shape of its ids"),
+        "weights": _weights_of(_WEIGHTS, "by weighted feature: in the shape of its ids"),
         **_OPTIONS,
     },
     ["sparse"],
@@ -110,6 +115,18 @@ class ErrorDocument(BaseModel):
     """Every answer that is not a success."""
 
     error: ErrorContent
+
+
+class ModelsDocument(BaseModel):
+    """The answer of `/v1/models`."""
+
+    models: list[ModelDescription] = Field(description="the live version of every model")
+
+
+class HealthDocument(BaseModel):
+    """The answer of `/healthz`."""
+
+    status: Literal["ok"]
 
 
 class ReadyDocument(BaseModel):

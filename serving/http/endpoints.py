@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from loader.errors import ShardrankError
 from serving.encode_json import RETRY_AFTER_S, encode, error_document, lookup_document, rank_document
 from serving.http.body import read_body
 from serving.http.documents import ReadyDocument
+from serving.http.large_work import LargeWork
 from serving.http.protocol import DISCONNECT_EXTENSION
 from serving.metrics import CONTENT_TYPE
 from serving.service import Call, RankingService
@@ -28,8 +30,9 @@ METRICS_REFRESH_TIMEOUT_S = 1.0
 class Endpoints:
     """Handlers over one service. Each takes the raw request and makes the whole response."""
 
-    def __init__(self, service: RankingService) -> None:
+    def __init__(self, service: RankingService, large: LargeWork) -> None:
         self._service = service
+        self._large = large
 
     async def rank(self, request: Request) -> Response:
         """`POST /v1/models/{model}:rank`."""
@@ -81,19 +84,24 @@ class Endpoints:
 
     async def _rank(self, call: Call, request: Request) -> bytes:
         body = await read_body(request, self._service.limits.max_body_bytes)
-        parsed = self._service.parse_rank(call, request.path_params["model"], body)
+        self._service.admit(call)
+        parse = partial(self._service.parse_rank, call, request.path_params["model"], body)
+        parsed = await self._large.parse(len(body), parse)
         answer = await self._service.rank(parsed, _watch_client(request))
         began = self._service.clock()
-        encoded = encode(rank_document(answer))
+        encoded = await self._large.encode(answer.scores.size, lambda: encode(rank_document(answer)))
         self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
         return encoded
 
     async def _lookup(self, call: Call, request: Request) -> bytes:
         body = await read_body(request, self._service.limits.max_body_bytes)
-        parsed = self._service.parse_lookup(call, request.path_params["model"], body)
+        self._service.admit(call)
+        parse = partial(self._service.parse_lookup, call, request.path_params["model"], body)
+        parsed = await self._large.parse(len(body), parse)
         answer = await self._service.lookup(parsed, _watch_client(request))
         began = self._service.clock()
-        encoded = encode(lookup_document(answer))
+        floats = sum(feature.values.size for feature in answer.embeddings.values())
+        encoded = await self._large.encode(floats, lambda: encode(lookup_document(answer)))
         self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
         return encoded
 
@@ -129,6 +137,6 @@ def _watch_client(request: Request) -> Callable[[Callable[[], None]], None]:
 
     def register(callback: Callable[[], None]) -> None:
         if disconnect is not None:
-            disconnect.callback = callback
+            disconnect.watch(callback)
 
     return register

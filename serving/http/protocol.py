@@ -8,8 +8,10 @@ longer, however slowly its bytes trickle in.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -25,6 +27,8 @@ from serving.metrics import ServingMetrics
 
 # How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal.
 LINGER_S = 1.0
+# How long a connection that has brought nothing yet is kept when the server stops: its request may be on the way.
+LAST_REQUEST_S = 0.5
 _NO_LINGER = struct.pack("ii", 1, 0)
 DISCONNECT_EXTENSION = "shardrank.disconnect"
 
@@ -32,10 +36,23 @@ DISCONNECT_EXTENSION = "shardrank.disconnect"
 class Disconnect:
     """Tells a handler that its client has gone."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("_callback", "_has_gone")
 
     def __init__(self) -> None:
-        self.callback: Any = None
+        self._callback: Callable[[], None] | None = None
+        self._has_gone = False
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Sets what is called when the client goes: at once, if it has gone already."""
+        self._callback = callback
+        if self._has_gone:
+            callback()
+
+    def gone(self) -> None:
+        """The connection has ended."""
+        self._has_gone = True
+        if self._callback is not None:
+            self._callback()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -43,6 +60,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     limits: RequestLimits
     metrics: ServingMetrics
+    # Set for all connections of a server that is about to stop: each answer is its connection's last.
+    is_draining = False
 
     def __init__(
         self,
@@ -58,6 +77,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._has_begun = False
         self._head_bytes = 0
         self._refusal: ShardrankError | None = None
+        self._deferred: ShardrankError | None = None
         self._disconnect = Disconnect()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -74,18 +94,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_receive_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
-        if self._disconnect.callback is not None:
-            self._disconnect.callback()
+        self._disconnect.gone()
 
     def data_received(self, data: bytes) -> None:
         """Counts bytes until the headers are complete, and starts the clock with a request's first byte."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._deferred is not None:
             return
         if self._in_head:
             if self._receive_timer is None:
                 self._start_receive_timer()
             if self._head_bytes > self.limits.max_header_bytes:
-                self._refuse(self._header_too_large())
+                self._refuse_in_turn(self._header_too_large())
                 return
             self._head_bytes += len(data)
         super().data_received(data)
@@ -109,6 +128,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = self._has_begun = False
         self._head_bytes = 0
         super().on_headers_complete()
+        if self.is_draining:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """The request is complete: the rest takes as long as its own deadline allows."""
@@ -123,6 +144,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """If the body was refused before it was complete, the rest of it is dropped for a moment."""
+        if self._deferred is not None and not (self.pipeline and not self.pipeline[-1][0].more_body):
+            self._refuse(self._deferred)
         super().on_response_complete()
         cycle = self.cycle
         if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
@@ -132,7 +155,43 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what it can't parse; the error's form is this API's own."""
-        self._refuse(self._refusal or MalformedRequestError("", f"not HTTP: {msg}"))
+        self._refuse_in_turn(self._refusal or MalformedRequestError("", f"not HTTP: {msg}"))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that has sent all it wants to send gets the answers to its complete requests."""
+        if not self._owes_answer():
+            return False
+        self.cycle.keep_alive = False
+        return True
+
+    def begin_drain(self) -> None:
+        """The next answer is this connection's last."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """Closes an idle connection; one that has brought its first request, or is about to, gets its answer."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if not is_idle or self.transport.is_closing():
+            super().shutdown()
+        elif self._head_bytes == 0 and not self._has_begun and (self.cycle is None or _is_readable(self.transport)):
+            self._unset_keepalive_if_required()
+            self._stop_receive_timer()
+            self._receive_timer = self.loop.call_later(
+                min(LAST_REQUEST_S, self.limits.receive_timeout_s), self._on_receive_timeout
+            )
+        elif self._head_bytes == 0 and not self._has_begun:
+            super().shutdown()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        # Whoever asks for a WebSocket gets the answer that the path has for a plain request.
+        pass
+
+    def _owes_answer(self) -> bool:
+        """Whether a request that has come in full is not answered yet."""
+        if self.cycle is None or self.transport.is_closing():
+            return False
+        return bool(self.pipeline) or not (self.cycle.response_complete or self.cycle.more_body)
 
     def pause_writing(self) -> None:
         """The peer does not take its answer."""
@@ -172,6 +231,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             f"the headers are longer than the limit max_header_bytes = {self.limits.max_header_bytes}"
         )
 
+    def _refuse_in_turn(self, error: ShardrankError) -> None:
+        """Refuses what came behind requests that are still to be answered, once they are. What follows is not read."""
+        if not self._owes_answer():
+            self._refuse(error)
+            return
+        self._deferred = error
+        self._stop_receive_timer()
+
     def _refuse(self, error: ShardrankError) -> None:
         """Answers without an application, and closes. A handler that still waits for the body sees a disconnect."""
         if self.transport.is_closing():
@@ -200,6 +267,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _is_readable(transport: asyncio.Transport) -> bool:
+    """Whether bytes of the peer wait that the event loop has not seen yet."""
+    poller = select.poll()
+    poller.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def bounded_protocol(limits: RequestLimits, metrics: ServingMetrics) -> type[BoundedHttpProtocol]:

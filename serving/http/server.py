@@ -11,7 +11,8 @@ import uvicorn
 
 from serving.errors import ListenError
 from serving.http.app import create_app
-from serving.http.protocol import bounded_protocol
+from serving.http.large_work import LargeWork
+from serving.http.protocol import BoundedHttpProtocol, bounded_protocol
 from serving.service import RankingService
 
 BACKLOG = 1024
@@ -32,6 +33,23 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         self.listening.set()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # With SO_REUSEPORT, what waits in this listener's queue when it is closed is reset, not passed on to others.
+        accepted = [connection for listener in sockets or [] for connection in _accept_waiting(listener)]
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        for connection in accepted:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
 
 class HttpServer:
     """An HTTP listener over one service.
@@ -43,9 +61,11 @@ class HttpServer:
 
     def __init__(self, service: RankingService, drain_timeout_s: float) -> None:
         limits = service.limits
+        self._large = LargeWork()
+        self._protocol = bounded_protocol(limits, service.metrics)
         config = uvicorn.Config(
-            create_app(service),
-            http=bounded_protocol(limits, service.metrics),
+            create_app(service, self._large),
+            http=self._protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -71,11 +91,31 @@ class HttpServer:
         await self._server.listening.wait()
         return bound
 
+    def begin_drain(self) -> None:
+        """Goes on as before, but every answer from now on closes its connection."""
+        self._protocol.is_draining = True
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, BoundedHttpProtocol):
+                connection.begin_drain()
+
     async def stop(self) -> None:
-        """Takes no new connections, ends idle ones, and waits for requests in flight."""
+        """Takes in what has connected, then nothing more; ends idle connections, and waits for requests in flight."""
+        self.begin_drain()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        self._large.close()
+
+
+def _accept_waiting(listener: socket.socket) -> list[socket.socket]:
+    accepted = []
+    # Anything else than an empty queue, such as too many open files, ends it as well: the listener is closed anyway.
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            accepted.append(connection)
+    return accepted
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.manifest import Frozen, ModelSpec
+from loader.schema_errors import schema_errors
 from serving.models.errors import RankingModelError
 
 MAX_LAYERS = 32
@@ -98,8 +99,8 @@ def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
     except ValidationError as error:
         # A discriminated union puts the kind in front of each location; the name of the option follows.
         reasons = "; ".join(
-            f"{'.'.join(str(part) for part in one['loc'][1:]) or 'kind'}: {one['msg']} (got {one['input']!r:.80})"
-            for one in error.errors()
+            f"{'.'.join(map(str, one.place[1:])) or 'kind'}: {one.problem} (got {one.value!r:.80})"
+            for one in schema_errors(error, get_args(DenseModelConfig), elsewhere=["kind"])
         )
         raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
     if isinstance(config, DlrmConfig):

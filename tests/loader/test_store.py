@@ -43,5 +43,19 @@ def test_a_store_that_is_not_there_is_empty(tmp_path):
     store = Store(tmp_path / "absent")
     assert store.models() == []
     assert store.next_version("a") == 1
-    with pytest.raises(SnapshotNotFoundError, match="it has none"):
+    with pytest.raises(SnapshotNotFoundError, match="absent: there is no such folder"):
         store.latest("a")
+
+
+def test_an_export_that_was_interrupted_is_no_version_but_is_told(tmp_path):
+    (tmp_path / "shop" / ".export-2").mkdir(parents=True)
+    (tmp_path / "shop" / ".export-x").mkdir()
+    store = Store(tmp_path)
+    assert (store.models(), store.unfinished()) == ([], [("shop", 2)])
+    problem = "; not finished: the export of shop/2, which goes on when it is run again"
+    with pytest.raises(SnapshotNotFoundError, match=f"has no model{problem}"):
+        store.check_exists()
+    write_snapshot(tmp_path, one_table_spec(10, model="a"), version=3)
+    store.check_exists()
+    with pytest.raises(SnapshotNotFoundError, match=rf"no model 'shop'; it has \['a'\]{problem}"):
+        store.latest("shop")

@@ -68,5 +68,11 @@ def test_a_snapshot_that_cannot_be_opened_is_a_report_and_not_an_exception(tmp_p
     (path / "dense.safetensors").unlink()
     report = verify_snapshot(path)
     assert not report.ok
-    assert "dense.safetensors" in report.problems[0]
+    assert report.problems == (f"bad_snapshot: {path / 'dense.safetensors'}: missing",)
+    # The manifest can be read, so the report says of which version it is.
+    assert (report.model, report.version) == ("small", 1)
+    assert "dense.safetensors" in [file.path for file in report.files]
     assert verify_snapshot(tmp_path / "absent").problems[0].startswith("snapshot_not_found: ")
+    (path / "manifest.json").write_text("{")
+    unreadable = verify_snapshot(path)
+    assert (unreadable.ok, unreadable.model, unreadable.version, unreadable.files) == (False, None, None, ())

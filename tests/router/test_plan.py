@@ -107,6 +107,12 @@ def test_sharding_that_the_stored_bucketing_can_not_serve_is_refused_with_the_wa
         Plan.make(spec_of([5000]), num_shards=2, sharding="range", replicate_bytes=0)
 
 
+def test_a_table_that_is_not_divided_over_shards_may_be_stored_with_any_bucketing():
+    spec = spec_of([5000])
+    assert (Plan.make(spec, num_shards=1, sharding="range").shard_of_bucket == 0).all()
+    assert (Plan.make(spec, num_shards=2, sharding="range").shard_of_bucket == REPLICATED).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

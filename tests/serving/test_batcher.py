@@ -45,6 +45,17 @@ class Model:
         request = RankRequest(lease, EMPTY, num_candidates, np.zeros(0, np.float32), dense, deadline)
         return Pending(request, 0.0, concurrent.futures.Future(), None)
 
+    def sized(self, num_candidates: int, num_ids: int, longest: int) -> Pending:
+        """A rank request of some cost."""
+        pending = self.rank(num_candidates)
+        bags = KeyedBags.from_lengths(
+            *(np.array([one], dtype) for one, dtype in ((0, np.int32), (1, np.int64), (num_ids, np.int64))),
+            np.zeros(num_ids, np.int64),
+        )
+        pending.request.bags = bags
+        pending.longest_sequence = longest
+        return pending
+
     def lookup(self) -> Pending:
         request = LookupRequest(self.generations.lease("films"), EMPTY, FAR)
         return Pending(request, 0.0, concurrent.futures.Future(), None)
@@ -122,6 +133,62 @@ def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
     with pytest.raises(DeadlineExceededError):
         expired.future.result(0)
     assert model.leases == 1
+
+
+def test_requests_are_joined_up_to_the_limit_of_ids(model):
+    batcher, (_, wake) = Batcher(RequestLimits(max_batch_ids=100)), wake_counter()
+    waiting = [model.sized(1, num_ids, 0) for num_ids in (60, 40, 1, 500, 2)]
+    for one in waiting:
+        batcher.submit(one)
+    assert [batcher.take(wake) for _ in range(4)] == [waiting[:2], waiting[2:3], waiting[3:4], waiting[4:]]
+
+
+def test_a_long_history_is_not_joined_with_many_candidates_of_others(model):
+    batcher, (_, wake) = Batcher(RequestLimits(max_batch_pairs=1000)), wake_counter()
+    # candidates x the longest sequence of the batch, to which all others are padded
+    waiting = [model.sized(count, 1, longest) for count, longest in ((10, 50), (10, 20), (1, 200), (4, 10), (50, 50))]
+    for one in waiting:
+        batcher.submit(one)
+    assert [batcher.take(wake) for _ in range(3)] == [waiting[:2], waiting[2:4], waiting[4:]]
+
+
+def test_a_full_queue_drops_what_nobody_waits_for_before_it_refuses(model):
+    clock = Clock()
+    batcher = Batcher(RequestLimits(max_queue=3), clock)
+    expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
+    for one in (expired, abandoned, alive):
+        batcher.submit(one)
+    abandoned.abandoned = True
+    clock.now = 6.0
+    newest = [model.rank(), model.rank()]
+    for one in newest:
+        batcher.submit(one)
+    with pytest.raises(DeadlineExceededError):
+        expired.future.result(0)
+    with pytest.raises(OverloadedError, match="max_queue = 3"):
+        batcher.submit(model.rank())
+    assert batcher.take(lambda: None) == [alive, *newest]
+
+
+def test_a_replica_whose_loop_has_ended_is_passed_over_and_the_next_idle_one_is_woken(model):
+    batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
+
+    def ended() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    assert batcher.take(wake) == []
+    assert batcher.take(ended) == []
+    waiting = model.rank()
+    batcher.submit(waiting)
+    assert calls == [1]
+    # Nobody is left to be woken: the request is queued all the same, and its lease is not the caller's any more.
+    assert batcher.take(wake) == [waiting]
+    assert batcher.take(ended) == []
+    batcher.submit(model.rank())
+    assert (batcher.num_waiting, model.leases) == (1, 2)
+    assert len(batcher.take(wake)) == 1
+    assert batcher.take(ended) == []
+    batcher.close()
 
 
 def test_closing_fails_what_waits_and_wakes_the_idle(model):

@@ -75,8 +75,9 @@ def test_a_shard_that_is_away_is_503_and_service_resumes_when_it_returns(api_mod
             assert await ready(api)
             metrics = (await api.http.get("/metrics")).text
             for shard in range(SHARDS):
-                assert f'shardrank_memory_bytes{{card="0",model="films",shard="{shard}"' in metrics
-                assert f'shardrank_rows_looked_up_total{{model="films",shard="{shard}",table="films"' in metrics
+                labels = f'model="films",replica="{fleet.addresses[shard]}",shard="{shard}"'
+                assert f'shardrank_memory_bytes{{card="0",{labels}' in metrics
+                assert f'shardrank_rows_looked_up_total{{{labels},table="films"' in metrics
 
             await fleet.stop(1)
             assert await status() == (503, "shard_unavailable")

@@ -16,7 +16,8 @@ from serving.limits import RequestLimits
 from serving.parse_json import JsonParser, peek_version
 from serving.parse_proto import ProtoParser, read_rank
 from serving.parse_schema import RequestSchema
-from shardrank_testing.serving_api import CITIES, api_request, api_spec, rank_message
+from shard_node.generation import Generations
+from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec, rank_message
 
 SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
 PARSER = JsonParser(SCHEMA)
@@ -101,6 +102,8 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["film", "x", "dense"]), inner),
     max_leaves=6,
 )
+GENERATIONS: Generations[str] = Generations(lambda payload: None)
+GENERATIONS.stage(MODEL, 1, "nothing")
 PATHS = [
     (),
     ("context",),
@@ -144,7 +147,8 @@ def test_whatever_stands_anywhere_is_parsed_or_refused_by_name(path, value, as_b
     body = json.dumps(request).encode() if as_bytes else request
     parsed, refusal = None, None
     try:
-        parsed = PARSER.rank(body, None, 0.0)
+        with GENERATIONS.lease(MODEL, 1) as lease:
+            parsed = PARSER.rank(body, lease, 0.0)
     except BadRequestError as error:
         refusal = error
     if parsed is not None:

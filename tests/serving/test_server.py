@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -11,9 +12,11 @@ import pytest
 
 from serving.errors import ListenError
 from serving.limits import RequestLimits
-from serving.server import ServerConfig, running_server
+from serving.loading import ModelSource, load_served_model
+from serving.server import ServerConfig, running_server, serve
+from serving.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
-from shardrank_testing.serving_process import serving_process
+from shardrank_testing.serving_process import ServingProcess, serving_process
 
 
 def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_model, tmp_path):
@@ -87,3 +90,100 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(api_model, which):
 
     with api_service(api_model) as service:
         run(main(service))
+
+
+def test_a_process_that_loads_says_so_and_is_ready_afterwards(api_model):
+    may_load, ready = asyncio.Event(), asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def main() -> None:
+        service = RankingService(expected_models=[MODEL])
+
+        async def load() -> None:
+            await may_load.wait()
+            service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+
+        config = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0)
+        serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", transport=httpx.AsyncHTTPTransport(retries=8)
+        ) as client:
+            assert (await client.get("/healthz")).status_code == 200
+            answer = await client.get("/readyz")
+            assert (answer.status_code, list(answer.json()["problems"])) == (503, [MODEL])
+            answer = await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
+            may_load.set()
+            await ready.wait()
+            assert (await client.get("/readyz")).status_code == 200
+            assert (await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))).status_code == 200
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    run(main())
+
+
+def test_a_worker_that_shares_its_port_listens_there_only_when_it_is_loaded(api_model):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, probe_port = one.getsockname()[1], other.getsockname()[1]
+    may_load, ready = asyncio.Event(), asyncio.Event()
+
+    async def main() -> None:
+        service = RankingService(expected_models=[MODEL])
+
+        async def load() -> None:
+            await may_load.wait()
+            service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+
+        config = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0)
+        serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set(), probe_port))
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(retries=8)) as client:
+            assert (await client.get(f"http://127.0.0.1:{probe_port}/readyz")).status_code == 503
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+            may_load.set()
+            await ready.wait()
+            for one in (port, probe_port):
+                assert (await client.get(f"http://127.0.0.1:{one}/readyz")).status_code == 200
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    run(main())
+
+
+@pytest.mark.parametrize("keeps_connections", [True, False])
+def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model, keeps_connections):
+    statuses: list[int] = []
+
+    async def load(url: str, seed: int, stop: asyncio.Event, ended: asyncio.Event) -> None:
+        # Nothing is sent twice: any connection that is reset, and any answer but a success, is a failure.
+        async with contextlib.AsyncExitStack() as stack:
+            client = await stack.enter_async_context(httpx.AsyncClient())
+            while not (stop.is_set() and ended.is_set()):
+                if not keeps_connections:
+                    client = await stack.enter_async_context(httpx.AsyncClient())
+                answer = await client.post(f"{url}/v1/models/{MODEL}:rank", json=api_request(seed))
+                statuses.append(answer.status_code)
+
+    async def main(first: ServingProcess) -> None:
+        stop, ended = asyncio.Event(), asyncio.Event()
+        clients = [
+            asyncio.create_task(load(f"http://127.0.0.1:{first.http_port}", seed, stop, ended)) for seed in range(4)
+        ]
+        while len(statuses) < 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        first.process.send_signal(signal.SIGTERM)
+        stop.set()
+        assert await asyncio.to_thread(first.process.wait, 20) == 0
+        count = len(statuses)
+        while len(statuses) < count + 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        ended.set()
+        await asyncio.gather(*clients)
+
+    with serving_process(api_model.path) as first, serving_process(api_model.path, first.http_port, first.grpc_port):
+        run(main(first))
+    assert set(statuses) == {200}

@@ -180,10 +180,40 @@ def test_more_than_may_be_in_flight_is_shed_at_once(api_model):
             await gate.wait_until_busy()
             with pytest.raises(OverloadedError, match="max_in_flight = 1"):
                 await rank(service, api_request(1))
+            refused = 'api="embedded",method="rank",model="",status="overloaded"'
+            assert metric(service, f"shardrank_requests_total{{{refused}}}") == 1
+            assert metric(service, 'shardrank_errors_total{api="embedded",kind="overloaded",method="rank"}') == 1
             gate.open.set()
             await task
             await rank(service, api_request(1))
             assert service.in_flight == 0
+
+    run(main())
+
+
+def test_calls_that_are_not_complete_take_no_place_from_those_that_are(api_model):
+    limits = RequestLimits(max_receiving=2, max_in_flight=1)
+
+    async def main() -> None:
+        with api_service(api_model, limits) as service:
+            with service.call("grpc", "rank"):
+                await rank(service, api_request(0))
+                with service.call("grpc", "rank") as second:
+                    with pytest.raises(OverloadedError, match="max_receiving = 2"):
+                        await rank(service, api_request(1))
+                    service.admit(second)
+                    with pytest.raises(OverloadedError, match="max_in_flight = 1"):
+                        await rank(service, api_request(1))
+                    service.admit(second)
+                    assert service.in_flight == 2
+                await rank(service, api_request(2))
+            # A parser on a thread that its caller no longer waits for.
+            service.admit(second)
+            assert service.in_flight == 0
+            await rank(service, api_request(3))
+            refused = 'api="embedded",method="rank",model="",status="overloaded"'
+            assert metric(service, f"shardrank_requests_total{{{refused}}}") == 2
+            assert metric(service, 'shardrank_errors_total{api="embedded",kind="overloaded",method="rank"}') == 2
 
     run(main())
 

@@ -80,7 +80,16 @@ def test_flags_that_make_no_sense_exit_with_2_and_say_why(arguments: tuple[str, 
 def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     result = run("inspect", "--store", str(tmp_path), "--model", "films")
     assert result.exit_code == 1
-    assert result.output == f"error: store {tmp_path} has no model 'films'; it has none\n"
+    assert result.output == f"error: store {tmp_path} has no model\n"
+
+
+def test_a_store_that_is_not_there_or_has_only_an_unfinished_export_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "shop" / ".export-1").mkdir(parents=True)
+    for command in ("verify", "inspect"):
+        assert run(command, "--store", str(tmp_path / "nope")).output == (
+            f"error: store {tmp_path / 'nope'}: there is no such folder\n"
+        )
+        assert "not finished: the export of shop/1" in run(command, "--store", str(tmp_path)).output
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from serving.cli import main
 
@@ -88,7 +89,11 @@ def test_export_takes_the_next_version_and_never_an_old_one(inputs: Path) -> Non
     ("file", "content", "problem"),
     [
         ("shop.json", "{", "shop.json: document: Invalid JSON"),
-        ("shop.json", json.dumps({**SPEC, "tabels": []}), "tabels: Extra inputs are not permitted"),
+        (
+            "shop.json",
+            json.dumps({**SPEC, "tabels": []}),
+            "tabels: unknown key 'tabels'; allowed are ['model', 'tables', ",
+        ),
         ("shop.json", json.dumps({**SPEC, "dense_model": {"kind": "oracle"}}), "dense_model 'oracle'"),
         ("items.txt", "1\n2\nthree\n", "items.txt, line 3: 'three' is not a whole number below 2^63"),
         ("items.txt", "1\n1\n", "table 'items': vocabulary: rows 0 and 1 have the same id"),
@@ -105,9 +110,61 @@ def test_a_bad_input_is_named_and_nothing_is_written(inputs: Path, file: str, co
     assert not list((inputs / "models").rglob("manifest.json"))
 
 
-def test_a_row_with_nan_is_refused_by_table_and_row(inputs: Path) -> None:
-    from safetensors.torch import load_file
+def rename_tensors(inputs: Path, renamed: Callable[[str], str | None]) -> None:
+    tensors = load_file(inputs / "model.safetensors")
+    kept = {new: tensor for name, tensor in tensors.items() if (new := renamed(name)) is not None}
+    save_file(kept, inputs / "model.safetensors")
 
+
+@pytest.mark.parametrize(
+    ("renamed", "prefix", "problem"),
+    [
+        (lambda name: None if name.endswith("1.bias") else name, "over.", "missing tensors: ['mlp.layers.1.bias']\n"),
+        (lambda name: name, "over", "the names fit with --dense-prefix over.\n"),
+        (lambda name: name, "over.mlp.", "the names fit with --dense-prefix over.\n"),
+        (lambda name: name, "top.", "no key below it;"),
+        (lambda name: name, "top.", "the names fit with --dense-prefix over.\n"),
+        (
+            lambda name: name if name == "rows_of_items" else f"state_dict.{name}",
+            "over.",
+            "the names fit with --dense-prefix state_dict.over.\n",
+        ),
+        (lambda name: name.removeprefix("over."), "over.", "the names fit without --dense-prefix\n"),
+    ],
+)
+def test_dense_tensors_that_can_not_be_loaded_are_refused_before_a_row_is_written(
+    inputs: Path, renamed: Callable[[str], str | None], prefix: str, problem: str
+) -> None:
+    rename_tensors(inputs, renamed)
+    result = export(inputs, "--dense-prefix", prefix)
+    assert result.exit_code == 1
+    assert problem in result.output
+    assert not (inputs / "models").exists()
+
+
+def test_verify_builds_the_dense_model_with_and_without_golden_requests(inputs: Path) -> None:
+    from shardrank_testing.snapshots import restate_file
+
+    assert export(inputs).exit_code == 0
+    folder = inputs / "models" / "shop" / "1"
+    assert "ok: dense model: mlp is built from its 4 tensors" in run("verify", "--snapshot", folder).stdout
+    tensors = load_file(folder / "dense.safetensors")
+    save_file({f"top.{name}": tensor for name, tensor in tensors.items()}, folder / "dense.safetensors")
+    restate_file(folder, "dense.safetensors")
+    for flag in ("--golden", "--no-golden"):
+        bad = run("verify", "--snapshot", folder, flag)
+        assert bad.exit_code == 1
+        assert "bad: bad_snapshot: dense.safetensors: model 'shop': dense model 'mlp': missing tensors" in bad.stdout
+        assert "the names fit with --dense-prefix top." in bad.stdout
+
+
+def test_a_table_key_of_no_table_names_the_flag_and_the_tables(inputs: Path) -> None:
+    result = export(inputs, "--table-key", "item=foo")
+    assert result.exit_code == 1
+    assert result.output == "error: --table-key: no table 'item'; the description's tables are ['users', 'items']\n"
+
+
+def test_a_row_with_nan_is_refused_by_table_and_row(inputs: Path) -> None:
     tensors = load_file(inputs / "model.safetensors")
     tensors["rows_of_items"][123, 2] = float("nan")
     save_file(tensors, inputs / "model.safetensors")

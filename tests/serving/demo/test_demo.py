@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import socket
@@ -16,8 +17,10 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from google.protobuf import json_format
 
+from serving.cli import main
 from serving.demo.clients import GrpcRankClient, HttpRankClient
 from serving.demo.errors import DemoStoppedError
 from serving.demo.measure import measure
@@ -59,6 +62,7 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
         assert (report["source"], report["ratings"], report["test_ratings"]) == ("movielens-100k", 2500, 500)
         assert (report["shards"], report["cards"], report["version"], report["local"]) == (2, 2, 1, False)
         assert "Films for user" in program.output
+        assert re.search("^on every shard: .*; split over 2 shards: ", program.output, re.MULTILINE)
         assert len(descendants(program.process.pid)) == 3
 
         # What the printed lines do, done without curl and grpcurl.
@@ -87,6 +91,28 @@ def test_the_local_demo_needs_no_other_process_and_no_data(tmp_path: Path) -> No
     check_report(report)
     assert (report["source"], report["local"], report["shards"]) == ("synthetic", True, 1)
     assert "curl" not in result.stdout
+
+
+def test_a_taken_port_or_a_report_that_can_not_be_written_is_told_before_any_work(tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        result = CliRunner().invoke(main, ["demo", "--once", "--store", str(tmp_path / "store"), *arguments])
+        assert result.exit_code == 1
+        assert not (tmp_path / "store").exists()
+        return result.output
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for more in ((), ("--local",)):
+            assert refused("--http-port", port, "--grpc-port", "0", *more) == (
+                f"error: can't bind 127.0.0.1 port {port}: Address already in use; "
+                "use --http-port 0 / --grpc-port 0 for free ones\n"
+            )
+    report = tmp_path / "nowhere" / "report.json"
+    assert refused("--json", str(report), *ANY_PORTS) == (
+        f"error: --json {report}: there is no folder '{report.parent}'\n"
+    )
 
 
 def free_port() -> int:

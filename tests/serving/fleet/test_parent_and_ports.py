@@ -69,7 +69,7 @@ def test_a_taken_port_is_refused_by_number() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(FleetError, match=f"port {port}: Address already in use"):
+        with pytest.raises(FleetError, match=f"port {port}: Address already in use; use --http-port 0 / --grpc-port 0"):
             SharedPort("127.0.0.1", port)
 
 

@@ -80,6 +80,7 @@ def fleet(store: Path) -> Iterator[Fleet]:
 def test_every_process_is_ready_before_the_ports_are_printed(fleet: Fleet, request_document: dict[str, Any]) -> None:
     for name in ("shard-0-0", "shard-1-0", "serve-0", "serve-1"):
         assert f"{name} is ready\n" in fleet.program.output
+    assert re.search(r"^on every shard: none; split over 2 shards: .*films", fleet.program.output, re.MULTILINE)
     answers = [fleet.rank(request_document) for _ in range(8)]
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.text for answer in answers}) == 1
@@ -153,6 +154,25 @@ def test_with_two_replicas_a_killed_node_costs_no_answer_and_a_killed_supervisor
         wait_until(lambda: not any(map(is_alive, below)), "the children to die")
 
 
+def test_a_node_whose_files_were_damaged_while_it_ran_does_not_come_back_with_them(
+    store: Path, request_document: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copytree(store, tmp_path / "store")
+    shape = ("--shards", "1", "--replicate-bytes", "0")
+    with running("up", "--store", str(tmp_path / "store"), *shape, *ANY_PORTS) as program:
+        served = Fleet(program)
+        assert served.rank(request_document).status_code == 200
+        rows = next((tmp_path / "store" / "films" / "1").glob("tables/*/rows-*.safetensors"))
+        content = bytearray(rows.read_bytes())
+        content[-1] ^= 1
+        rows.write_bytes(content)
+        os.kill(served.pid_of(" shard-node "), signal.SIGKILL)
+        program.read_until(rf"restart 1 of shard-0-0 failed: .*{rows.name}: SHA-256 is")
+        answer = served.rank(request_document)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["kind"] == "shard_unavailable"
+
+
 def shardrank(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "serving.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -166,8 +186,11 @@ def test_a_version_that_misses_its_golden_scores_is_not_served_and_its_worker_sa
     rewrite_manifest(tmp_path / "store" / "films" / "1", lambda manifest: manifest["golden"].update(tolerance=1e-9))
     result = shardrank("up", "--store", str(tmp_path / "store"), "--shards", "1", *ANY_PORTS)
     assert result.returncode == 1
-    assert "serve-0 ended with exit code 1 before it served" in result.stderr
-    assert "error: model 'films' version 1: golden scores differ by up to" in result.stderr
+    first, last = result.stderr.splitlines()
+    assert first.startswith(
+        "error: serve-0 ended with exit code 1 before it served: model 'films' version 1: golden scores differ by up to"
+    )
+    assert Path(last.removeprefix("its log: ")).is_file()
     assert "Traceback" not in result.stderr
 
 

@@ -38,7 +38,10 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
         content = post["requestBody"]["content"]["application/json"]
         assert content == {"schema": schema, "example": example}
         assert [one["name"] for one in post["parameters"]] == ["model"]
-        assert set(post["responses"]) == {"200", "400", "404", "413", "503", "504"}
+        assert set(post["responses"]) == {*("200", "400", "404", "408", "413", "431", "500", "503", "504")}
+    for path, media_type in (("/v1/models", "application/json"), ("/healthz", "application/json")):
+        assert "$ref" in document["paths"][path]["get"]["responses"]["200"]["content"][media_type]["schema"]
+    assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     # Every reference leads somewhere.
     text = json.dumps(document)
     for reference in set(re.findall(r'"#/components/schemas/(\w+)"', text)):
@@ -63,7 +66,11 @@ def test_the_framework_answers_errors_in_the_same_form(api_model):
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
                 assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
                 answer = await api.http.get(f"/v1/models/{MODEL}:rank")
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "model_not_found")
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
+                assert answer.headers["allow"] == "POST"
+                for path in ("/v1/models/", f"/v1/models/{MODEL}:erase"):
+                    answer = await api.http.get(path)
+                    assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
                 answer = await api.http.post(f"/v1/models/{MODEL}")
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
                 assert answer.headers["allow"] == "GET"
@@ -116,6 +123,9 @@ def test_a_process_is_ready_once_its_model_is_live_and_no_more_once_it_ends(api_
         empty = RankingService(expected_models=[MODEL])
         async with running_api(empty) as api:
             assert (await api.http.get("/healthz")).status_code == 200
+            for path, status in (("/healthz", 200), ("/readyz", 503)):
+                answer = await api.http.head(path)
+                assert (answer.status_code, answer.content) == (status, b"")
             answer = await api.http.get("/readyz")
             assert (answer.status_code, answer.json()) == (
                 503,
@@ -190,9 +200,31 @@ def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
     ):
         assert line in text.splitlines()
     assert "made-up" not in text
-    labels = r'model="films",shard="0",table="(\w+)",tier="ram",version="1"'
+    labels = r'model="films",replica="local",shard="0",table="(\w+)",tier="ram",version="1"'
     lookups = re.findall(r"rows_looked_up_total\{" + labels + r"\} (\S+)", text)
     assert dict(lookups)["films"] == f"{4 + 5 + 4}.0"
-    cards = re.findall(r'memory_bytes\{card="(\d)",model="films",shard="0",tier="ram",version="1"\} (\S+)', text)
+    labels = r'card="(\d)",model="films",replica="local",shard="0",tier="ram",version="1"'
+    cards = re.findall(r"memory_bytes\{" + labels + r"\} (\S+)", text)
     assert [card for card, _ in cards] == ["0", "1"]
     assert all(float(size) > 0 for _, size in cards)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        (rb'{"\u0076ersion": 99}', 404, "model"),
+        (b'{"version": 0}', 400, "version"),
+        (b'{"version": -7}', 400, "version"),
+        (b'{"version": 100000000000000000000000}', 400, "version"),
+        (rb'{"\ud800": 1}', 400, "\\ud800"),
+        (rb'{"request_id": "\ud800"}', 400, "request_id"),
+    ],
+)
+def test_what_is_odd_is_answered_in_the_form_of_every_error(api_model, body, status, field):
+    async def main(service: RankingService) -> None:
+        async with running_api(service) as api:
+            answer = await api.http.post(f"/v1/models/{MODEL}:rank", content=body)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (status, field)
+
+    with api_service(api_model) as service:
+        run(main(service))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import select
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -242,6 +243,10 @@ def test_a_client_that_leaves_takes_its_waiting_request_with_it(api_model):
                 async with connection(api) as (_, writer):
                     writer.write(post(VALID))
                     await until(lambda: service.generations.all()[0].payload.num_waiting == 1)
+                    # Closed as a whole. The end of sending alone is not the end of listening, and looks the same
+                    # as an orderly close.
+                    raw = writer.get_extra_info("socket")
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 await until(lambda: service.in_flight == 1)
                 gate.open.set()
             assert 'shardrank_errors_total{api="http",kind="client_gone",method="rank"}' in metrics_of(service)

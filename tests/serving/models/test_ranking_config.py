@@ -32,7 +32,7 @@ ATTENTION = CONFIGS["target_attention"]
 @pytest.mark.parametrize(
     ("kind", "config", "problem"),
     [
-        ("mlp", {"hiden": [8]}, r"hiden: Extra inputs"),
+        ("mlp", {"hiden": [8]}, r"hiden: unknown key 'hiden'; allowed are \['hidden'\] \(got"),
         ("mlp", {"hidden": [0]}, r"hidden.0: .*greater than or equal to 1 \(got 0\)"),
         ("mlp", {"hidden": [8] * 33}, r"hidden: .*at most 32"),
         ("mlp", {"hidden": [1 << 20]}, r"hidden.0: .*65536"),

@@ -243,7 +243,8 @@ class Api:
 @contextlib.asynccontextmanager
 async def running_api(service: RankingService) -> AsyncIterator[Api]:
     """HTTP and gRPC over a service, on free ports."""
-    async with running_server(service, ServerConfig(http_port=0, grpc_port=0, drain_timeout_s=1.0)) as listening:
+    config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=1.0)
+    async with running_server(service, config) as listening:
         base = f"http://{listening.host}:{listening.http_port}"
         async with (
             httpx.AsyncClient(base_url=base, timeout=30) as http,

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvloop
-
-from serving.loading import ModelSource, load_served_model
-from serving.server import Listening, ServerConfig, serve
+from serving.loading import ModelSource, load_when_possible
+from serving.server import Listening, ServerConfig, serve_until_signalled
 from serving.service import RankingService
 
 
@@ -59,7 +57,7 @@ def _say(listening: Listening) -> None:
 
 
 if __name__ == "__main__":
-    service = RankingService()
-    service.install(load_served_model(ModelSource(snapshot=Path(sys.argv[1]), dtype="float32"), service))
+    service = RankingService(expected_models=[Path(sys.argv[1]).parent.name])
+    source = ModelSource(snapshot=Path(sys.argv[1]), dtype="float32")
     config = ServerConfig(http_port=int(sys.argv[2]), grpc_port=int(sys.argv[3]), drain_timeout_s=5.0)
-    uvloop.run(serve(service, config, _say))
+    serve_until_signalled(service, config, lambda: load_when_possible(source, service), _say)
