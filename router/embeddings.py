@@ -8,7 +8,7 @@ import numpy as np
 
 from router.feature_schema import FeatureSchema
 from router.id_mapping import RejectedIds
-from shard_node.bags import Float32Array, Int32Array, Int64Array
+from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,8 +22,7 @@ class Embeddings:
             features in flat order. A pooled feature has one row for each bag, one with pooling `none` one for each id.
         row_starts: int64 [S], the row, in its group's block, at which each feature begins.
         num_rows: int64 [S], how many rows each feature has.
-        bag_starts: int64 [S + 1], the first bag of each feature.
-        bag_lengths: int64 [bags], ids in each bag, after `skip` has left out unknown ones.
+        bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
     """
 
@@ -32,8 +31,7 @@ class Embeddings:
     blocks: list[Float32Array]
     row_starts: Int64Array
     num_rows: Int64Array
-    bag_starts: Int64Array
-    bag_lengths: Int64Array
+    bags: KeyedBags
     rejected: RejectedIds
 
     def feature(self, index: int) -> Float32Array:
@@ -50,7 +48,8 @@ class Embeddings:
     def lengths(self, index: int) -> Int64Array:
         """int64 [bags], how many ids each bag of a feature had. KeyError if the feature was not asked for."""
         segment = self._segment(index)
-        return self.bag_lengths[int(self.bag_starts[segment]) : int(self.bag_starts[segment + 1])]
+        starts = self.bags.bag_starts()
+        return np.diff(self.bags.offsets[int(starts[segment]) : int(starts[segment + 1]) + 1])
 
     def _segment(self, index: int) -> int:
         segment = int(np.searchsorted(self.keys, index))

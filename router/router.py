@@ -96,8 +96,7 @@ class Router:
             blocks=blocks,
             row_starts=row_starts,
             num_rows=by_row.bags_per_key,
-            bag_starts=by_feature.bag_starts(),
-            bag_lengths=by_feature.lengths,
+            bags=by_feature,
             rejected=mapped.rejected,
         )
         if self._has_mean:
@@ -194,8 +193,8 @@ class Router:
             here = group_of == number
             bags = np.repeat(mean[here], embeddings.num_rows[here])
             lengths = np.ones(block.shape[0], np.float32)
-            of_bags = np.repeat(mean & here, np.diff(embeddings.bag_starts))
-            lengths[bags] = np.maximum(embeddings.bag_lengths[of_bags], 1)
+            of_bags = np.repeat(mean & here, embeddings.bags.bags_per_key)
+            lengths[bags] = np.maximum(embeddings.bags.lengths[of_bags], 1)
             block /= lengths[:, None]
 
 
