@@ -103,24 +103,15 @@ def row_bytes_of(dtype: RowDtype, embedding_dim: int) -> int:
     return codec_for(dtype, embedding_dim).row_bytes
 
 
-def _pool_int8(
-    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
-    # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
-    # compressed_indices_mapping, include_last_offset.
-    pooled: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-        rows, slots, offsets, False, 0, False, weights, None, True
-    )
-    return pooled
+def _quantised(op: Callable[..., torch.Tensor]) -> Kernel:
+    def pool(
+        rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
+        # compressed_indices_mapping, include_last_offset.
+        return op(rows, slots, offsets, False, 0, False, weights, None, True)
 
-
-def _pool_int4(
-    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
-    pooled: torch.Tensor = torch.ops.quantized.embedding_bag_4bit_rowwise_offsets(
-        rows, slots, offsets, False, 0, False, weights, None, True
-    )
-    return pooled
+    return pool
 
 
 def _pool_fp32(
@@ -150,8 +141,8 @@ def _pool_fp16(
 
 
 _KERNELS: dict[RowDtype, Kernel] = {
-    "int8": _pool_int8,
-    "int4": _pool_int4,
+    "int8": _quantised(torch.ops.quantized.embedding_bag_byte_rowwise_offsets),
+    "int4": _quantised(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets),
     "fp16": _pool_fp16,
     "fp32": _pool_fp32,
 }

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from loader.codecs import codec_for
 from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.reader import Snapshot
 from loader.row_source import rows_of
@@ -23,6 +22,7 @@ from shard_node.reference import ReferenceEngine
 from shard_node.table_layout import TableLayout
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.topologies import decoded_tables
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 ROWS_PER_FILE = 256
@@ -49,15 +49,6 @@ def spec_of(dtypes: list[str], bucketing: str = "hash", rows: tuple[int, ...] = 
     )
 
 
-def decoded(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the rows are worth once stored: the dtype's own rounding is not the engine's."""
-    out = {}
-    for table in spec.tables:
-        codec = codec_for(table.dtype, table.embedding_dim)
-        out[table.name] = codec.decode(codec.encode(tables[table.name]))
-    return out
-
-
 def load(snapshot: Snapshot, cards: int, sharding: str | None = None, budget: int | None = None) -> Engine:
     plan = Plan.make(snapshot.spec, sharding=sharding or snapshot.spec.tables[0].bucketing, cards_per_shard=cards)
     return load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget).engine
@@ -77,7 +68,7 @@ ENGINES: dict[str, Callable[[Snapshot], Engine]] = {
 def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     spec = spec_of(DTYPES, request.param)
     path, tables = write_snapshot(tmp_path_factory.mktemp("store"), spec, seed=1, rows_per_file=ROWS_PER_FILE)
-    return Snapshot.open(path), ReferenceEngine(spec, decoded(spec, tables))
+    return Snapshot.open(path), ReferenceEngine(spec, decoded_tables(spec, tables))
 
 
 @pytest.fixture(params=list(ENGINES))
