@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from serving.models.config import DcnV2Config
 from serving.models.inputs import InputShapes, RankingInputs
-from serving.models.layers import Mlp, padded_linear
+from serving.models.layers import LogitHead, Mlp, padded_linear
 from serving.models.ranking_model import RankingModel
 
 
@@ -69,7 +69,7 @@ class DcnV2(RankingModel):
         self.bottom = Mlp(shapes.dense_width, config.bottom_mlp, relu_at_end=True) if config.bottom_mlp else None
         width = shapes.width if self.bottom is None else self.bottom.output_width + shapes.embedding_width
         self.cross = CrossLayers(width, config.num_cross_layers, config.low_rank)
-        self.deep = Mlp(width, [*config.deep, 1], relu_at_end=False)
+        self.deep = LogitHead(width, config.deep)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Logits [N]."""

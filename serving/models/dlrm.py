@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serving.models.config import DlrmConfig
 from serving.models.inputs import InputShapes, RankingInputs
-from serving.models.layers import Mlp
+from serving.models.layers import LogitHead, Mlp
 from serving.models.ranking_model import RankingModel
 
 
@@ -32,7 +32,7 @@ class Dlrm(RankingModel):
         first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
         self.register_buffer("pairs", first * num_vectors + second, persistent=False)
         width = first.numel() + (self.dim if self.bottom is not None else 0)
-        self.top = Mlp(width, [*config.top_mlp, 1], relu_at_end=False)
+        self.top = LogitHead(width, config.top_mlp)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Logits [N]."""

@@ -43,6 +43,29 @@ class Mlp(nn.Module):
         self.layers[0] = padded_linear(first, in_features=width)
 
 
+class LogitHead(Mlp):
+    """Linear layers with ReLU between them that end in one logit, float32 whatever the weights' format is.
+
+    The last product is made in float32: a bfloat16 logit has 8 significant bits, and candidates whose logits differ by
+    less than one part in 256 would tie, which is no order at all. It is one column, so it costs next to nothing.
+
+    Args:
+        input_width: columns of the input.
+        hidden: output size of each layer before the last.
+    """
+
+    def __init__(self, input_width: int, hidden: Sequence[int]) -> None:
+        super().__init__(input_width, [*hidden, 1], relu_at_end=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_width] to float32 [..., 1]."""
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = F.relu_(layer(x))
+        assert isinstance(last, nn.Linear)
+        return F.linear(x.float(), last.weight.float(), last.bias.float())
+
+
 def padded_linear(linear: nn.Linear, *, in_features: int, out_features: int | None = None) -> nn.Linear:
     """The same layer with zero weights for inputs and outputs that are added at the end."""
     out_features = out_features or linear.out_features

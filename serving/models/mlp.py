@@ -6,7 +6,7 @@ from torch import Tensor
 
 from serving.models.config import MlpConfig
 from serving.models.inputs import InputShapes, RankingInputs
-from serving.models.layers import Mlp
+from serving.models.layers import LogitHead
 from serving.models.ranking_model import RankingModel
 
 
@@ -15,7 +15,7 @@ class MlpRanking(RankingModel):
 
     def __init__(self, config: MlpConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
-        self.mlp = Mlp(shapes.width, [*config.hidden, 1], relu_at_end=False)
+        self.mlp = LogitHead(shapes.width, config.hidden)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Logits [N]."""

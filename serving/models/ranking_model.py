@@ -30,7 +30,7 @@ class RankingModel(nn.Module):
 
     @abstractmethod
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N], in the model's dtype."""
+        """Logits, float32 [N]."""
 
     def pad_inputs(self) -> None:
         """Widens the layers that read the inputs' columns to the padded width, with zero weights; for serving only.

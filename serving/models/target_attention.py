@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from serving.models.config import TargetAttentionConfig
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import Mlp
+from serving.models.layers import LogitHead, Mlp
 from serving.models.ranking_model import RankingModel
 
 # Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB.
@@ -92,7 +92,7 @@ class TargetAttention(RankingModel):
         self.target_columns = shapes.embedding_columns(config.target_feature)
         dim = shapes.sequence_dims[config.history_feature]
         self.attention = AttentionUnit(dim, config.attention_hidden)
-        self.mlp = Mlp(shapes.width + dim, [*config.hidden, 1], relu_at_end=False)
+        self.mlp = LogitHead(shapes.width + dim, config.hidden)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Logits [N]."""

@@ -47,6 +47,15 @@ def test_bfloat16_differs_from_float32_by_rounding_only(kind: str) -> None:
     assert 0 < difference < 0.05
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_still_tells_different_candidates_apart(kind: str) -> None:
+    spec = ranking_spec(kind)
+    narrow = load_model(spec, random_tensors(spec), torch.bfloat16)
+    scores = narrow.score(random_inputs(spec, [400], [4]).to(torch.bfloat16))
+    # With logits of 8 significant bits, less than half of these scores would be different ones.
+    assert len(set(scores.tolist())) > 390
+
+
 def test_comparing_a_model_with_itself_gives_no_difference() -> None:
     spec = ranking_spec("mlp")
     model = load_model(spec, random_tensors(spec))
