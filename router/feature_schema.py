@@ -44,16 +44,6 @@ class FeatureSchema:
         return {feature.name: number for number, feature in enumerate(self.features)}
 
     @cached_property
-    def context_index(self) -> Int32Array:
-        """int32, the flat indices of the context features."""
-        return self._of_side("context")
-
-    @cached_property
-    def candidate_index(self) -> Int32Array:
-        """int32, the flat indices of the candidate features."""
-        return self._of_side("candidate")
-
-    @cached_property
     def is_context(self) -> npt.NDArray[np.bool_]:
         """Bool [F], True for context features."""
         return np.array([feature.side == "context" for feature in self.features])
@@ -88,7 +78,3 @@ class FeatureSchema:
             for feature in self.features
             if getattr(self.spec.table_of(feature.name).id_mapping, "id_type", "integer") == "string"
         )
-
-    def _of_side(self, side: str) -> Int32Array:
-        chosen = [number for number, feature in enumerate(self.features) if feature.side == side]
-        return np.array(chosen, np.int32)

@@ -25,7 +25,6 @@ class _GroupPlace:
     end_table: int
     embedding_dim: int
     arenas: range
-    only_arena: int | None
     whole: bool
 
 
@@ -62,7 +61,6 @@ class CpuEngine:
                 group.end_table,
                 group.embedding_dim,
                 numbers,
-                numbers[0] if len(numbers) == 1 else None,
                 len(numbers) == 1 and placement.is_whole(group.first_table, group.end_table),
             )
             for group, numbers in zip(layout.groups, group_arenas, strict=True)
@@ -94,12 +92,12 @@ class CpuEngine:
         return blocks
 
     def _pool_group(self, group: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
-        if group.whole and group.only_arena is not None:
+        if group.whole:
             slots = self._placement.slots_in_whole(bags, values_per_key)
-            return self._arenas[group.only_arena].pool(slots, bags.offsets, bags.weights)
+            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         arena, slots = self._placement.locate(bags, values_per_key)
-        if group.only_arena is not None:
-            return self._arenas[group.only_arena].pool(slots, bags.offsets, bags.weights)
+        if len(group.arenas) == 1:
+            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))

@@ -8,7 +8,6 @@ ShardNodeError
 │   └── FrameTooLargeError    413 RESOURCE_EXHAUSTED
 ├── GenerationNotFoundError   404 NOT_FOUND          no such model or version on this node
 ├── GenerationStateError      409 FAILED_PRECONDITION  stage, flip or retire out of order
-├── NodeMismatchError         503 UNAVAILABLE        the node serves another shard, plan or snapshot than expected
 ├── NodeUnavailableError      503 UNAVAILABLE        no connection to the node
 ├── NodeOverloadedError       503 RESOURCE_EXHAUSTED the node's queue is full
 ├── DeadlineExceededError     504 DEADLINE_EXCEEDED
@@ -72,14 +71,6 @@ class GenerationStateError(ShardNodeError):
     http_status = 409
     grpc_status = "FAILED_PRECONDITION"
     kind = "generation_state"
-
-
-class NodeMismatchError(ShardNodeError):
-    """The node answered, but serves another shard, plan or snapshot than the router expects."""
-
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    kind = "node_mismatch"
 
 
 class NodeUnavailableError(ShardNodeError):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loader.manifest import NUM_BUCKETS
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.engine import Engine, LookupCount
+from shard_node.engine import Engine
 from shard_node.errors import InvalidBagsError
 from shard_node.generation import Generations
 from shard_node.table_layout import TableLayout
@@ -159,14 +159,6 @@ class ShardNode:
                 for count in one.payload.engine.rows_looked_up()
             ),
         )
-
-    def rows_looked_up(self) -> dict[str, tuple[LookupCount, ...]]:
-        """Lookup counters of each live model."""
-        counts: dict[str, tuple[LookupCount, ...]] = {}
-        for model in self.generations.models():
-            with self.generations.lease(model) as lease:
-                counts[model] = lease.payload.engine.rows_looked_up()
-        return counts
 
     def close(self) -> None:
         """Withdraws every generation and waits for what nobody leases to be freed; the rest is when its leases end."""
