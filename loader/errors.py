@@ -15,7 +15,17 @@ ShardrankError                      500 INTERNAL
     │   └── SnapshotExistsError     409 ALREADY_EXISTS
     ├── ExportError                 400 INVALID_ARGUMENT: what was handed to the writer can't be a snapshot
     │   └── NonFiniteRowError       NaN or inf in a table's row
-    └── CheckpointError             400 INVALID_ARGUMENT: a checkpoint that can't be read or does not fit the spec
+    ├── CheckpointError             400 INVALID_ARGUMENT: a checkpoint that can't be read or does not fit the spec
+    ├── RegistryError
+    │   ├── RegistryUnavailableError    503 UNAVAILABLE: it does not answer; what was written may or may not be
+    │   ├── RegistryConflictError       409 ABORTED: somebody else wrote first
+    │   ├── RegistryRecordError         500 INTERNAL: what is kept there can't be read
+    │   └── StreamSequenceError         409 OUT_OF_RANGE: an entry that is not the next one
+    ├── DeltaError                  a batch of changed rows that must not be applied
+    │   ├── DeltaFormatError            400 INVALID_ARGUMENT: it can't be made, or read
+    │   ├── DeltaBaseError              409 FAILED_PRECONDITION: it is for another version
+    │   └── DeltaGapError               409 OUT_OF_RANGE: one before it is missing
+    └── RolloutError                409 FAILED_PRECONDITION: a rollout that can't be started, aborted or undone now
 ```
 """
 
@@ -108,6 +118,79 @@ class CheckpointError(LoaderError):
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
     kind = "bad_checkpoint"
+
+
+class RegistryError(LoaderError):
+    """Something about the registry."""
+
+    kind = "registry"
+
+
+class RegistryUnavailableError(RegistryError):
+    """The registry does not answer. A write that failed like this may have taken place."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "registry_unavailable"
+
+
+class RegistryConflictError(RegistryError):
+    """Somebody else wrote the key since it was read."""
+
+    http_status = 409
+    grpc_status = "ABORTED"
+    kind = "registry_conflict"
+
+
+class RegistryRecordError(RegistryError):
+    """A record that does not fit its schema, or a key or URL that can't be one."""
+
+    kind = "registry_record"
+
+
+class StreamSequenceError(RegistryError):
+    """An entry whose sequence number is not the next one of its stream."""
+
+    http_status = 409
+    grpc_status = "OUT_OF_RANGE"
+    kind = "stream_sequence"
+
+
+class DeltaError(LoaderError):
+    """A batch of changed rows that must not be applied."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "bad_delta"
+
+
+class DeltaFormatError(DeltaError):
+    """A delta that can't be made of what was given, or whose bytes are not what was published."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "delta_format"
+
+
+class DeltaBaseError(DeltaError):
+    """A delta for a version that this is not, and does not continue."""
+
+    kind = "delta_base"
+
+
+class DeltaGapError(DeltaError):
+    """A delta that is not the next one: applying it would skip changes."""
+
+    grpc_status = "OUT_OF_RANGE"
+    kind = "delta_gap"
+
+
+class RolloutError(LoaderError):
+    """A rollout that can't be started, aborted or undone as things are. The message says why."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "rollout"
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:

@@ -1,0 +1,185 @@
+"""What is kept in a registry: what is wanted of a fleet, and what its nodes tell of themselves.
+
+All are JSON. Processes of different releases share a registry during an upgrade, so unknown keys are let pass.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loader.manifest import Name
+
+NodeKind = Literal["shard", "serving"]
+VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
+NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
+Version = Annotated[int, Field(ge=1, lt=2**63)]
+
+LATENCY_BOUNDS_MS: tuple[float, ...] = tuple(round(0.1 * 1.15**step, 4) for step in range(96))
+"""Upper bounds of the buckets of `VersionStats.latency_counts`, 15% apart from 0.1 ms to a minute; one more above."""
+MAX_REASON_CHARACTERS = 2000
+
+
+class Record(BaseModel):
+    """Frozen; unknown keys are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class FleetRecord(Record):
+    """How a fleet divides rows. Written by its first shard node; a node that differs is refused."""
+
+    num_shards: int = Field(ge=1, le=1024)
+    sharding: Literal["hash", "range", "table"]
+    replicate_bytes: int = Field(ge=0)
+
+
+class PublishedVersion(Record):
+    """A version that may be rolled out.
+
+    Attributes:
+        identity: SHA-256 (hex) of its manifest: a folder with another one is not this version.
+        delta_base: the version with which the stream of deltas began that this one continues; itself if it is new.
+        last_delta: the last delta of that stream whose rows it contains; 0 for none.
+        rows_bytes: bytes of all rows of one copy.
+        published_at: seconds since the epoch.
+    """
+
+    model: Name
+    version: Version
+    identity: str
+    delta_base: Version
+    last_delta: int = Field(ge=0)
+    rows_bytes: int = Field(ge=0)
+    published_at: float
+
+
+class Canary(Record):
+    """A version that a stable share of the requests goes to."""
+
+    version: Version
+    share: float = Field(gt=0, lt=1)
+
+
+class WantedModel(Record):
+    """What is wanted of a fleet for one model.
+
+    Attributes:
+        epoch: counts up with every write. The highest one counts: a registry that lost its last writes is given them
+            back by the nodes that know them.
+        live: the version that answers requests; None before the first rollout.
+        hold: versions that shard nodes hold.
+        serve: versions that serving processes hold beside it, ready to be flipped to; each is in `hold`.
+        follow: those of `hold` to which deltas are applied.
+        canary: part of the requests goes to another version than the live one.
+        node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
+    """
+
+    model: Name
+    epoch: int = Field(ge=1)
+    live: Version | None = None
+    hold: tuple[Version, ...] = ()
+    serve: tuple[Version, ...] = ()
+    follow: tuple[Version, ...] = ()
+    canary: Canary | None = None
+    node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
+
+    def held_by(self, node_id: str) -> tuple[int, ...]:
+        """The versions that a shard node shall hold."""
+        return self.node_hold.get(node_id, self.hold)
+
+
+class VersionStats(Record):
+    """What a serving process has seen of one version since it holds it; all counts only grow.
+
+    Attributes:
+        requests: answered, with success or not; a client's mistakes are not counted.
+        errors: of those, the server's faults, and ids without a row.
+        latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
+        score_count, score_sum, score_square_sum: of all scores.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    latency_counts: tuple[int, ...] = ()
+    score_count: int = 0
+    score_sum: float = 0.0
+    score_square_sum: float = 0.0
+
+
+class VersionReport(Record):
+    """What a node tells of one version.
+
+    Attributes:
+        state: `waiting` to be staged, `ready` to be asked for, `draining` once it is asked for no more.
+        progress: of staging, 0 to 1.
+        reason: why it is refused, or what it waits for.
+        identity: of its manifest, once it is read.
+        plan_digest: who owns what; shard nodes only.
+        memory_bytes: of its rows in RAM; shard nodes, and serving processes that hold rows.
+        leases: requests that use it now.
+        golden_difference: largest difference from a golden score; serving processes only, None without golden requests.
+        golden_tolerance: what the manifest allows.
+        delta_sequence: the last delta that is applied, contained ones included; shard nodes only.
+        delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
+        stats: serving processes only.
+    """
+
+    model: Name
+    version: Version
+    state: VersionState
+    progress: float = 0.0
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    identity: str = ""
+    plan_digest: str = ""
+    memory_bytes: int = 0
+    leases: int = 0
+    golden_difference: float | None = None
+    golden_tolerance: float | None = None
+    delta_sequence: int = 0
+    delta_published_at: float | None = None
+    stats: VersionStats | None = None
+
+
+class NodeRecord(Record):
+    """What a process announces, and announces again before it expires.
+
+    Attributes:
+        node_id: stable over restarts.
+        kind: a shard node or a serving process.
+        process_id: the process; another one has begun to count anew.
+        address: where it is asked; a shard node's wire address, a serving process' HTTP address.
+        shard_index: shard nodes only.
+        num_shards, sharding, replicate_bytes, num_cards: likewise.
+        memory_total_bytes, memory_available_bytes: of the machine, or of the process' own limit.
+        draining: it is about to end and wants no new requests.
+        applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
+        live: by model, the version that it answers with; serving processes only.
+        versions: what it holds, is staging, or has refused.
+    """
+
+    node_id: NodeId
+    kind: NodeKind
+    process_id: int
+    address: str
+    shard_index: int | None = None
+    num_shards: int | None = None
+    sharding: Literal["hash", "range", "table"] | None = None
+    replicate_bytes: int | None = None
+    num_cards: int | None = None
+    memory_total_bytes: int = 0
+    memory_available_bytes: int = 0
+    draining: bool = False
+    applied: dict[str, int] = Field(default_factory=dict)
+    live: dict[str, int] = Field(default_factory=dict)
+    versions: tuple[VersionReport, ...] = ()
+
+    def report(self, model: str, version: int) -> VersionReport | None:
+        """What it tells of a version; None if it does not have it."""
+        return next((one for one in self.versions if (one.model, one.version) == (model, version)), None)
+
+
+def cut_reason(reason: str) -> str:
+    """A reason short enough for a record."""
+    return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[: MAX_REASON_CHARACTERS - 3] + "..."
