@@ -61,7 +61,7 @@ class Registry(Protocol):
         """A key's value, or None."""
         ...
 
-    async def list(self, prefix: str) -> dict[str, Entry]:
+    async def entries(self, prefix: str) -> dict[str, Entry]:
         """All keys below a prefix with their values, sorted by key."""
         ...
 
