@@ -1,0 +1,119 @@
+"""Dockerfile, compose file and systemd units: what can be checked of them without an engine for containers."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from shardrank_testing.deployment import DEPLOY, parse_command_line
+
+ROOT = DEPLOY.parent
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+TOOLS = {"publish", "rollout"}
+SETTINGS = {"STORE": "/srv/models", "SHARD": "0/2", "LISTEN": "0.0.0.0:7000", "ADVERTISE": "10.0.0.7:7000"}
+SETTINGS |= {"NODE_FLAGS": "", "SERVE_FLAGS": "--workers 2"}
+
+
+def dockerfile() -> list[str]:
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    joined = re.sub(r"\\\n\s*", " ", text)
+    return [line for line in joined.splitlines() if line and not line.startswith("#")]
+
+
+def compose() -> dict:
+    return yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+
+
+def test_the_image_has_every_package_and_nothing_that_is_not_there():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
+        "packages"
+    ]
+    copied = [line.split()[1:-1] for line in dockerfile() if line.startswith("COPY ") and "--from" not in line]
+    sources = [source for line in copied for source in line]
+    assert set(packages) <= set(sources)
+    assert all((ROOT / source).exists() for source in sources)
+    let_through = {
+        line[1:] for line in (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"
+    }
+    assert set(sources) == let_through
+
+
+def test_both_targets_run_as_a_user_that_is_not_root():
+    stages = {}
+    for line in dockerfile():
+        words = line.split()
+        if words[0] == "FROM":
+            name = words[3]
+            stages[name] = [*stages.get(words[1], [])]
+        elif stages:
+            stages[name].append(line)
+    for target in ("cpu", "cuda"):
+        users = [line.split()[1] for line in stages[target] if line.startswith("USER ")]
+        assert users == ["10001:10001"]
+        assert 'ENTRYPOINT ["shardrank"]' in stages[target]
+
+
+def test_every_service_of_the_compose_file_is_a_command_of_this_release():
+    services = compose()["services"]
+    parsed = {
+        name: parse_command_line(one["command"]) for name, one in services.items() if name not in TOOLS | {"redis"}
+    }
+    assert sorted(parsed) == ["coordinator", "serve-0", "serve-1", "shard-0-0", "shard-0-1", "shard-1-0", "shard-1-1"]
+    assert [parsed[f"shard-{shard}-{replica}"]["shard"] for shard in (0, 1) for replica in (0, 1)] == [
+        (0, 2), (0, 2), (1, 2), (1, 2),
+    ]  # fmt: skip
+    for name, one in parsed.items():
+        if name.startswith("shard-"):
+            assert one["advertise"] == f"{services[name]['hostname']}:7000"
+
+
+def test_the_tools_of_the_compose_file_are_commands_of_this_release():
+    parse_command_line(
+        [*compose()["services"]["publish"]["entrypoint"][1:], "/models/incoming/films/3", "--store", "/models"]
+    )
+    parse_command_line([*compose()["services"]["rollout"]["entrypoint"][1:], "start", "films", "3"])
+
+
+def test_a_container_is_given_longer_to_end_than_it_takes():
+    from serving.server import ServerConfig
+
+    for name, one in compose()["services"].items():
+        if name.startswith("serve-"):
+            delay_s = parse_command_line(one["command"])["shutdown_delay_s"]
+            assert delay_s + ServerConfig().drain_timeout_s < int(one["stop_grace_period"].removesuffix("s"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_a_unit_starts_a_command_of_this_release(unit):
+    (line,) = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+    filled = (
+        re.sub(r"\$\{?([A-Z_]+)\}?", lambda found: SETTINGS[found[1]], line).replace("%H", "host").replace("%i", "x")
+    )
+    program, *arguments = shlex.split(filled)
+    assert program == "/opt/shardrank/bin/shardrank"
+    parse_command_line(arguments)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_systemd_finds_nothing_wrong_with_a_unit(unit, tmp_path):
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed")
+    copy = tmp_path / unit.name
+    copy.write_text(unit.read_text().replace("/opt/shardrank/bin/shardrank", "/bin/true"))
+    done = subprocess.run([analyze, "verify", str(copy)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_examples_of_settings_name_what_the_units_use():
+    given = {
+        line.partition("=")[0]
+        for name in ("fleet.env.example", "shard-0.env.example")
+        for line in (DEPLOY / "systemd" / name).read_text().splitlines()
+        if not line.startswith("#")
+    }
+    used = {name for unit in UNITS for name in re.findall(r"\$\{?([A-Z_]+)\}?", unit.read_text())}
+    assert used <= given

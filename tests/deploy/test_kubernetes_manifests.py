@@ -1,0 +1,166 @@
+"""The Kubernetes manifests fit the schemas, and everything in them that names something names what is there."""
+
+import shlex
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from shardrank_testing.deployment import BASE, DEPLOY, base_documents, parse_command_line, pods, rendered
+
+KUBERNETES_VERSIONS = ("1.31.0", kubernetes_validate.latest_version())
+# Kinds of operators, which Kubernetes has no schemas of.
+CUSTOM_GROUPS = ("monitoring.coreos.com/",)
+OVERLAYS = ("cpu", "cuda")
+
+
+def documents(overlay: str) -> list[dict[str, Any]]:
+    found = rendered(overlay)
+    if found is None:
+        pytest.skip("kubectl is not installed")
+    return found
+
+
+def schema_checked(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in found if not one["apiVersion"].startswith(CUSTOM_GROUPS)]
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_every_object_of_the_base_fits_the_schemas_of_kubernetes(version):
+    checked = schema_checked(base_documents())
+    assert len(checked) == len(base_documents()) - 1
+    for one in checked:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_rendered_object_fits_the_schemas_of_kubernetes(overlay):
+    for one in schema_checked(documents(overlay)):
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+        assert one["metadata"].get("namespace", "shardrank") == "shardrank"
+
+
+def test_a_misspelt_key_would_be_found():
+    wrong = next(one for one in base_documents() if one["kind"] == "Deployment")
+    wrong["spec"]["minReadySecond"] = 5
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_every_file_of_the_base_is_listed():
+    listed = set(yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"])
+    assert {path.name for path in BASE.glob("*.yaml")} - {"kustomization.yaml"} == listed
+
+
+def test_the_commands_in_the_pods_are_commands_of_this_release():
+    commands = {}
+    for name, pod in pods(base_documents()):
+        container = pod["spec"]["containers"][0]
+        if container["image"] == "shardrank":
+            commands[name] = parse_command_line(container["args"])
+    assert set(commands) == {"shard-0", "shard-1", "serving", "coordinator"}
+    assert (commands["shard-0"]["shard"], commands["shard-1"]["shard"]) == ((0, 2), (1, 2))
+    assert commands["serving"]["http_port"] == 8080
+
+
+def test_the_cuda_overlay_gives_each_shard_node_gpus_and_as_many_cards():
+    for name, pod in pods(documents("cuda")):
+        container = pod["spec"]["containers"][0]
+        if name.startswith("shard-"):
+            gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+            assert parse_command_line(container["args"])["cards"] == gpus == 8
+        else:
+            assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+def test_selectors_choose_the_pods_that_they_are_for():
+    found = base_documents()
+    labels = {name: pod["metadata"]["labels"] for name, pod in pods(found)}
+
+    def chosen(selector: dict[str, str]) -> list[str]:
+        return [name for name, own in labels.items() if selector.items() <= own.items()]
+
+    services = {one["metadata"]["name"]: chosen(one["spec"]["selector"]) for one in found if one["kind"] == "Service"}
+    assert services == {
+        "redis": ["redis"], "shard-0": ["shard-0"], "shard-1": ["shard-1"],
+        "shardrank": ["serving"], "shardrank-grpc": ["serving"],
+    }  # fmt: skip
+    budgets = {
+        one["metadata"]["name"]: chosen(one["spec"]["selector"]["matchLabels"])
+        for one in found
+        if one["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets == {"shard-0": ["shard-0"], "shard-1": ["shard-1"], "serving": ["serving"]}
+    for one in found:
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            assert chosen(one["spec"]["selector"]["matchLabels"]) == [one["metadata"]["name"]]
+        if one["kind"] == "NetworkPolicy" and one["spec"]["podSelector"]:
+            assert chosen(one["spec"]["podSelector"]["matchLabels"])
+
+
+def test_ports_that_are_named_are_ports_of_the_pods():
+    found = base_documents()
+    ports = {
+        name: {port["name"] for port in pod["spec"]["containers"][0].get("ports", ())} for name, pod in pods(found)
+    }
+    assert ports["serving"] == {"http", "grpc"}
+    for name, pod in pods(found):
+        container = pod["spec"]["containers"][0]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            asked = container.get(probe, {})
+            for kind in ("httpGet", "tcpSocket"):
+                if kind in asked:
+                    assert asked[kind]["port"] in ports[name]
+
+
+def test_probes_ask_the_endpoints_that_are_meant_for_it():
+    _, serving = next(one for one in pods(base_documents()) if one[0] == "serving")
+    container = serving["spec"]["containers"][0]
+    paths = {
+        probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    # A pod that loads must not be killed for it: liveness never asks whether a model is there.
+    assert paths == {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+
+
+def test_the_grace_of_a_serving_pod_covers_all_that_happens_at_its_end():
+    from serving.server import ServerConfig
+
+    _, serving = next(one for one in pods(base_documents()) if one[0] == "serving")
+    container = serving["spec"]["containers"][0]
+    pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    delay_s = parse_command_line(container["args"])["shutdown_delay_s"]
+    needed_s = pre_stop_s + delay_s + ServerConfig().drain_timeout_s
+    assert needed_s < serving["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_no_pod_runs_as_root_or_may_write_its_own_image():
+    for _, pod in pods(base_documents()):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
+    from serving.metrics import ServingMetrics
+
+    scaler = next(one for one in base_documents() if one["kind"] == "HorizontalPodAutoscaler")
+    (metric,) = scaler["spec"]["metrics"]
+    (rule,) = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter-rule.yaml").read_text())["rules"]["custom"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    metrics = ServingMetrics()
+    metrics.stage("films", "queue", 0.001)
+    text = metrics.render().decode()
+    for series in ("shardrank_stage_seconds_sum", "shardrank_stage_seconds_count"):
+        assert series in rule["metricsQuery"]
+        assert any(line.startswith(series) and 'stage="queue"' in line for line in text.splitlines())
+
+
+def test_redis_keeps_everything_and_evicts_nothing():
+    _, redis = next(one for one in pods(base_documents()) if one[0] == "redis")
+    words = shlex.split(redis["spec"]["containers"][0]["command"][2])
+    assert words[words.index("--appendonly") + 1] == "yes"
+    assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
