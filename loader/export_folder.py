@@ -25,7 +25,7 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from loader.errors import ExportError, SnapshotExistsError
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError
 from loader.manifest import FileEntry
 from loader.progress import Progress
 from loader.store import WORK_FOLDER_PREFIX
@@ -47,15 +47,26 @@ class ExportFolder:
         """Whether an earlier run wrote that file."""
         return relative_path in self._finished
 
-    def write(self, relative_path: str, produce: Callable[[Path], None]) -> FileEntry:
-        """Makes a file durable and puts it on record; a finished one is kept and `produce` not called."""
-        if (entry := self._finished.get(relative_path)) is not None:
+    def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
+        """Makes a file durable and puts it on record; a finished one is kept and `produce` not called.
+
+        Args:
+            relative_path: where it goes.
+            produce: writes it.
+            stated: what it has to become, if that is known beforehand.
+
+        Raises:
+            SnapshotCorruptError: it is not what was stated. It is not put on record.
+        """
+        if (entry := self._finished.get(relative_path)) is not None and stated in (None, entry):
             return entry
         path = self._files / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
         produce(path)
         fsync_path(path)
         entry = FileEntry(path=relative_path, size_bytes=path.stat().st_size, sha256=hash_file(path))
+        if stated not in (None, entry):
+            raise SnapshotCorruptError(f"{path}: SHA-256 {entry.sha256} is not the one that is stated, {stated.sha256}")
         _append_line(self._journal, entry.model_dump_json())
         self._finished[relative_path] = entry
         return entry

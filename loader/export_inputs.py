@@ -94,10 +94,12 @@ def inputs_digest(
     files: Mapping[str, Tensors],
     rows: Mapping[str, RowSource],
     last_delta: int | None,
+    delta_base: int | None,
 ) -> str:
     """SHA-256 (hex) of what shapes the files, rows by their fingerprint: what makes an export "the same export"."""
     arguments = {
         "last_delta": last_delta,
+        "delta_base": delta_base,
         "rows": {table: fingerprint_of(source) for table, source in rows.items()},
         "format_version": FORMAT_VERSION,
         "spec": spec.model_dump(mode="json"),

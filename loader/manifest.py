@@ -206,6 +206,7 @@ class Manifest(Frozen):
     """`manifest.json`: one immutable version of a model.
 
     `last_delta` is the sequence number of the last delta whose rows are in the tables already; None if there is none.
+    It counts in the stream of deltas that began with the version `delta_base`; None stands for this version itself.
     """
 
     format_version: Literal[1] = 1
@@ -217,6 +218,7 @@ class Manifest(Frozen):
     golden: GoldenEntry | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     last_delta: int | None = Field(default=None, ge=0, lt=2**63)
+    delta_base: int | None = Field(default=None, ge=1, lt=2**63)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -234,9 +236,22 @@ class Manifest(Frozen):
                 raise ValueError(
                     f"table {table.name!r}: a vocabulary file goes with the vocabulary mapping, and only with it"
                 )
+        if self.delta_base is not None:
+            if self.last_delta is None:
+                raise ValueError("delta_base needs last_delta: which of its deltas the tables contain already")
+            if self.delta_base > self.version:
+                raise ValueError(f"delta_base: {self.delta_base} is later than version {self.version}")
         paths = [entry.path for entry in self.files()]
         _refuse_duplicates("file path", paths)
         return self
+
+    @property
+    def delta_start(self) -> tuple[int, int]:
+        """(delta_base, last_delta): the version whose stream of deltas this one follows, and after which of them.
+
+        A snapshot that does not say begins a stream of its own, with nothing of it contained.
+        """
+        return self.delta_base or self.version, self.last_delta or 0
 
     def files(self) -> tuple[FileEntry, ...]:
         """Every file of the snapshot but the manifest itself."""

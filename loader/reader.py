@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ from loader.tensor_files import (
 )
 from loader.vocabulary import check_vocabulary_header, check_vocabulary_ids, decode_strings, id_type_is_string
 
+VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
+
 
 class Snapshot:
     """One immutable version of a model on disk, opened for reading. Made by `Snapshot.open`.
@@ -56,14 +58,24 @@ class Snapshot:
         self._tables = {table.name: table for table in manifest.spec.tables}
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = True, threads: int = 2, progress: Progress = no_progress) -> Self:
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        verify: bool = True,
+        files: VerifiedFiles = "all",
+        threads: int = 2,
+        progress: Progress = no_progress,
+    ) -> Self:
         """Opens the snapshot in a folder `<store>/<model>/<version>`.
 
         Args:
             path: the folder.
             verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
                 there twice, and that they are those of its strings. May be left out for a local store that is trusted;
-                paths, sizes, dtypes, shapes and golden requests are always checked.
+                paths, sizes, dtypes and shapes are always checked.
+            files: whose content is checked: `rows` for who only pools them, `other` (dense model, vocabularies, golden
+                requests) for who leaves that to shard nodes.
             threads: how many files are hashed at a time.
             progress: told the bytes hashed.
 
@@ -86,10 +98,21 @@ class Snapshot:
         snapshot = cls(root, manifest, identity, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
         if verify:
-            check_hashes(paths, manifest, threads, progress)
-            snapshot._check_vocabularies()
-        snapshot.golden()
+            snapshot.check_content(files, threads=threads, progress=progress)
+        if files != "rows":
+            snapshot.golden()
         return snapshot
+
+    def check_content(
+        self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
+    ) -> None:
+        """What `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
+        rows = {entry.path for tables in self.manifest.tables for entry in tables.rows}
+        entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
+        paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
+        check_hashes(paths, entries, threads, progress)
+        if files != "rows":
+            self._check_vocabularies()
 
     @property
     def spec(self) -> ModelSpec:
@@ -111,10 +134,11 @@ class Snapshot:
         """Bytes that the tables' rows would take as float32."""
         return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.tables)
 
-    def rows_file(self, table: str, file_index: int) -> ByteArray:
-        """The stored rows of one row file, read-only uint8 [rows, row_bytes] in bucket order, mapped and not copied.
+    def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
+        """The stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
-        Keeps no file descriptor; unmapped when the last array over it is gone.
+        Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
+        be written to, pages that are written become memory of this process, and the file is never changed.
 
         Raises:
             KeyError: there is no such table.
@@ -123,7 +147,8 @@ class Snapshot:
             SnapshotResourceError: no file descriptor, mapping or memory is left.
         """
         entry = self._files[table].rows[file_index]
-        return map_tensor(self.path / entry.path, self._headers[entry.path]["rows"], np.uint8)
+        info = self._headers[entry.path]["rows"]
+        return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
         """A copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].

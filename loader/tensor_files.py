@@ -29,7 +29,8 @@ MAX_TENSOR_DIMS = 8
 _DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
-_HASH_CHUNK_BYTES = 4 << 20
+# Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
+_HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtyp
         )
 
 
-def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A read-only view of one tensor's bytes in the mapped file.
+def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
+    """A view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
 
     Raises:
         SnapshotCorruptError: the file is not there any more, or shorter.
@@ -158,7 +159,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike) -> npt.NDArra
     if 0 in info.shape:
         return np.zeros(info.shape, dtype)
     try:
-        return map_array(path, info.offset, info.shape, dtype)
+        return map_array(path, info.offset, info.shape, dtype, copy_on_write=copy_on_write)
     except OSError as error:
         raise file_error(path, "mapped", error) from error
     except ValueError as error:

@@ -57,14 +57,14 @@ def export_snapshot(
     version: int | None = None,
     metadata: Mapping[str, str] | None = None,
     last_delta: int | None = None,
+    delta_base: int | None = None,
     rows_per_file: int | None = None,
     clock: Callable[[], datetime] = utc_now,
     progress: Progress = no_progress,
 ) -> Path:
     """Writes the next version of a model into a store.
 
-    Run again after an interruption, the same export goes on where it stopped. "The same": spec, version, rows per file,
-    last delta, dense tensors, vocabularies, golden requests, and the rows' fingerprints (`loader.row_fingerprint`).
+    Run again after an interruption, the same export (all that shapes a file, rows by `loader.row_fingerprint`) goes on.
 
     Args:
         store_path: the store's folder; made if it is not there.
@@ -77,6 +77,7 @@ def export_snapshot(
         version: the version's number; by default the next free one.
         metadata: free text about the training run, kept in the manifest.
         last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
+        delta_base: the version that began the stream in which `last_delta` counts; by default this one.
         rows_per_file: of all tables, a power of two of at least 256; by default files have at most 256 MiB.
         clock: gives the time of creation.
         progress: told the rows written per table.
@@ -98,11 +99,12 @@ def export_snapshot(
     check_rows(spec, rows)
     file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
     files = small_files(spec, dense, vocabularies or {}, golden)
-    make_manifest = _manifest_maker(spec, version, file_rows, golden, golden_tolerance, metadata or {}, last_delta)
+    deltas = (last_delta, delta_base)
+    make_manifest = _manifest_maker(spec, version, file_rows, golden, golden_tolerance, metadata or {}, deltas)
     _check_manifest(make_manifest, [*files, *(path for t in spec.tables for path in rows_paths(t, file_rows[t.name]))])
     target = store.path / spec.model / str(version)
-    digest = inputs_digest(spec, version, file_rows, files, rows, last_delta)
     try:
+        digest = inputs_digest(spec, version, file_rows, files, rows, *deltas)
         with open_export_folder(target, digest, progress) as folder:
             entries: dict[str, FileEntry] = {}
             for t in spec.tables:
@@ -133,7 +135,7 @@ def _manifest_maker(
     golden: GoldenRequests | None,
     golden_tolerance: float,
     metadata: Mapping[str, str],
-    last_delta: int | None,
+    deltas: tuple[int | None, int | None],
 ) -> MakeManifest:
     """What gives the manifest of these inputs, once the time and the files' sizes and checksums are known."""
 
@@ -155,7 +157,8 @@ def _manifest_maker(
             dense=entries[DENSE_PATH],
             golden=golden and _golden_entry(entries[GOLDEN_PATH], golden, golden_tolerance),
             metadata=dict(metadata),
-            last_delta=last_delta,
+            last_delta=deltas[0],
+            delta_base=deltas[1],
         )
 
     return make

@@ -18,6 +18,7 @@ import torch
 
 from loader.codecs import codec_for
 from loader.manifest import RowDtype
+from loader.resident_memory import give_back
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.engine import Tier
 
@@ -36,7 +37,7 @@ class Arena:
     Args:
         dtype: the rows' dtype.
         embedding_dim: the rows' width in elements.
-        rows: uint8 [slots, row_bytes], contiguous; kept, not copied.
+        rows: uint8 [slots, row_bytes], contiguous; kept, not copied. Read-only ones can't be written later.
         card: the card that it belongs to.
         tier: where the rows are.
     """
@@ -47,8 +48,11 @@ class Arena:
         self.size_bytes = rows.nbytes
         self._kernel = _KERNELS[dtype]
         self._embedding_dim = embedding_dim
+        self._bytes = rows
+        # One item per row: NumPy copies such whole, several times faster than bytes.
+        self._items = rows.view(f"V{rows.shape[1]}").reshape(-1)
         with warnings.catch_warnings():
-            # A mapped file is read-only, which torch warns of; nothing here writes to it.
+            # torch warns of rows that are read-only; it never writes to them.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensor = torch.from_numpy(rows)
         if dtype in ("fp16", "fp32"):
@@ -78,6 +82,30 @@ class Arena:
         )
         out: Float32Array = pooled.numpy()
         return out
+
+    def touch(self, slots: Int64Array) -> None:
+        """Has the pages of these slots in memory, as this arena's own, so that `write` is but a copy.
+
+        Every row's first and last byte is written as it is: no reader sees a difference, but another writer might.
+        """
+        if self.tier == "mapped":
+            for column in (0, -1):
+                edge = self._bytes[:, column]
+                edge[slots] = edge[slots]
+
+    def write(self, slots: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        """Replaces rows. Nobody may pool meanwhile.
+
+        Args:
+            slots: int64 [n], positions in this arena; the caller has checked them.
+            stored: uint8 [n, row_bytes], contiguous.
+        """
+        self._items[slots] = stored.view(self._items.dtype).reshape(-1)
+
+    def free(self) -> None:
+        """Gives the rows' memory back, a piece at a time and without the interpreter lock. Nobody may need them."""
+        if self.tier == "ram" and self._bytes.nbytes >= HUGE_PAGE_BYTES:
+            give_back(self._bytes)
 
 
 def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Checks of bags against the tables that they ask for: every engine runs them before it reads a row."""
+"""Checks of bags and rows against the tables that they name: engines run them before they read or write a row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loader.codecs import codec_for
 from shard_node.bags import Int32Array, Int64Array, KeyedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
@@ -101,6 +102,29 @@ class TableLimits:
             f"row {int(bags.values[position])} (value {position}) is not in 0..{table.num_embeddings - 1} "
             f"of table {table.name!r}"
         )
+
+    def check_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        """Everything that `Engine.write_rows` asks of its arguments.
+
+        Raises:
+            InvalidBagsError: naming the table, and the row and the limit, or the array.
+        """
+        if not 0 <= table < len(self.layout.tables):
+            raise InvalidBagsError(f"{table} is no table, tables are 0..{len(self.layout.tables) - 1}")
+        spec = self.layout.tables[table]
+        where = f"table {spec.name!r}"
+        if rows.ndim != 1 or rows.dtype != np.int64:
+            raise InvalidBagsError(f"{where}: rows must be flat int64, got {rows.dtype} {list(rows.shape)}")
+        shape = (rows.size, codec_for(spec.dtype, spec.embedding_dim).row_bytes)
+        if stored.dtype != np.uint8 or stored.shape != shape or not stored.flags.c_contiguous:
+            raise InvalidBagsError(
+                f"{where}: stored must be contiguous uint8 {list(shape)}, got {stored.dtype} {list(stored.shape)}"
+            )
+        if (rows[1:] <= rows[:-1]).any():
+            raise InvalidBagsError(f"{where}: rows must ascend, none twice")
+        if rows.size and (rows[0] < 0 or rows[-1] >= spec.num_embeddings):
+            wrong = rows[0] if rows[0] < 0 else rows[-1]
+            raise InvalidBagsError(f"{where}: row {wrong} is not in 0..{spec.num_embeddings - 1}")
 
     def _is_right(self, bags: KeyedBags) -> bool:
         keys, counts, offsets, weights = bags.keys, bags.bags_per_key, bags.offsets, bags.weights

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shard_node.arena import Arena
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.checks import TableLimits
 from shard_node.engine import LookupCount, MemoryUse, Tier
-from shard_node.placement import Placement
+from shard_node.placement import NOT_HERE, Placement
+from shard_node.row_lock import RowLock
 from shard_node.split import add, split
 from shard_node.table_layout import TableLayout
 
@@ -32,7 +34,7 @@ class CpuEngine:
     """Pools bags from arenas on this machine. Implements `Engine`.
 
     Each pooling call runs in the caller's thread with one intra-op thread; several may run at once, since torch lets
-    go of the interpreter lock while it reads rows.
+    go of the interpreter lock while it reads rows. Rows are written while no call pools.
 
     Args:
         layout: the model's tables.
@@ -67,6 +69,8 @@ class CpuEngine:
         )
         self._counts = np.zeros(len(layout.tables), np.int64)
         self._counts_lock = threading.Lock()
+        self._row_lock = RowLock()
+        self._one_writer = threading.Lock()
 
     @property
     def layout(self) -> TableLayout:
@@ -77,6 +81,38 @@ class CpuEngine:
         """As `Engine.pool`."""
         self._limits.check(bags)
         values_per_key = bags.values_per_key()
+        self._row_lock.begin_read()
+        try:
+            blocks = self._pool_groups(bags, values_per_key)
+        finally:
+            self._row_lock.end_read()
+        with self._counts_lock:
+            self._counts[bags.keys] += values_per_key
+        return blocks
+
+    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
+        self._limits.check_rows(table, rows, stored)
+        arena, slots = self._placement.locate_rows(table, rows)
+        parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
+        for number in np.unique(arena).tolist():
+            if number == NOT_HERE:
+                continue
+            here = arena == number
+            whole = bool(here.all())
+            parts.append((self._arenas[number], slots if whole else slots[here], stored if whole else stored[here]))
+        with self._one_writer:
+            for part, part_slots, _ in parts:
+                part.touch(part_slots)
+            self._row_lock.begin_write()
+            try:
+                for part, part_slots, part_stored in parts:
+                    part.write(part_slots, part_stored)
+            finally:
+                self._row_lock.end_write()
+        return sum(part_slots.size for _, part_slots, _ in parts)
+
+    def _pool_groups(self, bags: KeyedBags, values_per_key: Int64Array) -> list[Float32Array]:
         bag_starts = bags.bag_starts()
         blocks = []
         for group in self._groups:
@@ -87,8 +123,6 @@ class CpuEngine:
                 continue
             part = _slice_keys(bags, first, end, first_bag, end_bag)
             blocks.append(self._pool_group(group, part, values_per_key[first:end]))
-        with self._counts_lock:
-            self._counts[bags.keys] += values_per_key
         return blocks
 
     def _pool_group(self, group: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
@@ -122,8 +156,10 @@ class CpuEngine:
         )
 
     def close(self) -> None:
-        """Drops the arenas; their memory goes back to the system with the last array that still looks into them."""
-        self._arenas = []
+        """Gives the arenas' memory back to the system."""
+        arenas, self._arenas = self._arenas, []
+        for arena in arenas:
+            arena.free()
 
 
 def _slice_keys(bags: KeyedBags, first: int, end: int, first_bag: int, end_bag: int) -> KeyedBags:

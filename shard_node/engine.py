@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shard_node.bags import Float32Array, KeyedBags
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.table_layout import TableLayout
 
 Tier = Literal["ram", "mapped"]
@@ -30,7 +33,7 @@ class LookupCount:
 
 
 class Engine(Protocol):
-    """Pools bags from the rows that it holds. Thread-safe: `pool` may run in several threads at once."""
+    """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
 
     @property
     def layout(self) -> TableLayout:
@@ -52,6 +55,25 @@ class Engine(Protocol):
         """
         ...
 
+    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """Replaces rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
+
+        Pooling waits for it, so hand over as few rows as can be copied in a millisecond.
+
+        Args:
+            table: its number in the layout.
+            rows: int64 [n], ascending, none twice; those that another node holds are left out.
+            stored: uint8 [n, row_bytes], as the table's codec encodes them.
+
+        Returns:
+            How many of the rows are on this engine.
+
+        Raises:
+            InvalidBagsError: for a table or row that is not there, or arrays of another shape or dtype. Nothing was
+                written then.
+        """
+        ...
+
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier."""
         ...
@@ -61,5 +83,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees the rows. No `pool` may be running."""
+        """Frees the rows. No `pool` or `write_rows` may be running."""
         ...

@@ -106,6 +106,21 @@ class Placement:
         slots += rows >> self._per_value(self._slot_shift, bags, values_per_key)
         return arena, slots
 
+    def locate_rows(self, table: int, rows: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
+        """Finds the arena (uint16 [n], `NOT_HERE` for another node's) and the slot (int64 [n]) of one table's rows.
+
+        Args:
+            table: its number in the layout.
+            rows: int64 [n], rows of that table.
+        """
+        cell = (rows >> self._bucket_shift[table]) & 255
+        if self._file_shift[table] < NO_FILES_SHIFT:
+            cell += (rows >> self._file_shift[table]) << 8
+        cell += self._first_cell[table]
+        slots = self._cell_base[cell]
+        slots += rows >> self._slot_shift[table]
+        return self._cell_arena[cell], slots
+
     def _per_value(self, by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         # Most models treat all tables alike; then one number serves all values and nothing is repeated.
         chosen = by_table[bags.keys]

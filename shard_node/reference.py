@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
+from loader.codecs import codec_for
 from loader.manifest import ModelSpec
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.checks import TableLimits
 from shard_node.engine import LookupCount, MemoryUse
+from shard_node.row_lock import RowLock
 from shard_node.table_layout import TableLayout
 
 
@@ -18,12 +21,13 @@ class ReferenceEngine:
 
     Args:
         spec: the model.
-        tables: table name to its decoded rows, float32 [num_embeddings, embedding_dim].
+        tables: table name to its decoded rows, float32 [num_embeddings, embedding_dim]; copied.
     """
 
     def __init__(self, spec: ModelSpec, tables: Mapping[str, Float32Array]) -> None:
         self._layout = TableLayout.of(spec)
-        self._tables = [tables[table.name] for table in self._layout.tables]
+        self._tables = [tables[table.name].copy() for table in self._layout.tables]
+        self._lock = RowLock()
         self._limits = TableLimits(self._layout)
         self._counts = [0] * len(self._tables)
 
@@ -35,6 +39,25 @@ class ReferenceEngine:
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`: sum over the bag of weight * row."""
         self._limits.check(bags)
+        self._lock.begin_read()
+        try:
+            return self._pool(bags)
+        finally:
+            self._lock.end_read()
+
+    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """As `Engine.write_rows`: every row is here."""
+        self._limits.check_rows(table, rows, stored)
+        spec = self._layout.tables[table]
+        values = codec_for(spec.dtype, spec.embedding_dim).decode(stored)
+        self._lock.begin_write()
+        try:
+            self._tables[table][rows] = values
+        finally:
+            self._lock.end_write()
+        return rows.size
+
+    def _pool(self, bags: KeyedBags) -> list[Float32Array]:
         starts = bags.bag_starts()
         blocks = []
         for group in self._layout.groups:

@@ -1,0 +1,190 @@
+"""One delta: some rows of one table as they are from now on, and the bytes that carry it.
+
+Little-endian; documented in docs/deltas.md:
+
+| bytes | what |
+|---|---|
+| 8 | `SRDELTA1` |
+| 16 | XXH3-128 (https://github.com/Cyan4973/xxHash), as a little-endian number, of all that follows |
+| 56 | sequence u64, delta_base u64, base_version u64, published_at f64, rows u32, row_bytes u32, embedding_dim u32, dtype u16 (its place in `DTYPES`), bytes of the model's name u16, bytes of the table's name u16, 6 zeros |
+| | the model's name, the table's name (UTF-8), zeros up to a multiple of 8 |
+| 8 · rows | row numbers, i64, ascending, none twice |
+| row_bytes · rows | the rows as the table's codec stores them |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from loader.codecs import ByteArray, codec_for
+from loader.errors import DeltaFormatError, cut
+from loader.manifest import MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
+from loader.registry.checks import MAX_SEQUENCE
+
+Int64Array = npt.NDArray[np.int64]
+
+MAGIC: Final = b"SRDELTA1"
+DTYPES: Final[tuple[RowDtype, ...]] = ("int8", "int4", "fp16", "fp32")
+MAX_BATCH_ROWS: Final = 8192
+"""Rows of one delta; a publisher cuts what is more."""
+MAX_BATCH_BYTES: Final = 4 << 20
+"""Bytes of one delta's rows and row numbers; at least one row is always allowed."""
+
+_CHECKSUM_BYTES = 16
+_HEADER = struct.Struct("<QQQdIIIHHH6s")
+_BODY_START = len(MAGIC) + _CHECKSUM_BYTES
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
+
+
+def rows_per_batch(row_bytes: int) -> int:
+    """How many rows of that size one delta may hold."""
+    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // (row_bytes + 8)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaBatch:
+    """One delta.
+
+    Attributes:
+        model: whose table.
+        delta_base: the version that the stream began with.
+        base_version: the version that its publisher trains on from.
+        sequence: its place in the stream, from 1 on.
+        published_at: by the publisher's clock, in seconds since the epoch.
+        table: the table's name.
+        dtype: how rows are stored.
+        embedding_dim: their width.
+        rows: int64 [n], ascending, none twice.
+        stored: uint8 [n, row_bytes].
+    """
+
+    model: str
+    delta_base: int
+    base_version: int
+    sequence: int
+    published_at: float
+    table: str
+    dtype: RowDtype
+    embedding_dim: int
+    rows: Int64Array
+    stored: ByteArray
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
+
+    def encode(self) -> bytes:
+        """Its bytes. Raises DeltaFormatError if no reader would take them."""
+        self._check()
+        names = self.model.encode() + self.table.encode()
+        header = _HEADER.pack(
+            self.sequence,
+            self.delta_base,
+            self.base_version,
+            self.published_at,
+            self.rows.size,
+            self.stored.shape[1],
+            self.embedding_dim,
+            DTYPES.index(self.dtype),
+            len(self.model.encode()),
+            len(self.table.encode()),
+            bytes(6),
+        )
+        padding = bytes(-(len(header) + len(names)) % 8)
+        body = b"".join([header, names, padding, self.rows.astype("<i8", copy=False).tobytes(), self.stored.tobytes()])
+        return MAGIC + _checksum(body) + body
+
+    @classmethod
+    def decode(cls, payload: bytes) -> DeltaBatch:
+        """Reads what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
+
+        Raises:
+            DeltaFormatError: these are not the bytes of a delta, or not all of them as they were written.
+        """
+        if len(payload) < _BODY_START + _HEADER.size or payload[: len(MAGIC)] != MAGIC:
+            raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
+        if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
+            raise DeltaFormatError(f"a delta of {len(payload)} bytes does not have the checksum that it states")
+        fields = _HEADER.unpack_from(payload, _BODY_START)
+        sequence, delta_base, base_version, published_at, count, row_bytes, dim, dtype, model_bytes, table_bytes, _ = (
+            fields
+        )
+        names = _BODY_START + _HEADER.size
+        rows = names + model_bytes + table_bytes
+        rows += -(rows - _BODY_START) % 8
+        stored = rows + 8 * count
+        if len(payload) != stored + count * row_bytes:
+            raise DeltaFormatError(f"delta {sequence}: {len(payload)} bytes, {stored + count * row_bytes} are stated")
+        if dtype >= len(DTYPES):
+            raise DeltaFormatError(f"delta {sequence}: dtype {dtype}; allowed is 0..{len(DTYPES) - 1}")
+        try:
+            model = payload[names : names + model_bytes].decode()
+            table = payload[names + model_bytes : names + model_bytes + table_bytes].decode()
+        except UnicodeDecodeError as error:
+            raise DeltaFormatError(f"delta {sequence}: a name is not UTF-8: {error}") from error
+        batch = cls(
+            model=model,
+            delta_base=delta_base,
+            base_version=base_version,
+            sequence=sequence,
+            published_at=published_at,
+            table=table,
+            dtype=DTYPES[dtype],
+            embedding_dim=dim,
+            rows=np.frombuffer(payload, "<i8", count, rows),
+            stored=np.frombuffer(payload, np.uint8, count * row_bytes, stored).reshape(count, row_bytes),
+        )
+        batch._check()
+        return batch
+
+    def check_table(self, table: TableSpec) -> None:
+        """Raises DeltaFormatError unless these are rows that this table has, stored as it stores them, all finite."""
+        where = f"{self.name}: table {table.name!r}"
+        if (self.dtype, self.embedding_dim) != (table.dtype, table.embedding_dim):
+            raise DeltaFormatError(
+                f"{where} has {table.dtype} rows of {table.embedding_dim}, the delta {self.dtype} of "
+                f"{self.embedding_dim}"
+            )
+        if self.rows[-1] >= table.num_embeddings:
+            raise DeltaFormatError(f"{where}: row {self.rows[-1]} is not in 0..{table.num_embeddings - 1}")
+        bad = codec_for(self.dtype, self.embedding_dim).first_non_finite(self.stored)
+        if bad is not None:
+            raise DeltaFormatError(f"{where}: row {self.rows[bad]} holds NaN or inf")
+
+    def _check(self) -> None:
+        for what, name in (("model", self.model), ("table", self.table)):
+            if _NAME.match(name) is None:
+                raise DeltaFormatError(f"delta {self.sequence}: {what} {cut(repr(name))} is not a name")
+        for what, number in (("delta_base", self.delta_base), ("base_version", self.base_version)):
+            if not 1 <= number < 2**63:
+                raise DeltaFormatError(f"{self.name}: {what} {number} is not in [1, 2^63)")
+        if not 1 <= self.sequence <= MAX_SEQUENCE:
+            raise DeltaFormatError(f"{self.name}: sequence; allowed is 1 to {MAX_SEQUENCE}")
+        if not (math.isfinite(self.published_at) and self.published_at >= 0):
+            raise DeltaFormatError(f"{self.name}: published_at {self.published_at} is no time")
+        if not 1 <= self.embedding_dim <= MAX_EMBEDDING_DIM:
+            raise DeltaFormatError(f"{self.name}: embedding_dim {self.embedding_dim} is not in 1..{MAX_EMBEDDING_DIM}")
+        row_bytes = codec_for(self.dtype, self.embedding_dim).row_bytes
+        if self.stored.dtype != np.uint8 or self.stored.shape != (self.rows.size, row_bytes):
+            raise DeltaFormatError(
+                f"{self.name}: stored rows are {self.stored.dtype} {list(self.stored.shape)}, {self.rows.size} rows of "
+                f"{self.dtype} x {self.embedding_dim} are uint8 {[self.rows.size, row_bytes]}"
+            )
+        most = rows_per_batch(row_bytes)
+        if not 1 <= self.rows.size <= most:
+            raise DeltaFormatError(f"{self.name}: {self.rows.size} rows of {row_bytes} bytes; allowed is 1 to {most}")
+        if self.rows[0] < 0 or self.rows[-1] >= MAX_NUM_EMBEDDINGS or (self.rows[1:] <= self.rows[:-1]).any():
+            raise DeltaFormatError(f"{self.name}: rows must ascend within 0..{MAX_NUM_EMBEDDINGS - 1}, none twice")
+
+
+def _checksum(body: bytes | memoryview) -> bytes:
+    return xxhash.xxh3_128_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")

@@ -1,0 +1,291 @@
+"""What a trainer calls with the rows that it changed. See docs/deltas.md."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from pydantic import ValidationError
+
+from loader.deltas.batch import DeltaBatch, rows_per_batch
+from loader.deltas.encoding import encode_rows
+from loader.deltas.stream import DEFAULT_MAX_STREAM_ENTRIES, DeltaStream
+from loader.errors import (
+    DeltaBaseError,
+    DeltaError,
+    DeltaFormatError,
+    RegistryConflictError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+)
+from loader.manifest import ModelSpec, TableSpec
+from loader.manifest_file import read_manifest
+from loader.registry.opening import open_registry
+from loader.registry.records import PublishedVersion
+from loader.registry.registry import Registry
+from loader.registry.typed import FleetRegistry
+
+DEFAULT_RETRY_S: Final = 30.0
+MAX_PAUSE_S: Final = 1.0
+
+T = TypeVar("T")
+
+
+class AsyncDeltaPublisher:
+    """Publishes changed rows from an event loop. `DeltaPublisher` is the same for everybody else.
+
+    Several publishers may share a stream; each finds the next free number.
+
+    Args:
+        registry: where the fleet is; stays the caller's to close.
+        model: whose rows.
+        base_version: the published version that training goes on from. Deltas go to the stream that it continues.
+        store: the store, for a registry that does not have the version's spec.
+        max_stream_entries: the stream is kept at most that long. What a held version needs is never dropped.
+        retry_s: how long a registry that does not answer is asked again.
+        clock: seconds since the epoch; dates the deltas.
+        monotonic: seconds; bounds retries.
+        sleep: waits between them.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        model: str,
+        base_version: int,
+        store: str | Path | None = None,
+        *,
+        max_stream_entries: int = DEFAULT_MAX_STREAM_ENTRIES,
+        retry_s: float = DEFAULT_RETRY_S,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
+    ) -> None:
+        self._fleet = FleetRegistry(registry)
+        self._model = model
+        self._base_version = base_version
+        self._store = None if store is None else Path(store)
+        self._max_stream_entries = max_stream_entries
+        self._retry_s = retry_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._one_at_a_time = asyncio.Lock()
+        self._tables: dict[str, TableSpec] = {}
+        self._stream: DeltaStream | None = None
+        self._delta_base = 0
+
+    async def open(self) -> None:
+        """Reads what the registry says of the version; `publish` does it if nobody has.
+
+        Raises:
+            DeltaBaseError: the version is not published.
+            RegistryUnavailableError: the registry does not answer.
+        """
+        async with self._one_at_a_time:
+            await self._opened()
+
+    async def publish(self, table: str, rows: Any, values: Any) -> int:
+        """Publishes rows as they are from now on. Durable when it returns; many rows become several deltas.
+
+        May be repeated after a failure: rows that are published twice are the same rows.
+
+        Args:
+            table: the table's name.
+            rows: whole numbers [n]; of a row that is there twice, the last one counts.
+            values: floats [n, embedding_dim], arrays or tensors.
+
+        Returns:
+            The sequence number of the last delta; with no rows, of the last one that is known.
+
+        Raises:
+            DeltaFormatError: an unknown table, a row outside it, another shape, or a value that is not finite.
+            DeltaBaseError: the version is not published.
+            DeltaGapError: the registry lost deltas that nodes have.
+            DeltaError: the stream is full.
+            RegistryUnavailableError: the registry did not answer for `retry_s`.
+        """
+        async with self._one_at_a_time:
+            stream = await self._opened()
+            spec = self._tables.get(table)
+            if spec is None:
+                raise DeltaFormatError(f"model {self._model!r} has no table {table!r}; tables: {sorted(self._tables)}")
+            numbers, stored = await asyncio.to_thread(encode_rows, spec, rows, values)
+            await self._again(stream.look)
+            step = rows_per_batch(stored.shape[1])
+            for begin in range(0, numbers.size, step):
+                batch = DeltaBatch(
+                    model=self._model,
+                    delta_base=self._delta_base,
+                    base_version=self._base_version,
+                    sequence=1,
+                    published_at=self._clock(),
+                    table=table,
+                    dtype=spec.dtype,
+                    embedding_dim=spec.embedding_dim,
+                    rows=numbers[begin : begin + step],
+                    stored=stored[begin : begin + step],
+                )
+                await self._append(stream, batch)
+            return stream.sequence
+
+    @property
+    def sequence(self) -> int:
+        """The last delta of the stream that this publisher knows of; 0 before it is open."""
+        return 0 if self._stream is None else self._stream.sequence
+
+    async def _append(self, stream: DeltaStream, batch: DeltaBatch) -> None:
+        await self._again(stream.make_room)
+        payload, sequence = b"", 0
+
+        async def attempt() -> bool:
+            nonlocal payload, sequence
+            # The same bytes as long as it is the same number: then a repeated append is told from somebody else's.
+            if sequence != stream.sequence + 1:
+                sequence = stream.sequence + 1
+                payload = replace(batch, sequence=sequence).encode()
+            if await stream.append(sequence, payload):
+                return True
+            await stream.find_end()
+            return False
+
+        deadline = self._monotonic() + self._retry_s
+        while not await self._again(attempt):
+            if self._monotonic() >= deadline:
+                raise RegistryConflictError(f"stream {stream.name}: others were faster for {self._retry_s} s")
+
+    async def _opened(self) -> DeltaStream:
+        if self._stream is not None:
+            return self._stream
+        version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
+        if version is None:
+            raise DeltaBaseError(
+                f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}"
+            )
+        spec = await self._spec(version)
+        stream = DeltaStream(self._fleet, self._model, version.delta_base, self._max_stream_entries)
+        await self._again(stream.find_end)
+        self._tables = {table.name: table for table in spec.tables}
+        self._delta_base = version.delta_base
+        self._stream = stream
+        return stream
+
+    async def _spec(self, version: PublishedVersion) -> ModelSpec:
+        text = await self._again(lambda: self._fleet.spec(self._model, self._base_version))
+        if text is not None:
+            try:
+                return ModelSpec.model_validate_json(text)
+            except ValidationError as error:
+                raise RegistryRecordError(
+                    f"the spec of {self._model!r} version {self._base_version} can't be read: {error}"
+                ) from error
+        if self._store is None:
+            raise DeltaBaseError(
+                f"the registry has no spec of {self._model!r} version {self._base_version}: publish it again, or give "
+                "the store"
+            )
+        folder = self._store / self._model / str(self._base_version)
+        manifest, identity = await asyncio.to_thread(read_manifest, folder)
+        if identity != version.identity:
+            raise DeltaBaseError(f"{folder} has identity {identity}, published is {version.identity}")
+        return manifest.spec
+
+    async def _again(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Asks a registry that does not answer again, for `retry_s`."""
+        deadline = self._monotonic() + self._retry_s
+        pause_s = 0.05
+        while True:
+            try:
+                return await attempt()
+            except RegistryUnavailableError:
+                if self._monotonic() + pause_s >= deadline:
+                    raise
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+class DeltaPublisher:
+    """Publishes changed rows from a trainer; thread-safe. A context manager.
+
+    It has an event loop and a connection to the registry of its own, in a thread of its own.
+
+    Args:
+        registry: the registry's URL or folder, or a registry to take the URL from.
+        model: whose rows.
+        base_version: the published version that training goes on from.
+        store: the store, for a registry that does not have the version's spec.
+        options: as `AsyncDeltaPublisher` takes them.
+
+    Raises:
+        DeltaBaseError: the version is not published.
+        RegistryUnavailableError: the registry does not answer.
+    """
+
+    def __init__(
+        self,
+        registry: str | Path | Registry,
+        model: str,
+        base_version: int,
+        store: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        url = registry if isinstance(registry, str | Path) else registry.url
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"deltas-{model}", daemon=True)
+        self._thread.start()
+        self._registry: Registry | None = None
+        self._closed = False
+        try:
+            self._publisher = self._wait_for(self._open(url, model, base_version, store, options))
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, table: str, rows: Any, values: Any) -> int:
+        """As `AsyncDeltaPublisher.publish`; waits until the rows are durable. Raises DeltaError once it is closed."""
+        if self._closed:
+            raise DeltaError("the publisher is closed")
+        return self._wait_for(self._publisher.publish(table, rows, values))
+
+    @property
+    def sequence(self) -> int:
+        """The last delta of the stream that this publisher knows of."""
+        return self._publisher.sequence
+
+    def close(self) -> None:
+        """Ends the connection and the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._registry is not None:
+                self._wait_for(self._registry.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _open(
+        self, url: str | Path, model: str, base_version: int, store: str | Path | None, options: dict[str, Any]
+    ) -> AsyncDeltaPublisher:
+        self._registry = open_registry(url)
+        publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
+        await publisher.open()
+        return publisher
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

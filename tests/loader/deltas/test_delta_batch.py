@@ -1,0 +1,158 @@
+"""The bytes of a delta: what was written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.codecs import codec_for
+from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, rows_per_batch
+from loader.errors import DeltaFormatError
+from loader.manifest import TableSpec
+from shardrank_testing.deltas import delta_spec, make_batch
+
+FIELDS = [name for name in DeltaBatch.__slots__ if name not in ("rows", "stored")]
+
+
+@st.composite
+def batches(draw) -> DeltaBatch:
+    dtype = draw(st.sampled_from(["int8", "int4", "fp16", "fp32"]))
+    dim = 2 * draw(st.integers(1, 40))
+    rows = np.array(sorted(draw(st.sets(st.integers(0, 2**32 - 2), min_size=1, max_size=50))), np.int64)
+    values = np.random.default_rng(draw(st.integers(0, 2**32))).normal(size=(rows.size, dim)).astype(np.float32)
+    name = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,20}", fullmatch=True)
+    return DeltaBatch(
+        model=draw(name),
+        delta_base=draw(st.integers(1, 2**63 - 1)),
+        base_version=draw(st.integers(1, 2**63 - 1)),
+        sequence=draw(st.integers(1, 2**53 - 1)),
+        published_at=draw(st.floats(0, 1e12)),
+        table=draw(name),
+        dtype=dtype,
+        embedding_dim=dim,
+        rows=rows,
+        stored=codec_for(dtype, dim).encode(values),
+    )
+
+
+@given(batches())
+@settings(max_examples=60, deadline=None)
+def test_what_is_decoded_is_what_was_encoded(batch):
+    read = DeltaBatch.decode(batch.encode())
+    assert [getattr(read, name) for name in FIELDS] == [getattr(batch, name) for name in FIELDS]
+    np.testing.assert_array_equal(read.rows, batch.rows)
+    np.testing.assert_array_equal(read.stored, batch.stored)
+    assert read.rows.dtype == np.int64
+
+
+def test_decoding_copies_no_rows():
+    payload = small_batch().encode()
+    read = DeltaBatch.decode(payload)
+    memory = np.frombuffer(payload, np.uint8)
+    assert np.shares_memory(read.stored, memory)
+    assert np.shares_memory(read.rows, memory)
+
+
+def test_every_single_bit_flip_is_refused():
+    payload = bytearray(small_batch().encode())
+    for bit in range(8 * len(payload)):
+        payload[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DeltaFormatError):
+            DeltaBatch.decode(bytes(payload))
+        payload[bit // 8] ^= 1 << bit % 8
+    DeltaBatch.decode(bytes(payload))
+
+
+def test_every_truncation_and_a_longer_payload_are_refused():
+    payload = small_batch().encode()
+    for length in range(len(payload)):
+        with pytest.raises(DeltaFormatError):
+            DeltaBatch.decode(payload[:length])
+    with pytest.raises(DeltaFormatError):
+        DeltaBatch.decode(payload + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("offset", "code", "value", "message"),
+    [
+        (0, "Q", 0, "sequence; allowed is 1 to"),
+        (0, "Q", 2**53, "sequence; allowed is 1 to"),
+        (8, "Q", 0, "delta_base 0 is not in"),
+        (16, "Q", 2**63, r"base_version 9223372036854775808 is not in"),
+        (24, "d", float("nan"), "published_at nan is no time"),
+        (24, "d", -1.0, "published_at -1.0 is no time"),
+        (32, "I", 2**32 - 1, "are stated"),
+        (36, "I", 2**32 - 1, "are stated"),
+        (40, "I", 0, "embedding_dim 0 is not in"),
+        (40, "I", 2**32 - 1, "embedding_dim 4294967295 is not in"),
+        (44, "H", 4, r"dtype 4; allowed is 0\.\.3"),
+        (44, "H", 1, "stored rows are"),
+        (46, "H", 65535, "are stated"),
+    ],
+)
+def test_a_forged_header_with_a_right_checksum_is_refused(offset, code, value, message):
+    payload = bytearray(small_batch().encode())
+    struct.pack_into("<" + code, payload, 24 + offset, value)
+    with pytest.raises(DeltaFormatError, match=message):
+        DeltaBatch.decode(with_checksum(payload))
+
+
+@pytest.mark.parametrize("rows", [[5, 5], [6, 5], [-1, 5], [5, 2**32 - 1]])
+def test_forged_rows_with_a_right_checksum_are_refused(rows):
+    payload = bytearray(small_batch().encode())
+    begin = len(payload) - 2 * 12 - 16
+    payload[begin : begin + 16] = np.array(rows, "<i8").tobytes()
+    with pytest.raises(DeltaFormatError, match="rows must ascend within"):
+        DeltaBatch.decode(with_checksum(payload))
+
+
+def test_names_that_are_none_are_refused():
+    for name in ("", "../x", "a/b", "a\n", "x" * 129):
+        with pytest.raises(DeltaFormatError, match="is not a name"):
+            replace(small_batch(), table=name).encode()
+
+
+def test_a_batch_has_at_most_8192_rows_and_4_mib():
+    assert rows_per_batch(72) == MAX_BATCH_ROWS == 8192
+    assert rows_per_batch(16 << 10) * (16 << 10) <= MAX_BATCH_BYTES
+    assert rows_per_batch(MAX_BATCH_BYTES) == 1
+    values = np.zeros((MAX_BATCH_ROWS + 1, 4), np.float32)
+    spec = delta_spec(rows=10_000)
+    make_batch(spec, "int8", 1, np.arange(MAX_BATCH_ROWS), values[:-1]).encode()
+    with pytest.raises(DeltaFormatError, match="8193 rows of 12 bytes; allowed is 1 to 8192"):
+        make_batch(spec, "int8", 1, np.arange(MAX_BATCH_ROWS + 1), values).encode()
+    with pytest.raises(DeltaFormatError, match="0 rows"):
+        make_batch(spec, "int8", 1, [], values[:0]).encode()
+
+
+def test_a_batch_for_another_table_than_it_says_is_refused():
+    batch = small_batch()
+    fits = TableSpec(name="t", num_embeddings=300, embedding_dim=4, feature_names=("f",))
+    batch.check_table(fits)
+    for change, message in (
+        ({"dtype": "int4"}, "has int4 rows of 4, the delta int8 of 4"),
+        ({"embedding_dim": 8}, "has int8 rows of 8, the delta int8 of 4"),
+        ({"num_embeddings": 200}, r"row 200 is not in 0\.\.199"),
+    ):
+        with pytest.raises(DeltaFormatError, match=message):
+            batch.check_table(fits.model_copy(update=change))
+    stored = batch.stored.copy()
+    stored[1, 4:8] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
+    with pytest.raises(DeltaFormatError, match="row 200 holds NaN or inf"):
+        replace(batch, stored=stored).check_table(fits)
+
+
+def small_batch() -> DeltaBatch:
+    values = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    return make_batch(delta_spec(), "int8", 7, [3, 200], values)
+
+
+def with_checksum(payload: bytearray) -> bytes:
+    body = bytes(payload[24:])
+    return bytes(payload[:8]) + xxhash.xxh3_128_intdigest(body).to_bytes(16, "little") + body
