@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,9 +35,8 @@ def check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
             raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
 
 
-def check_hashes(paths: Mapping[str, Path], manifest: Manifest, threads: int, progress: Progress) -> None:
+def check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
     """Raises SnapshotCorruptError for a file of another SHA-256 than stated; `threads` files are read at a time."""
-    entries = manifest.files()
     total = sum(entry.size_bytes for entry in entries)
     done = 0
     lock = threading.Lock()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol
 
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ShardUnavailableError
 from router.pieces import Cutter, join
 from router.plan import Plan
-from shard_node.address import Address
+from router.replica_set import Member, Replica, ReplicaSet, ReplicaSource
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.errors import (
     DeadlineExceededError,
@@ -23,7 +22,8 @@ from shard_node.errors import (
     ShardNodeError,
 )
 from shard_node.node import NodeInfo
-from shard_node.shard import Shard
+
+logger = logging.getLogger(__name__)
 
 # A lookup changes nothing, so after any of these it may be asked again elsewhere.
 _ASK_ANOTHER = (
@@ -35,36 +35,12 @@ _ASK_ANOTHER = (
     DeadlineExceededError,
 )
 _RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError)
-REST_S = 1.0
 # Longer than any healthy lookup of a batch, shorter than a user's patience.
 HEDGE_AFTER_S = 0.1
 INFO_TIMEOUT_S = 1.0
+CHECK_TIMEOUT_S = 2.0
 # A replica's own deadline ends its call first; this is only for one that overlooks it.
 GRACE_S = 0.1
-
-
-class Replica(Shard, Protocol):
-    """A connection to one node, as `ShardClient`."""
-
-    @property
-    def address(self) -> Address:
-        """Where the node is."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Calls that have not returned."""
-        ...
-
-    @property
-    def available(self) -> bool:
-        """Whether a call now would be sent, or at least try to connect."""
-        ...
-
-    @property
-    def connections(self) -> int:
-        """How many connections were made so far; a change means that another process may answer now."""
-        ...
 
 
 class ReplicatedShard:
@@ -76,13 +52,14 @@ class ReplicatedShard:
     wrong thing rests for a second: it is asked after the others.
 
     A node is asked what it holds before its first answer is used and after every reconnect: a node of another shard,
-    plan or snapshot is refused, since its sums would be wrong without being an error.
+    plan or snapshot is refused, since its sums would be wrong without being an error. Where replicas come and go this
+    is done beside the requests: a newcomer is connected to and asked while the others go on answering.
 
     Args:
         plan: who owns what.
         shard_index: which shard this is.
         manifest_identity: of the snapshot that the router serves.
-        replicas: at least one.
+        replicas: at least one, or where to find out who there is.
         on_retry: told the kind of the error after which another replica is asked.
         clock: monotonic seconds; deadlines are on it.
         hedge_after_s: how long one replica is waited for alone.
@@ -93,20 +70,19 @@ class ReplicatedShard:
         plan: Plan,
         shard_index: int,
         manifest_identity: str,
-        replicas: Sequence[Replica],
+        replicas: Sequence[Replica] | ReplicaSource,
         on_retry: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
         hedge_after_s: float = HEDGE_AFTER_S,
     ) -> None:
-        if not replicas:
+        if not isinstance(replicas, ReplicaSource) and not replicas:
             raise ShardUnavailableError(f"shard {shard_index} has no replica")
         self._identity = plan.identity(shard_index)
         self._plan_digest = plan.digest
         self._manifest_identity = manifest_identity
-        self._replicas = list(replicas)
-        self._checked: dict[int, int] = {}
-        self._rests_until = [float("-inf")] * len(self._replicas)
-        self._turn = itertools.count()
+        self._replicas = ReplicaSet(replicas, clock)
+        self._comes_and_goes = isinstance(replicas, ReplicaSource)
+        self._introductions: dict[Member, asyncio.Task[None]] = {}
         self._on_retry = on_retry
         self._clock = clock
         self._hedge_after_s = hedge_after_s
@@ -119,22 +95,48 @@ class ReplicatedShard:
             ShardUnavailableError: if every replica failed; the message says what each one said.
             ShardNodeError: if a replica refused the request itself, or the deadline passed.
         """
+        if self._comes_and_goes:
+            self._replicas.follow()
+            self._introduce_newcomers(model, version)
         pieces = [await self._pool(model, version, piece, deadline) for piece in self._cutter.cut(bags)]
         return join(pieces)
 
+    async def connect(self, model: str, version: int, deadline: float) -> None:
+        """Connects to every replica there is and asks it what it holds, so that no request has to.
+
+        Raises:
+            ShardUnavailableError: if none can be used; the message says what each one said.
+        """
+        self._replicas.follow()
+        members = list(self._replicas.members)
+        checks = (self._check(member, model, version, deadline) for member in members)
+        outcomes = await asyncio.gather(*checks, return_exceptions=True)
+        failures: list[str] = []
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, _ASK_ANOTHER):
+                self._failed(member, outcome, failures)
+            elif outcome is not None:
+                raise outcome
+        if len(failures) == len(members):
+            raise self._unavailable(failures)
+        for failure in failures:
+            logger.warning("shard %d of %s %d: %s", self._identity.shard_index, model, version, failure)
+
     async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
-        waiting = self._order()
-        asked: dict[asyncio.Task[list[Float32Array]], int] = {}
+        waiting = self._replicas.order()
+        asked: dict[asyncio.Task[list[Float32Array]], Member] = {}
         failures: list[str] = []
         try:
             while True:
                 if waiting:
-                    number = waiting.pop(0)
-                    attempt = self._ask(number, model, version, bags, deadline)
+                    member = waiting.pop(0)
+                    attempt = self._ask(member, model, version, bags, deadline)
                     if not waiting and not asked:
                         # The only one left needs no watching: its own deadline ends it.
                         return await self._last(attempt, failures)
-                    asked[asyncio.create_task(attempt)] = number
+                    asked[asyncio.create_task(attempt)] = member
+                if not asked:
+                    raise self._unavailable(failures)
                 left_s = max(0.0, deadline - self._clock())
                 patience_s = min(self._hedge_after_s, left_s / 2) if waiting else left_s + GRACE_S
                 done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
@@ -146,7 +148,7 @@ class ReplicatedShard:
                 if not done:
                     # Whoever keeps us waiting goes on, but another one is asked beside it, and it comes last for now.
                     for late in asked.values():
-                        self._rest(late)
+                        self._replicas.rest(late)
                     self._on_retry("late")
                 if not asked and not waiting:
                     raise self._unavailable(failures)
@@ -157,16 +159,16 @@ class ReplicatedShard:
     def _first_answer(
         self,
         done: set[asyncio.Task[list[Float32Array]]],
-        asked: dict[asyncio.Task[list[Float32Array]], int],
+        asked: dict[asyncio.Task[list[Float32Array]], Member],
         failures: list[str],
     ) -> list[Float32Array] | None:
         """The answer of a replica that is done, if one has it; what failed is put on record and forgotten."""
         for task in done:
-            number = asked.pop(task)
+            member = asked.pop(task)
             try:
                 return task.result()
             except _ASK_ANOTHER as error:
-                self._failed(number, error, failures)
+                self._failed(member, error, failures)
         return None
 
     async def _last(
@@ -181,23 +183,26 @@ class ReplicatedShard:
             self._on_retry(error.kind)
             raise self._unavailable(failures) from error
 
-    def _failed(self, number: int, error: ShardrankError, failures: list[str]) -> None:
+    def _failed(self, member: Member, error: ShardrankError, failures: list[str]) -> None:
         if isinstance(error, _RESTS):
-            self._rest(number)
+            self._replicas.rest(member)
         failures.append(f"{error.kind}: {error}")
         self._on_retry(error.kind)
 
     def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
         index, count = self._identity.shard_index, self._identity.num_shards
-        return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({'; '.join(failures)})")
+        said = "; ".join(failures) or "no node has told that this version is ready there"
+        return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
 
-    async def _ask(self, number: int, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
-        replica = self._replicas[number]
-        await self._check(number, model, version, deadline)
-        blocks = await replica.pool(model, version, bags, deadline)
-        if self._checked[number] != replica.connections:
-            raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
-        return blocks
+    async def _ask(
+        self, member: Member, model: str, version: int, bags: KeyedBags, deadline: float
+    ) -> list[Float32Array]:
+        with self._replicas.use(member) as replica:
+            await self._check(member, model, version, deadline)
+            blocks = await replica.pool(model, version, bags, deadline)
+            if not member.is_checked:
+                raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
+            return blocks
 
     async def info(self) -> NodeInfo:
         """What the first replica that answers serves. Raises ShardUnavailableError if none does."""
@@ -209,9 +214,14 @@ class ReplicatedShard:
         Raises:
             ShardUnavailableError: if none answers.
         """
-        asked = {asyncio.create_task(replica.info()): str(replica.address) for replica in self._replicas}
+        self._replicas.follow()
+        asked = {
+            asyncio.create_task(self._told(member)): str(member.replica.address) for member in self._replicas.members
+        }
         failures: list[str] = []
         found: list[tuple[str, NodeInfo]] = []
+        if not asked:
+            raise self._unavailable(failures)
         try:
             await asyncio.wait(asked, timeout=INFO_TIMEOUT_S)
             for task, address in asked.items():
@@ -231,28 +241,35 @@ class ReplicatedShard:
 
     async def close(self) -> None:
         """Closes the connections to all replicas."""
-        for replica in self._replicas:
-            await replica.close()
+        for task in list(self._introductions.values()):
+            task.cancel()
+        await self._replicas.close()
 
-    def _order(self) -> list[int]:
-        # Rotating the start spreads calls over replicas that are equally busy.
-        count = len(self._replicas)
-        start = next(self._turn) % count
-        rotated = [(start + step) % count for step in range(count)]
-        now = self._clock()
+    async def _told(self, member: Member) -> NodeInfo:
+        with self._replicas.use(member) as replica:
+            return await replica.info()
 
-        def rank(number: int) -> tuple[bool, bool, int]:
-            replica = self._replicas[number]
-            return self._rests_until[number] > now, not replica.available, replica.in_flight
+    def _introduce_newcomers(self, model: str, version: int) -> None:
+        """Begins to check whoever has joined or reconnected, so that it can be asked like the others."""
+        for member in self._replicas.members:
+            if member.is_checked or member in self._introductions or not self._replicas.is_awake(member):
+                continue
+            task = asyncio.get_running_loop().create_task(self._introduce(member, model, version))
+            self._introductions[member] = task
+            task.add_done_callback(lambda _, member=member: self._introductions.pop(member))  # type: ignore[misc]
 
-        return sorted(rotated, key=rank)
+    async def _introduce(self, member: Member, model: str, version: int) -> None:
+        try:
+            with self._replicas.use(member):
+                await self._check(member, model, version, self._clock() + CHECK_TIMEOUT_S)
+        except _ASK_ANOTHER as error:
+            # It rests, and is tried again after that, or by a request that finds nobody else.
+            self._replicas.rest(member)
+            logger.info("%s can't be asked yet: %s", member.replica.address, error)
 
-    def _rest(self, number: int) -> None:
-        self._rests_until[number] = self._clock() + REST_S
-
-    async def _check(self, number: int, model: str, version: int, deadline: float) -> None:
-        replica = self._replicas[number]
-        if self._checked.get(number) == replica.connections:
+    async def _check(self, member: Member, model: str, version: int, deadline: float) -> None:
+        replica = member.replica
+        if member.is_checked:
             return
         connections = -1
         try:
@@ -264,7 +281,7 @@ class ReplicatedShard:
         except TimeoutError:
             raise DeadlineExceededError("deadline passed while asking the node what it serves") from None
         self._compare(info, model, version)
-        self._checked[number] = connections
+        member.checked = connections
 
     def _compare(self, info: NodeInfo, model: str, version: int) -> None:
         mine = (self._identity.shard_index, self._identity.num_shards, self._identity.sharding)

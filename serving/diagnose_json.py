@@ -18,10 +18,11 @@ from serving.errors import (
     MissingFeatureError,
 )
 from serving.limits import MAX_ID
-from serving.parse_checks import check_num_candidates, check_request_id, has_lone_surrogate, is_finite_number
+from serving.parse_checks import TextField, check_num_candidates, check_text, has_lone_surrogate, is_finite_number
 from serving.parse_schema import Part, RequestSchema, part_path
 
-_OPTIONS = ("timeout_ms", "version", "request_id")
+_TEXTS: tuple[TextField, ...] = ("request_id", "routing_key")
+_OPTIONS = ("timeout_ms", "version", *_TEXTS)
 _RANK_KEYS = ("context", "candidates", "top_k", *_OPTIONS)
 _LOOKUP_KEYS = ("sparse", "weights", *_OPTIONS)
 _PART_KEYS = ("sparse", "weights", "dense")
@@ -129,9 +130,11 @@ def _check_options(schema: RequestSchema, request: Mapping[str, Any]) -> None:
         if not 1 <= value <= MAX_ID:
             most = f"max_timeout_ms = {schema.limits.max_timeout_ms}" if key == "timeout_ms" else MAX_ID
             raise InvalidFieldError(key, f"{shown(value)} is not in 1..{most}")
-    if not isinstance(request.get("request_id", ""), str):
-        raise InvalidFieldError("request_id", f"{shown(request['request_id'])} is not a string")
-    check_request_id(schema.limits, request.get("request_id", ""))
+    for field in _TEXTS:
+        text = request.get(field, "")
+        if not isinstance(text, str):
+            raise InvalidFieldError(field, f"{shown(text)} is not a string")
+        check_text(schema.limits, field, text)
 
 
 def _check_sparse(schema: RequestSchema, part: Part, value: Mapping[str, Any], *, all_needed: bool) -> None:

@@ -22,6 +22,7 @@ ServingError
 ├── OverloadedError             503 RESOURCE_EXHAUSTED   shed at once: too many requests in flight or waiting
 ├── ShuttingDownError           503 UNAVAILABLE
 ├── NotReadyError               503 UNAVAILABLE
+├── CanaryShareError            400 INVALID_ARGUMENT     a share of requests that is none
 ├── GoldenMismatchError         422 FAILED_PRECONDITION  a version that does not give its own golden scores
 ├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
 └── ListenError                 500 INTERNAL             a port can't be bound
@@ -208,6 +209,14 @@ class NotReadyError(ServingError):
     http_status = 503
     grpc_status = "UNAVAILABLE"
     kind = "not_ready"
+
+
+class CanaryShareError(ServingError):
+    """A canary's share of the requests that is not above 0 and below 1."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "canary_share"
 
 
 class GoldenMismatchError(ServingError):

@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 
 from loader.golden import GoldenRequests
+from router.id_mapping import RejectedIds
 from serving.errors import GoldenMismatchError
 from serving.merge import MergedBatch
 from serving.parse_schema import RequestSchema
-from serving.ranking import Ranking
-from shard_node.bags import KeyedBags
+from serving.ranking import Ranking, RankingParts
+from shard_node.bags import Float32Array, KeyedBags
 
 GOLDEN_TIMEOUT_S = 30.0
 
 
-async def golden_difference(ranking: Ranking, golden: GoldenRequests, now: float) -> float:
+async def golden_difference(ranking: Ranking, golden: GoldenRequests, clock: Callable[[], float]) -> float:
     """The largest |served - expected| over all golden scores.
+
+    Between batches it rests for as long as the last one took: others serve meanwhile.
 
     Args:
         ranking: what serves.
         golden: requests with expected scores.
-        now: monotonic seconds.
+        clock: monotonic seconds.
 
     Raises:
         GoldenMismatchError: if an id of a golden request has no row, or a score is not finite.
         RouterError, ShardNodeError: if the rows can't be looked up.
     """
     largest = 0.0
-    schema = ranking.parts.schema
-    model = f"model {schema.features.spec.model!r} version {ranking.parts.version}"
-    for batch, expected in golden_batches(schema, golden):
-        scores, rejected = await ranking.score(batch, now + GOLDEN_TIMEOUT_S)
-        if len(rejected):
-            feature = schema.features.features[int(rejected.feature[0])].name
-            raise GoldenMismatchError(f"{model}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
-        if not np.isfinite(scores).all():
-            raise GoldenMismatchError(f"{model}: a golden request got a score that is not finite")
+    async for batch, expected in _paced(ranking.parts.schema, golden, clock):
+        scores, rejected = await ranking.score(batch, clock() + GOLDEN_TIMEOUT_S)
+        _check(ranking.parts, scores, rejected)
         largest = max(largest, float(np.abs(scores - expected).max()))
     return largest
+
+
+async def dtype_difference(
+    ranking: Ranking, other: RankingParts, golden: GoldenRequests, clock: Callable[[], float]
+) -> float:
+    """The largest difference that another dense model makes to the scores of the golden requests.
+
+    Both score the very same rows: where deltas are applied meanwhile, a second lookup would give others. Arguments and
+    errors as `golden_difference`.
+    """
+    largest, name = 0.0, ranking.parts.schema.features.spec.model
+    async for batch, _ in _paced(ranking.parts.schema, golden, clock):
+        deadline = clock() + GOLDEN_TIMEOUT_S
+        embeddings = await ranking.router.lookup(name, ranking.parts.version, batch.bags, deadline)
+        scores, others = ranking.score_rows(batch, embeddings), ranking.using(other).score_rows(batch, embeddings)
+        for one in (scores, others):
+            _check(ranking.parts, one, embeddings.rejected)
+        largest = max(largest, float(np.abs(others - scores).max()))
+    return largest
+
+
+def _check(parts: RankingParts, scores: Float32Array, rejected: RejectedIds) -> None:
+    features = parts.schema.features
+    model = f"model {features.spec.model!r} version {parts.version}"
+    if len(rejected):
+        feature = features.features[int(rejected.feature[0])].name
+        raise GoldenMismatchError(f"{model}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
+    if not np.isfinite(scores).all():
+        raise GoldenMismatchError(f"{model}: a golden request got a score that is not finite")
+
+
+async def _paced(
+    schema: RequestSchema, golden: GoldenRequests, clock: Callable[[], float]
+) -> AsyncIterator[tuple[MergedBatch, np.ndarray]]:
+    for one in golden_batches(schema, golden):
+        began = clock()
+        yield one
+        await asyncio.sleep(clock() - began)
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from loader.errors import ShardrankError
-from serving.metrics import ReportedNode
+from serving.node_metrics import ReportedNode
+from serving.staleness import degraded_reason
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generations
 from shard_node.node import NodeInfo
@@ -27,12 +29,28 @@ class NodeWatch:
 
     Args:
         generations: of the serving process.
-        expected_models: models that must be live before the process is ready.
+        expected_models: models that must be live before the process is ready; None if that is not known yet.
+        max_staleness_s: by model, how old the newest change may be that a shard lacks.
+        wall_clock: seconds since the epoch.
+
+    Raises:
+        ValueError: for a limit of staleness that is not above 0.
     """
 
-    def __init__(self, generations: Generations[ServedModel], expected_models: Sequence[str]) -> None:
+    def __init__(
+        self,
+        generations: Generations[ServedModel],
+        expected_models: Sequence[str] | None,
+        max_staleness_s: Mapping[str, float] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        for model, limit_s in (max_staleness_s or {}).items():
+            if not limit_s > 0:
+                raise ValueError(f"max_staleness_s of model {model!r} is {limit_s}, which is not above 0")
+        self._max_staleness_s = dict(max_staleness_s or {})
+        self._wall_clock = wall_clock
         self._generations = generations
-        self._expected = tuple(expected_models)
+        self._expected = None if expected_models is None else tuple(expected_models)
         self._nodes: dict[str, tuple[tuple[str, NodeInfo], ...]] = {}
         self._problems: dict[str, str] = {}
         self._asked: frozenset[str] = frozenset()
@@ -49,10 +67,37 @@ class NodeWatch:
         """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
         if self._shutting_down:
             return {"": "the process is shutting down"}
+        if self._expected is None:
+            return {"": "it is not known yet which models are wanted"}
         live = self._generations.models()
         missing = {model: "no live version" for model in self._expected if model not in live}
-        unasked = {model: "its shards were not asked yet" for model in live if model not in self._asked}
+        # A model that comes later has had its golden requests answered by its shards; it does not make what serves
+        # already not ready.
+        awaited = (model for model in self._expected if model in live and model not in self._asked)
+        unasked = dict.fromkeys(awaited, "its shards were not asked yet")
         return missing | unasked | self._problems
+
+    def degraded(self) -> dict[str, str]:
+        """Why the rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
+
+        Such a process is ready: it answers, from rows that lag behind.
+        """
+        live = {one.model: one.version for one in self._generations.all() if one.state == "live"}
+        reasons: dict[str, str] = {}
+        for model, limit_s in self._max_staleness_s.items():
+            told = [
+                one
+                for _, info in self._nodes.get(model, ())
+                for one in info.versions
+                if (one.model, one.version) == (model, live.get(model))
+            ]
+            if told and (reason := degraded_reason(told, limit_s, self._wall_clock())):
+                reasons[model] = reason
+        return reasons
+
+    def expect(self, models: Sequence[str]) -> None:
+        """Says which models must be live before the process is ready."""
+        self._expected = tuple(models)
 
     def begin_shutdown(self) -> None:
         """Not ready from now on."""

@@ -30,13 +30,20 @@ class VersionPeek(msgspec.Struct):
     version: _Version | UnsetType = UNSET
 
 
+class KeyPeek(msgspec.Struct):
+    """Only what a canary is chosen by."""
+
+    routing_key: str = ""
+    request_id: str = ""
+
+
 @dataclass(frozen=True)
 class JsonTypes:
     """Struct types of the two request bodies.
 
     Attributes:
-        rank: fields context, candidates, timeout_ms, top_k, version, request_id.
-        lookup: fields sparse, weights, timeout_ms, version, request_id.
+        rank: fields context, candidates, timeout_ms, top_k, version, request_id, routing_key.
+        lookup: fields sparse, weights, timeout_ms, version, request_id, routing_key.
         fields: for each feature in flat order, the struct field that holds it (feature names are not identifiers).
     """
 
@@ -51,6 +58,7 @@ class JsonTypes:
             ("timeout_ms", int | UnsetType, UNSET),
             ("version", _Version | UnsetType, UNSET),
             ("request_id", str, ""),
+            ("routing_key", str, ""),
         ]
         # msgspec has no required field with a default type, so a part without features is optional and empty.
         context = _part_type(schema, "context", _CONTEXT_WEIGHTS, list[float])

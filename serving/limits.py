@@ -22,6 +22,7 @@ class RequestLimits(Frozen):
         max_bags_per_feature: bags of one feature in a lookup.
         max_lookup_floats: floats that the answer to a lookup may hold.
         max_request_id_chars: characters of a request's own `request_id`.
+        max_routing_key_chars: characters of a request's `routing_key`.
         default_timeout_ms: deadline of a request that brings none.
         max_timeout_ms: the longest deadline that a request may ask for.
         max_receiving: requests of this process that have begun and are not complete; more are shed.
@@ -47,6 +48,7 @@ class RequestLimits(Frozen):
     max_bags_per_feature: int = Field(default=65_536, ge=1, le=2**24)
     max_lookup_floats: int = Field(default=2**20, ge=1, le=2**28)
     max_request_id_chars: int = Field(default=128, ge=1, le=1024)
+    max_routing_key_chars: int = Field(default=128, ge=1, le=1024)
     default_timeout_ms: int = Field(default=1000, ge=1)
     max_timeout_ms: int = Field(default=60_000, ge=1, le=3_600_000)
     max_receiving: int = Field(default=4096, ge=1)

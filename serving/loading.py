@@ -12,14 +12,18 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from loader.errors import ShardrankError
+from loader.errors import ShardrankError, SnapshotCorruptError
 from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
+from loader.registry.records import PublishedVersion
+from loader.store import Store
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
+from router.replica_directory import ReplicaDirectory
+from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
 from serving.models.factory import DtypeChoice
-from serving.served_model import OnRetry, ServedModel
+from serving.served_model import OnRetry, ServedModel, ShardsFactory
 from serving.service import RankingService
 from shard_node.address import Address
 from shard_node.client import ShardClient
@@ -90,7 +94,7 @@ def load_served_model(source: ModelSource, service: RankingService, progress: Pr
     try:
         if not source.shards:
             nodes.extend(_load_node(snapshot, plan, index, source, progress) for index in range(count))
-        factory = partial(_local_shards, nodes) if nodes else partial(_remote_shards, source, snapshot, plan, service)
+        factory = local_shards(nodes) if nodes else partial(_remote_shards, source, snapshot, plan, service)
         return ServedModel.load(
             snapshot,
             plan,
@@ -149,9 +153,57 @@ def _close_nodes(nodes: Sequence[ShardNode]) -> None:
         node.close()
 
 
-def _local_shards(nodes: Sequence[ShardNode], on_retry: OnRetry) -> list[Shard]:
-    del on_retry
-    return [LocalShard(node) for node in nodes]
+def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
+    """Shards in this process, in order."""
+    return lambda on_retry: [LocalShard(node) for node in nodes]
+
+
+def fleet_shards(
+    snapshot: Snapshot, plan: Plan, directory: ReplicaDirectory, clock: Callable[[], float]
+) -> ShardsFactory:
+    """The shards of a fleet whose nodes come and go: whoever tells that it has the version ready is asked."""
+    model, version = snapshot.spec.model, snapshot.version
+
+    def connect(address: Address) -> ShardClient:
+        return ShardClient(address, clock=clock)
+
+    def shards(on_retry: OnRetry) -> list[Shard]:
+        return [
+            ReplicatedShard(
+                plan,
+                index,
+                snapshot.identity,
+                ReplicaSource(partial(directory.current, model, version, index), connect),
+                on_retry,
+                clock,
+            )
+            for index in range(plan.num_shards)
+        ]
+
+    return shards
+
+
+def open_published(
+    store: Path, published: PublishedVersion, *, verify: bool = True, progress: Progress = no_progress
+) -> Snapshot:
+    """Opens a published version for ranking: row files are the shard nodes' to check.
+
+    Args:
+        store: where versions lie.
+        published: what the registry says of it.
+        verify: compare the SHA-256 of all files but those of rows.
+        progress: told bytes checked.
+
+    Raises:
+        SnapshotError: it is not in the store, is not what its manifest says, or is not what was published.
+    """
+    folder = Store(store).snapshot_path(published.model, published.version)
+    snapshot = Snapshot.open(folder, verify=verify, files="other", progress=progress)
+    if snapshot.identity != published.identity:
+        raise SnapshotCorruptError(
+            f"{folder}: its manifest has SHA-256 {snapshot.identity}, but {published.identity} was published"
+        )
+    return snapshot
 
 
 def _remote_shards(

@@ -7,15 +7,14 @@ folder, and whichever worker answers `/metrics` adds them up.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from shard_node.node import NodeInfo
+from serving.version_stats import Outcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,59 +27,16 @@ _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedNode:
-    """What a node told when it was asked for one model.
-
-    Attributes:
-        model: the model. The node may hold others, which are told by those who ask for them.
-        replica: which of its shard's replicas the node is: its address, or `local` for rows in this process.
-        info: what it told.
-    """
-
-    model: str
-    replica: str
-    info: NodeInfo
-
-
-class NodeCollector(Collector):
-    """Memory and lookups of the shard nodes, as they last told."""
-
-    def __init__(self, nodes: Callable[[], Sequence[ReportedNode]]) -> None:
-        self._nodes = nodes
-
-    def collect(self) -> Iterable[Metric]:
-        """Two families, labelled by shard and replica: each node counts for itself."""
-        memory = GaugeMetricFamily(
-            "shardrank_memory_bytes",
-            "Bytes of embedding rows by card and tier.",
-            labels=("model", "version", "shard", "replica", "card", "tier"),
-        )
-        lookups = CounterMetricFamily(
-            "shardrank_rows_looked_up",
-            "Rows looked up by table and tier.",
-            labels=("model", "version", "shard", "replica", "table", "tier"),
-        )
-        for node in self._nodes():
-            where = (str(node.info.identity.shard_index), node.replica)
-            for use in node.info.memory:
-                if use.model == node.model:
-                    memory.add_metric([use.model, str(use.version), *where, str(use.card), use.tier], use.size_bytes)
-            for count in node.info.lookups:
-                if count.model == node.model:
-                    lookups.add_metric([count.model, str(count.version), *where, count.table, count.tier], count.rows)
-        return [memory, lookups]
-
-
 class ServingMetrics:
     """Counts and times of one service. Thread-safe.
 
     Args:
-        nodes: what the shard nodes last told of themselves.
+        collectors: what is read when the metrics are, such as what the shard nodes tell. With several workers on one
+            port it is that of the worker that answers.
     """
 
-    def __init__(self, nodes: Callable[[], Sequence[ReportedNode]] = tuple) -> None:
-        self._nodes = nodes
+    def __init__(self, collectors: Sequence[Collector] = ()) -> None:
+        self._collectors = tuple(collectors)
         # A registry of its own, so that several services in one process don't share names.
         registry = CollectorRegistry()
         self.requests = Counter(
@@ -95,7 +51,7 @@ class ServingMetrics:
         self._stages = Histogram(
             "shardrank_stage_seconds",
             "Time by stage. Lookup and rank are counted once per batch, all others once per request.",
-            ("model", "stage"),
+            ("model", "stage", "method"),
             buckets=_SECONDS,
             registry=registry,
         )
@@ -125,16 +81,24 @@ class ServingMetrics:
             registry=registry,
             multiprocess_mode="livemax",
         )
-        registry.register(NodeCollector(nodes))
+        self._version_requests = Counter(
+            "shardrank_version_requests",
+            "Requests by the version that answered or failed them; ok or error.",
+            ("model", "version", "outcome"),
+            registry=registry,
+        )
+        for collector in self._collectors:
+            registry.register(collector)
         self._registry = registry
-        self._stage_children: dict[tuple[str, str], Histogram] = {}
+        self._stage_children: dict[tuple[str, str, str], Histogram] = {}
         self._batch_children: dict[str, tuple[Histogram, Histogram]] = {}
 
-    def stage(self, model: str, stage: str, seconds: float) -> None:
-        """Observes one stage."""
-        child = self._stage_children.get((model, stage))
+    def stage(self, model: str, stage: str, seconds: float, method: str = "") -> None:
+        """Observes one stage of a call of `method`."""
+        key = (model, stage, method)
+        child = self._stage_children.get(key)
         if child is None:
-            child = self._stage_children[model, stage] = self._stages.labels(model, stage)
+            child = self._stage_children[key] = self._stages.labels(*key)
         child.observe(seconds)
 
     def batch(self, model: str, num_requests: int, num_candidates: int) -> None:
@@ -162,11 +126,24 @@ class ServingMetrics:
         """Says whether a version serves in another dtype than was asked for."""
         self._fallbacks.labels(model, str(version)).set(float(fell_back))
 
+    def version_answered(self, model: str, version: int, outcome: Outcome) -> None:
+        """Counts a request for its version."""
+        self._version_requests.labels(model, str(version), outcome).inc()
+
+    def forget_version(self, model: str, version: int) -> None:
+        """Drops what is told of one version. With several workers on one port their files keep it."""
+        if MULTIPROCESS_VARIABLE in os.environ:
+            return
+        for outcome in get_args(Outcome):
+            self._version_requests.remove(model, str(version), outcome)
+        self._fallbacks.remove(model, str(version))
+
     def render(self) -> bytes:
         """The exposition text."""
         if MULTIPROCESS_VARIABLE not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        registry.register(NodeCollector(self._nodes))
+        for collector in self._collectors:
+            registry.register(collector)
         return generate_latest(registry)

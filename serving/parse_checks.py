@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from serving.limits import MAX_ID, RequestLimits
 from serving.parse_schema import Part, RequestSchema, part_path
 from shard_node.bags import Float32Array, KeyedBags
 
+TextField: TypeAlias = Literal["request_id", "routing_key"]
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -135,14 +137,14 @@ def check_top_k(top_k: int | None) -> int | None:
     return top_k
 
 
-def check_request_id(limits: RequestLimits, request_id: str) -> str:
-    """Raises LimitExceededError for a request_id that is too long, InvalidFieldError if it is not valid Unicode."""
-    if len(request_id) > limits.max_request_id_chars:
-        allowed = limits.max_request_id_chars
-        raise LimitExceededError("request_id", "max_request_id_chars", allowed, len(request_id), "characters")
-    if not request_id.isascii() and has_lone_surrogate(request_id):
-        raise InvalidFieldError("request_id", "it is not valid Unicode: it has a lone surrogate")
-    return request_id
+def check_text(limits: RequestLimits, field: TextField, text: str) -> str:
+    """Raises LimitExceededError for text that is too long, InvalidFieldError if it is not valid Unicode."""
+    allowed = limits.max_request_id_chars if field == "request_id" else limits.max_routing_key_chars
+    if len(text) > allowed:
+        raise LimitExceededError(field, f"max_{field}_chars", allowed, len(text), "characters")
+    if not text.isascii() and has_lone_surrogate(text):
+        raise InvalidFieldError(field, "it is not valid Unicode: it has a lone surrogate")
+    return text
 
 
 def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int) -> Float32Array:

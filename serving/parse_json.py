@@ -23,14 +23,14 @@ from serving.errors import (
     LimitExceededError,
 )
 from serving.json_size import JsonSize
-from serving.json_types import JsonTypes, VersionPeek
+from serving.json_types import JsonTypes, KeyPeek, VersionPeek
 from serving.limits import MAX_ID
 from serving.parse_checks import (
     check_bags,
     check_dense,
     check_lookup_size,
     check_num_candidates,
-    check_request_id,
+    check_text,
     check_timeout,
     check_top_k,
     dense_matrix,
@@ -103,6 +103,7 @@ class JsonParser:
         schema = self._schema
         decoded: Any = _decode(self._rank, self._types.rank, body)
         _check_version(decoded.version, lease)
+        check_text(schema.limits, "routing_key", decoded.routing_key)
         candidate_columns = self._candidates(decoded.candidates.sparse)
         num_candidates = _num_candidates(candidate_columns, decoded.candidates.dense)
         check_num_candidates(schema.limits, num_candidates)
@@ -120,7 +121,7 @@ class JsonParser:
             candidate_dense=self._candidate_dense(decoded.candidates.dense, num_candidates),
             deadline=now + check_timeout(schema.limits, _optional(decoded.timeout_ms)),
             top_k=check_top_k(_optional(decoded.top_k)),
-            request_id=check_request_id(schema.limits, decoded.request_id),
+            request_id=check_text(schema.limits, "request_id", decoded.request_id),
             texts=texts,
         )
 
@@ -128,6 +129,7 @@ class JsonParser:
         schema = self._schema
         decoded: Any = _decode(self._lookup, self._types.lookup, body)
         _check_version(decoded.version, lease)
+        check_text(schema.limits, "routing_key", decoded.routing_key)
         given = self._all(decoded.sparse)
         chosen = [number for number, column in enumerate(given) if column is not UNSET]
         columns = [given[number] for number in chosen]
@@ -142,7 +144,8 @@ class JsonParser:
         check_bags(schema, bags, lookup=True)
         check_lookup_size(schema, bags)
         deadline = now + check_timeout(schema.limits, _optional(decoded.timeout_ms))
-        return LookupRequest(lease, bags, deadline, check_request_id(schema.limits, decoded.request_id), texts)
+        request_id = check_text(schema.limits, "request_id", decoded.request_id)
+        return LookupRequest(lease, bags, deadline, request_id, texts)
 
     def _in_flat_order(self, context: Any, candidates: Any) -> list[Any]:
         both = [*context, *candidates]
@@ -191,6 +194,23 @@ def peek_version(body: JsonBody) -> int | None:
     except (msgspec.MsgspecError, RecursionError):
         return None
     return None if version is UNSET else version
+
+
+def peek_key(body: JsonBody) -> str:
+    """The key by which a canary is chosen: `routing_key`, else `request_id`, else "".
+
+    A body that can't be read has none: parsing will say why.
+    """
+    if isinstance(body, Mapping):
+        given = (body.get("routing_key"), body.get("request_id"))
+        return next((one for one in given if isinstance(one, str) and one), "")
+    if b'"routing_key"' not in body and b'"request_id"' not in body and b"\\" not in body:
+        return ""
+    try:
+        peek = msgspec.json.decode(body, type=KeyPeek)
+    except (msgspec.MsgspecError, RecursionError):
+        return ""
+    return peek.routing_key or peek.request_id
 
 
 def check_body_size(schema: RequestSchema, body: JsonBody, size: JsonSize) -> None:

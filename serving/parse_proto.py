@@ -22,7 +22,7 @@ from serving.parse_checks import (
     check_dense,
     check_lookup_size,
     check_num_candidates,
-    check_request_id,
+    check_text,
     check_timeout,
     check_top_k,
     dense_matrix,
@@ -117,7 +117,7 @@ class ProtoParser:
             candidate_dense=candidate_dense,
             deadline=now + check_timeout(schema.limits, message.timeout_ms or None),
             top_k=check_top_k(message.top_k or None),
-            request_id=check_request_id(schema.limits, message.request_id),
+            request_id=self._request_id(message),
             texts=columns.texts(),
         )
 
@@ -132,8 +132,11 @@ class ProtoParser:
         check_bags(schema, bags, lookup=True)
         check_lookup_size(schema, bags)
         deadline = now + check_timeout(schema.limits, message.timeout_ms or None)
-        request_id = check_request_id(schema.limits, message.request_id)
-        return LookupRequest(lease, bags, deadline, request_id, columns.texts())
+        return LookupRequest(lease, bags, deadline, self._request_id(message), columns.texts())
+
+    def _request_id(self, message: RankMessage | LookupMessage) -> str:
+        check_text(self._schema.limits, "routing_key", message.routing_key)
+        return check_text(self._schema.limits, "request_id", message.request_id)
 
     def _num_candidates(self, explicit: int, columns: _Columns, dense: Float32Array) -> int:
         if explicit:

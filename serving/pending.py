@@ -35,6 +35,11 @@ class Pending:
     abandoned: bool = False
 
     @property
+    def method(self) -> str:
+        """`rank` or `lookup`, for metrics."""
+        return "rank" if isinstance(self.request, RankRequest) else "lookup"
+
+    @property
     def num_candidates(self) -> int:
         """Candidates that it adds to a batch; a lookup adds none."""
         return self.request.num_candidates if isinstance(self.request, RankRequest) else 0

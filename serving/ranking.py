@@ -22,6 +22,7 @@ from serving.models.ranking_model import RankingModel
 from serving.parse_checks import place_of
 from serving.parse_schema import RequestSchema
 from serving.request import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from serving.version_stats import VersionCounter
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo
@@ -55,6 +56,7 @@ class Ranking:
         router: looks ids up.
         shards: the router's shards, to ask what they serve.
         metrics: told how long each stage took.
+        counter: told the scores that are answered.
         clock: monotonic seconds.
     """
 
@@ -64,18 +66,20 @@ class Ranking:
         router: Router,
         shards: Sequence[Shard],
         metrics: ServingMetrics,
+        counter: VersionCounter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parts = parts
         self.router = router
         self._shards = shards
         self._metrics = metrics
+        self._counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
 
     def using(self, parts: RankingParts) -> Ranking:
         """The same router with another dense model."""
-        return Ranking(parts, self.router, self._shards, self._metrics, self._clock)
+        return Ranking(parts, self.router, self._shards, self._metrics, self._counter, self._clock)
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """What the nodes of all shards tell of themselves, by address, or by `local` for rows in this process.
@@ -85,6 +89,16 @@ class Ranking:
         """
         told = await asyncio.gather(*(_told(shard) for shard in self._shards))
         return [one for of_shard in told for one in of_shard]
+
+    async def connect(self, deadline: float) -> None:
+        """Connects to every node of every shard and asks it what it holds, so that no request has to.
+
+        Raises:
+            ShardUnavailableError: if a shard has no node that can be used.
+        """
+        version = self.parts.version
+        remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
+        await asyncio.gather(*(shard.connect(self._model_name, version, deadline) for shard in remote))
 
     async def rank(self, requests: Sequence[RankRequest]) -> list[RankAnswer | Exception]:
         """Ranks requests together.
@@ -118,6 +132,7 @@ class Ranking:
                 outcomes[number] = unknown_id(
                     self.parts.schema, requests[number], rejected, int(which), bag, lookup=False
                 )
+        self._count(scores, batch, outcomes)
         return outcomes
 
     async def score(self, batch: MergedBatch, deadline: float) -> tuple[Float32Array, RejectedIds]:
@@ -133,11 +148,11 @@ class Ranking:
         began = self._clock()
         embeddings = await self.router.lookup(self._model_name, self.parts.version, batch.bags, deadline)
         routed = self._clock()
-        self._metrics.stage(self._model_name, "lookup", routed - began)
+        self._metrics.stage(self._model_name, "lookup", routed - began, "rank")
         if routed >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")
-        scores = self._score(batch, embeddings)
-        self._metrics.stage(self._model_name, "rank", self._clock() - routed)
+        scores = self.score_rows(batch, embeddings)
+        self._metrics.stage(self._model_name, "rank", self._clock() - routed, "rank")
         return scores, embeddings.rejected
 
     async def lookup(self, request: LookupRequest) -> LookupAnswer:
@@ -150,7 +165,7 @@ class Ranking:
         began = self._clock()
         version = self.parts.version
         embeddings = await self.router.lookup(self._model_name, version, request.bags, request.deadline)
-        self._metrics.stage(self._model_name, "lookup", self._clock() - began)
+        self._metrics.stage(self._model_name, "lookup", self._clock() - began, "lookup")
         if len(embeddings.rejected):
             bag = int(embeddings.rejected.bag[0])
             raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, bag, lookup=True)
@@ -163,13 +178,19 @@ class Ranking:
         }
         return LookupAnswer(self._model_name, version, found, request.request_id)
 
-    def _score(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
+    def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
+        """float32 [N], the scores of a batch whose rows were looked up."""
         with torch.inference_mode():
             inputs = self.parts.assembler.assemble(
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense
             )
             scores: Float32Array = self.parts.model.score(inputs).numpy()
         return scores
+
+    def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:
+        is_answered = np.fromiter((isinstance(one, RankAnswer) for one in outcomes), np.bool_, count=len(outcomes))
+        # Almost always all are, and then nothing is copied.
+        self._counter.scored(scores if is_answered.all() else scores[is_answered[batch.request_of_candidate]])
 
     def _answer(self, request: RankRequest, scores: Float32Array, order: Int64Array) -> RankAnswer:
         top = order if request.top_k is None else order[: request.top_k]

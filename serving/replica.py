@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 RankingFactory: TypeAlias = Callable[[], Ranking]
+StartThread: TypeAlias = Callable[[threading.Thread], None]
 
 # Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
 _OF_THE_WHOLE_BATCH = (503, 504)
@@ -45,6 +46,8 @@ class Replica:
         metrics: told how long requests waited.
         clock: monotonic seconds.
         on_failure: called on the thread when it ends by anything but the batcher's closing.
+        start_thread: starts the thread. It gets the priority of the thread that starts it (clone(2)): one that loads in
+            the background must leave this to another.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class Replica:
         metrics: ServingMetrics,
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[], None] = lambda: None,
+        start_thread: StartThread = threading.Thread.start,
     ) -> None:
         self._batcher = batcher
         self._make_ranking = ranking
         self._metrics = metrics
         self._clock = clock
         self._on_failure = on_failure
+        self._start_thread = start_thread
         self._loop = uvloop.new_event_loop()
         self._ranking: Ranking | None = None
         self._ready = threading.Event()
@@ -69,7 +74,7 @@ class Replica:
 
     def start(self) -> None:
         """Starts the thread, and returns when its router is made. Raises what making it raised."""
-        self._thread.start()
+        self._start_thread(self._thread)
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
@@ -157,7 +162,7 @@ class Replica:
             now = self._clock()
             model = ranking.parts.schema.features.spec.model
             for pending in batch:
-                self._metrics.stage(model, "queue", now - pending.arrived)
+                self._metrics.stage(model, "queue", now - pending.arrived, pending.method)
             outcomes = await self._outcomes(ranking, batch)
         finally:
             finish(zip(batch, outcomes, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.golden import GoldenRequests
 from loader.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
@@ -21,24 +20,22 @@ from router.plan import Plan
 from router.router import Router
 from serving.batcher import Batcher
 from serving.description import ModelDescription
-from serving.errors import GoldenMismatchError, NotReadyError
-from serving.golden_check import golden_difference
+from serving.errors import NotReadyError
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
-from serving.models.assembler import InputAssembler
-from serving.models.factory import DtypeChoice, choose_dtype, load_model
+from serving.models.factory import DtypeChoice
 from serving.parse_json import JsonParser
 from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
 from serving.pending import Pending
-from serving.ranking import Ranking, RankingParts
-from serving.replica import Replica
+from serving.ranking import Ranking
+from serving.replica import Replica, StartThread
 from serving.request import RankRequest
+from serving.version_check import CheckedVersion, check_version, ranking_parts
+from serving.version_stats import VersionCounter
 from shard_node.bags import KeyedBags
 from shard_node.node import NodeInfo
 from shard_node.shard import Shard
-
-logger = logging.getLogger(__name__)
 
 OnRetry: TypeAlias = Callable[[str], None]
 ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
@@ -61,6 +58,8 @@ class ServedModel:
         json: parses JSON requests.
         proto: parses protobuf requests.
         description: what it tells of itself.
+        counter: what it has done since it is here.
+        checked: what its golden requests said when it was loaded.
     """
 
     def __init__(
@@ -70,6 +69,8 @@ class ServedModel:
         batcher: Batcher,
         replicas: Sequence[Replica],
         on_close: Callable[[], None],
+        counter: VersionCounter,
+        checked: CheckedVersion,
     ) -> None:
         self.model = description.model
         self.version = description.version
@@ -77,6 +78,8 @@ class ServedModel:
         self.json = JsonParser(schema)
         self.proto = ProtoParser(schema)
         self.description = description
+        self.counter = counter
+        self.checked = checked
         self._batcher = batcher
         self._replicas = replicas
         self._on_close = on_close
@@ -95,8 +98,9 @@ class ServedModel:
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
+        start_thread: StartThread = threading.Thread.start,
     ) -> ServedModel:
-        """Makes a version servable, and checks it against its golden requests.
+        """Makes a version servable: connects, checks it against its golden requests, warms every replica. Blocks.
 
         Args:
             snapshot: the opened snapshot.
@@ -108,9 +112,10 @@ class ServedModel:
             metrics: where times are counted.
             clock: monotonic seconds.
             on_close: called when the version is unloaded, after its replicas have ended.
+            start_thread: starts a replica's thread; see `Replica`.
 
         Raises:
-            GoldenMismatchError: if it does not give its golden scores within the manifest's tolerance.
+            GoldenMismatchError: as `check_version`.
             RankingModelError: if the dense model does not fit its description.
             RouterError, ShardNodeError: if the shards can't be asked.
         """
@@ -123,12 +128,12 @@ class ServedModel:
             if table.id_mapping.kind == "vocabulary"
         }
         mapper = IdMapper(features, vocabularies)
-        parts = _parts(snapshot, schema, torch.float32)
-        batcher = Batcher(limits, clock)
+        parts = ranking_parts(snapshot, schema, torch.float32)
+        batcher, counter = Batcher(limits, clock), VersionCounter()
 
         def ranking() -> Ranking:
             connected = shards(partial(metrics.shard_retry, snapshot.spec.model))
-            return Ranking(parts, Router(features, mapper, plan, connected), connected, metrics, clock)
+            return Ranking(parts, Router(features, mapper, plan, connected), connected, metrics, counter, clock)
 
         replicas: list[Replica] = []
 
@@ -138,19 +143,19 @@ class ServedModel:
 
         name = f"rank-{snapshot.spec.model}-{snapshot.version}"
         replicas += [
-            Replica(f"{name}-{number}", batcher, ranking, metrics, clock, replica_failed)
+            Replica(f"{name}-{number}", batcher, ranking, metrics, clock, replica_failed, start_thread)
             for number in range(num_replicas)
         ]
         try:
             for replica in replicas:
                 replica.start()
-            chosen, fallback = _check_and_choose(snapshot, parts, replicas, choose_dtype(dtype), dtype, clock)
+            checked = check_version(snapshot, parts, replicas, dtype, clock)
         except BaseException:
             _stop(batcher, replicas)
             raise
-        metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(fallback))
-        description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[chosen], fallback)
-        return cls(schema, description, batcher, replicas, on_close)
+        metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(checked.fallback))
+        description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[checked.dtype], checked.fallback)
+        return cls(schema, description, batcher, replicas, on_close, counter, checked)
 
     @property
     def num_waiting(self) -> int:
@@ -202,58 +207,3 @@ def _stop(batcher: Batcher, replicas: Sequence[Replica]) -> None:
     batcher.close()
     for replica in replicas:
         replica.join()
-
-
-def _parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
-    model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
-    return RankingParts(snapshot.version, schema, model, InputAssembler(snapshot.spec, schema.features, dtype))
-
-
-def _check_and_choose(
-    snapshot: Snapshot,
-    parts: RankingParts,
-    replicas: Sequence[Replica],
-    wanted: torch.dtype,
-    asked: DtypeChoice,
-    clock: Callable[[], float],
-) -> tuple[torch.dtype, str]:
-    """Checks the golden scores. Returns the dtype to serve with, and why it is not the wanted one (or "")."""
-    golden = snapshot.golden()
-    if golden is None or snapshot.manifest.golden is None:
-        if wanted is torch.float32 or asked != "auto":
-            _use(snapshot, parts, replicas, wanted)
-            return wanted, ""
-        return torch.float32, "there are no golden requests to check bfloat16 with"
-    tolerance = snapshot.manifest.golden.tolerance
-    difference = _difference(replicas[0], parts, golden, clock)
-    if difference > tolerance:
-        raise GoldenMismatchError(
-            f"model {snapshot.spec.model!r} version {snapshot.version}: golden scores differ by up to "
-            f"{difference:.3g}, the manifest allows {tolerance:.3g}"
-        )
-    if wanted is torch.float32:
-        return wanted, ""
-    low_precision = _parts(snapshot, parts.schema, wanted)
-    difference = _difference(replicas[0], low_precision, golden, clock)
-    if difference > tolerance:
-        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
-        logger.warning("model %r version %d serves in float32: %s", snapshot.spec.model, snapshot.version, reason)
-        return torch.float32, reason
-    for replica in replicas:
-        replica.use(low_precision)
-    return wanted, ""
-
-
-def _use(snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], dtype: torch.dtype) -> None:
-    if dtype is torch.float32:
-        return
-    low_precision = _parts(snapshot, parts.schema, dtype)
-    for replica in replicas:
-        replica.use(low_precision)
-
-
-def _difference(replica: Replica, parts: RankingParts, golden: GoldenRequests, clock: Callable[[], float]) -> float:
-    async def check(ranking: Ranking) -> float:
-        return await golden_difference(ranking.using(parts), golden, clock())
-
-    return replica.call(check).result()

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import uvloop
 from pydantic import Field
@@ -19,6 +20,12 @@ from serving.http.server import HttpServer
 from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
+
+Leave: TypeAlias = Callable[[], Awaitable[None]]
+
+
+async def _stay() -> None:
+    """A process that belongs to no fleet has nothing to leave."""
 
 
 class ServerConfig(Frozen):
@@ -83,6 +90,8 @@ async def serve(
     load: Callable[[], Awaitable[object]],
     on_ready: Callable[[Listening], None] = lambda listening: None,
     probe_port: int | None = None,
+    on_listening: Callable[[Listening], None] = lambda listening: None,
+    leave: Leave = _stay,
 ) -> None:
     """Serves until it is cancelled; then finishes what is in flight and closes everything.
 
@@ -96,6 +105,8 @@ async def serve(
         load: installs the models.
         on_ready: told the ports, once the models are loaded.
         probe_port: a private HTTP port on loopback, for a worker that shares its ports.
+        on_listening: told the ports before `load` is called.
+        leave: called once it has been cancelled, before anything else: it still answers requests then.
 
     Raises:
         ListenError: if a port can't be bound.
@@ -105,16 +116,22 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config))
-                await load()
-                await service.watch.refresh()
             else:
                 probe = HttpServer(service, config.drain_timeout_s)
                 stack.push_async_callback(probe.stop)
                 await probe.start("127.0.0.1", probe_port)
+                listening = Listening(config.host, config.http_port, config.grpc_port)
+            on_listening(listening)
+            try:
                 await load()
-                listening = await stack.enter_async_context(running_server(service, config))
-            on_ready(listening)
-            await asyncio.Event().wait()
+                if probe_port is None:
+                    await service.watch.refresh()
+                else:
+                    listening = await stack.enter_async_context(running_server(service, config))
+                on_ready(listening)
+                await asyncio.Event().wait()
+            finally:
+                await leave()
     finally:
         await asyncio.to_thread(service.close)
 
@@ -125,6 +142,8 @@ def serve_until_signalled(
     load: Callable[[], Awaitable[object]],
     on_ready: Callable[[Listening], None] = lambda listening: None,
     probe_port: int | None = None,
+    on_listening: Callable[[Listening], None] = lambda listening: None,
+    leave: Leave = _stay,
 ) -> None:
     """Runs `serve` on an event loop of its own until SIGTERM or SIGINT; a second one ends the process with status 1.
 
@@ -133,7 +152,9 @@ def serve_until_signalled(
     # A load that is under way can't be interrupted; whoever asks twice does not want to wait for it.
     try:
         run_until_signalled(
-            lambda: serve(service, config, load, on_ready, probe_port), lambda: os._exit(1), uvloop.new_event_loop
+            lambda: serve(service, config, load, on_ready, probe_port, on_listening, leave),
+            lambda: os._exit(1),
+            uvloop.new_event_loop,
         )
     except StopRequestedError as stop:
         logger.info("stopped by %s", stop)

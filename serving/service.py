@@ -12,25 +12,30 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar, cast
 
 from loader.errors import ShardrankError
+from loader.registry.records import VersionStats
+from serving.call import Call
 from serving.description import ModelDescription
-from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
+from serving.errors import ClientGoneError, OverloadedError
 from serving.health import NodeWatch
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
-from serving.parse_json import JsonBody, peek_version
+from serving.node_metrics import NodeCollector
+from serving.parse_json import JsonBody, peek_key, peek_version
 from serving.parse_proto import LookupMessage, RankMessage, check_model
 from serving.pending import Pending
 from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.served_model import ServedModel
-from shard_node.errors import DeadlineExceededError, GenerationNotFoundError
-from shard_node.generation import Generations, Lease
+from serving.version_metrics import VersionCollector
+from serving.version_stats import outcome_of
+from serving.versions import ServedVersions
+from shard_node.errors import DeadlineExceededError
+from shard_node.generation import Generation, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -40,61 +45,88 @@ CLOSE_GRACE_S = 5.0
 Request = TypeVar("Request", RankRequest, LookupRequest)
 
 
-@dataclass(slots=True)
-class Call:
-    """One call of an API while it is handled.
-
-    Attributes:
-        api: `http`, `grpc` or `embedded`.
-        method: `rank`, `lookup` or `model`.
-        began: monotonic seconds.
-        model: name of the served model, once it is known; never what a client made up.
-        admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
-        ended: whether it was counted out. A parser on another thread may still be at work for it.
-    """
-
-    api: str
-    method: str
-    began: float
-    model: str = ""
-    admitted: bool = False
-    ended: bool = False
-
-
 class RankingService:
     """Holds the served generations and answers requests. Belongs to no event loop; thread-safe.
 
     Args:
         limits: of requests, queues and connections.
-        expected_models: models without which the process is not ready.
-        metrics: where it counts; by default its own.
+        expected_models: models without which the process is not ready; None if `expect` will say.
+        metrics: where it counts; by default its own, which then also tell of the versions and shard nodes.
         clock: monotonic seconds.
+        max_staleness_s: by model, how old the newest change of a row may be that its shards lack before the model is
+            called degraded; models that are left out never are.
+        wall_clock: seconds since the epoch.
     """
 
     def __init__(
         self,
         limits: RequestLimits | None = None,
-        expected_models: Sequence[str] = (),
+        expected_models: Sequence[str] | None = (),
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_staleness_s: Mapping[str, float] | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits or RequestLimits()
         self.clock = clock
-        self.generations: Generations[ServedModel] = Generations(ServedModel.close)
-        self.watch = NodeWatch(self.generations, expected_models)
-        self.metrics = metrics or ServingMetrics(self.watch.nodes)
-        self._expected = frozenset(expected_models)
+        self.versions = ServedVersions(expected_models, self._forget)
+        self.generations = self.versions.generations
+        self.watch = NodeWatch(self.generations, expected_models, max_staleness_s, wall_clock)
+        self.metrics = metrics or ServingMetrics(
+            [NodeCollector(self.watch.nodes, wall_clock), VersionCollector(self.versions, self.watch.degraded)]
+        )
         self._receiving = 0
         self._admitted = 0
         self._lock = threading.Lock()
 
+    def expect(self, models: Sequence[str]) -> None:
+        """Says which models must be live before the process is ready. A model that comes later does not count."""
+        self.versions.expect(models)
+        self.watch.expect(models)
+
     def install(self, served: ServedModel) -> None:
         """Makes a loaded version the live one of its model, and retires the others when their requests have ended."""
-        self.generations.stage(served.model, served.version, served)
-        self.generations.flip(served.model, served.version)
-        for other in self.generations.all():
-            if other.model == served.model and other.version != served.version and other.state == "staged":
-                self.generations.retire(other.model, other.version)
+        self.versions.install(served)
+
+    def install_staged(self, served: ServedModel) -> None:
+        """Puts a loaded version beside the live one. Raises GenerationStateError if it is here already."""
+        self.versions.install_staged(served)
+
+    def flip(self, model: str, version: int) -> None:
+        """Makes a version that is here the live one; a second time changes nothing. Ends its being the canary.
+
+        Raises:
+            GenerationNotFoundError: if it is not here, or drains.
+        """
+        self.versions.flip(model, version)
+
+    def retire(self, model: str, version: int) -> Generation[ServedModel]:
+        """Withdraws a version, be it live or the canary: no new request gets it, and it is freed after its last one.
+
+        Returns:
+            The generation; wait for its `retired` event, on a thread.
+
+        Raises:
+            GenerationNotFoundError: if it is not here, or was withdrawn before.
+        """
+        return self.versions.retire(model, version)
+
+    def live(self, model: str) -> int | None:
+        """The version that answers requests; None if there is none."""
+        return self.versions.live(model)
+
+    def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
+        """Sends a stable share of a model's requests to a version that is here; None ends that.
+
+        Raises:
+            GenerationNotFoundError: if the version is not here, or drains.
+            CanaryShareError: if the share is not above 0 and below 1.
+        """
+        self.versions.set_canary(model, version, share)
+
+    def stats(self, model: str, version: int) -> VersionStats:
+        """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
+        return self.versions.stats(model, version)
 
     @contextmanager
     def call(self, api: str, method: str) -> Iterator[Call]:
@@ -106,21 +138,13 @@ class RankingService:
             OverloadedError: at once, if too many are being received.
         """
         call = Call(api, method, self.clock())
-        status = "ok"
         try:
             with self._receiving_or_admitted(call):
                 yield call
-        except ShardrankError as error:
-            status = error.kind
+        except BaseException as error:
+            self._count(call, error)
             raise
-        except asyncio.CancelledError:
-            status = ClientGoneError.kind
-            raise
-        except Exception:
-            status = ShardrankError.kind
-            raise
-        finally:
-            self._count(call, status)
+        self._count(call, None)
 
     def admit(self, call: Call) -> None:
         """Lets a call in whose request is complete. Every parse method does it too; a second time changes nothing.
@@ -145,39 +169,30 @@ class RankingService:
             ModelNotFoundError: naming what is served instead.
             NotReadyError: for a model that is configured but not loaded yet.
         """
-        try:
-            return self.generations.lease(model, version)
-        except GenerationNotFoundError as error:
-            if version is None and model in self._expected:
-                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
-            here = [f"{one.model} {one.version}" for one in self.generations.all()]
-            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
-            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
+        return self.versions.lease(model, version)
 
     def parse_rank(self, call: Call, model: str, body: JsonBody) -> RankRequest:
         """Parses the JSON form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
         self.admit(call)
-        lease = self._lease_for(call, model, peek_version(body))
+        lease = self._lease_for(call, model, peek_version(body), partial(peek_key, body))
         return self._parsed(call, lease, lambda: lease.payload.json.rank(body, lease, call.began))
 
     def parse_lookup(self, call: Call, model: str, body: JsonBody) -> LookupRequest:
         """Parses the JSON form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
         self.admit(call)
-        lease = self._lease_for(call, model, peek_version(body))
+        lease = self._lease_for(call, model, peek_version(body), partial(peek_key, body))
         return self._parsed(call, lease, lambda: lease.payload.json.lookup(body, lease, call.began))
 
     def parse_rank_message(self, call: Call, message: RankMessage) -> RankRequest:
         """Parses the protobuf form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
         self.admit(call)
-        check_model(message.model)
-        lease = self._lease_for(call, message.model, message.version if message.HasField("version") else None)
+        lease = self._lease_of_message(call, message)
         return self._parsed(call, lease, lambda: lease.payload.proto.rank(message, lease, call.began))
 
     def parse_lookup_message(self, call: Call, message: LookupMessage) -> LookupRequest:
         """Parses the protobuf form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
         self.admit(call)
-        check_model(message.model)
-        lease = self._lease_for(call, message.model, message.version if message.HasField("version") else None)
+        lease = self._lease_of_message(call, message)
         return self._parsed(call, lease, lambda: lease.payload.proto.lookup(message, lease, call.began))
 
     async def rank(self, request: RankRequest, watch_client: WatchClient | None = None) -> RankAnswer:
@@ -255,16 +270,30 @@ class RankingService:
                     self._receiving -= 1
             self.metrics.in_flight.dec()
 
-    def _count(self, call: Call, status: str) -> None:
-        self.metrics.answered(call.api, call.method, call.model, status)
-        if status != "ok":
-            self.metrics.failed(call.api, call.method, status)
-        self.metrics.stage(call.model, "total", self.clock() - call.began)
+    def _forget(self, model: str, version: int) -> None:
+        self.metrics.forget_version(model, version)
 
-    def _lease_for(self, call: Call, model: str, version: int | None) -> Lease[ServedModel]:
-        lease = self.lease(model, version)
-        call.model = lease.generation.model
+    def _count(self, call: Call, error: BaseException | None) -> None:
+        now, status = self.clock(), _status_of(error)
+        self.metrics.answered(call.api, call.method, call.model, status)
+        if error is not None:
+            self.metrics.failed(call.api, call.method, status)
+        self.metrics.stage(call.model, "total", now - call.began, call.method)
+        outcome = outcome_of(error)
+        if call.counter is not None and outcome is not None:
+            call.counter.count(outcome, now - call.leased)
+            self.metrics.version_answered(call.model, call.version, outcome)
+
+    def _lease_for(self, call: Call, model: str, version: int | None, key: Callable[[], str]) -> Lease[ServedModel]:
+        lease = self.versions.lease_for(model, version, key)
+        call.model, call.version = lease.generation.model, lease.version
+        call.counter, call.leased = lease.payload.counter, self.clock()
         return lease
+
+    def _lease_of_message(self, call: Call, message: RankMessage | LookupMessage) -> Lease[ServedModel]:
+        check_model(message.model)
+        version = message.version if message.HasField("version") else None
+        return self._lease_for(call, message.model, version, lambda: message.routing_key or message.request_id)
 
     def _parsed(self, call: Call, lease: Lease[ServedModel], parse: Callable[[], Request]) -> Request:
         began = self.clock()
@@ -273,7 +302,7 @@ class RankingService:
         except BaseException:
             lease.release()
             raise
-        self.metrics.stage(call.model, "parse", self.clock() - began)
+        self.metrics.stage(call.model, "parse", self.clock() - began, call.method)
         return request
 
     async def _answer(
@@ -311,6 +340,14 @@ class RankingService:
         except BaseException:
             pending.request.lease.release()
             raise
+
+
+def _status_of(error: BaseException | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, ShardrankError):
+        return error.kind
+    return ClientGoneError.kind if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
 
 
 def _expire(future: asyncio.Future[RankAnswer | LookupAnswer]) -> None:

@@ -20,23 +20,35 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     Raises:
         MemoryBudgetError: if /proc/meminfo has no MemAvailable.
     """
-    return min([_machine_bytes(root), *_control_group_bytes(root)])
+    groups = (None if limit is None else max(0, limit - usage) for limit, usage in _control_groups(root))
+    return min([_machine_bytes(root, "MemAvailable"), *(left for left in groups if left is not None)])
 
 
-def _machine_bytes(root: Path) -> int:
+def total_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes that there are: the machine's, or the smallest limit of a control group of this process.
+
+    Raises:
+        MemoryBudgetError: if /proc/meminfo has no MemTotal.
+    """
+    limits = (limit for limit, _ in _control_groups(root) if limit is not None)
+    return min([_machine_bytes(root, "MemTotal"), *limits])
+
+
+def _machine_bytes(root: Path, name: str) -> int:
     path = root / "proc/meminfo"
     for line in path.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise MemoryBudgetError(f"{path} has no MemAvailable line")
+    raise MemoryBudgetError(f"{path} has no {name} line")
 
 
-def _control_group_bytes(root: Path) -> list[int]:
+def _control_groups(root: Path) -> list[tuple[int | None, int]]:
+    """(limit, usage) in bytes of each group, from this process's own upwards; None for no limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    found: list[int] = []
+    found: list[tuple[int | None, int]] = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -48,15 +60,15 @@ def _control_group_bytes(root: Path) -> list[int]:
         folder = top / group.lstrip("/")
         # In a container the path may be the host's: then only the mounted top is there to be read.
         for level in [folder, *folder.parents]:
-            if level.is_relative_to(top) and (left := _left_in(level, *names)) is not None:
-                found.append(left)
+            if level.is_relative_to(top) and (use := _read_group(level, *names)) is not None:
+                found.append(use)
     return found
 
 
-def _left_in(folder: Path, limit_name: str, usage_name: str) -> int | None:
+def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | None, int] | None:
     try:
         limit = (folder / limit_name).read_text(encoding="ascii").strip()
         usage = (folder / usage_name).read_text(encoding="ascii").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return None if limit == "max" else max(0, int(limit) - int(usage))
+    return (None if limit == "max" else int(limit)), int(usage)

@@ -10,7 +10,9 @@ ShardNodeError
 ├── GenerationStateError      409 FAILED_PRECONDITION  stage, flip or retire out of order
 ├── NodeUnavailableError      503 UNAVAILABLE        no connection to the node
 ├── NodeOverloadedError       503 RESOURCE_EXHAUSTED the node's queue is full
+├── StagingBusyError          503 UNAVAILABLE        as many stagings run in the fleet as may
 ├── DeadlineExceededError     504 DEADLINE_EXCEEDED
+├── FleetMismatchError        409 FAILED_PRECONDITION  a node that divides rows otherwise than its fleet
 ├── MemoryBudgetError         507 RESOURCE_EXHAUSTED the rows do not fit
 └── RemoteError               500 INTERNAL           the node failed; its own message is carried
 ```
@@ -89,12 +91,28 @@ class NodeOverloadedError(ShardNodeError):
     kind = "node_overloaded"
 
 
+class StagingBusyError(ShardNodeError):
+    """As many of the fleet's processes stage a version as may at a time."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "staging_busy"
+
+
 class DeadlineExceededError(ShardNodeError):
     """The deadline passed before the answer was complete."""
 
     http_status = 504
     grpc_status = "DEADLINE_EXCEEDED"
     kind = "deadline_exceeded"
+
+
+class FleetMismatchError(ShardNodeError):
+    """A node whose number of shards, sharding or replicated bytes are not those of its fleet."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "fleet_mismatch"
 
 
 class MemoryBudgetError(ShardNodeError):

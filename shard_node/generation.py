@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
+from loader.pace import lower_own_priority
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ class Generations(Generic[Payload]):
         threading.Thread(target=self._free_now, args=(generation,), name=name, daemon=False).start()
 
     def _free_now(self, generation: Generation[Payload]) -> None:
+        lower_own_priority()
         try:
             self._free_payload(generation.payload)
         except Exception:

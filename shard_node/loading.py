@@ -13,17 +13,67 @@ from loader.manifest import NUM_BUCKETS, TableSpec
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from shard_node.arena import Arena, allocate_rows, row_bytes_of
-from shard_node.available_memory import available_memory_bytes
 from shard_node.bags import Int64Array
 from shard_node.cpu_engine import CpuEngine
+from shard_node.delta_position import DeltaPosition
 from shard_node.engine import Tier
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables, Partition
 from shard_node.placement import NO_FILES_SHIFT, NOT_HERE, Placement, TablePlace
+from shard_node.row_copy import RowCopy
+from shard_node.row_memory import MemoryClaim, RowMemory
 from shard_node.table_layout import TableLayout
 
-# What is left for everything else when a node is given no budget of its own.
-MEMORY_RESERVE_BYTES = 512 << 20
+
+class TableLoad:
+    """The loading of a partition's buckets, before it begins: what it will take is known, nothing is taken yet.
+
+    Args:
+        snapshot: the opened snapshot.
+        partition: the buckets to load, and the card of each.
+        plan_digest: identifies the plan that the partition was cut from.
+        memory_budget_bytes: RAM that rows may take. Tables that do not fit stay in the mapped snapshot, the largest
+            first. None: everything goes to RAM.
+
+    Attributes:
+        ram_bytes: what rows will take.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, partition: Partition, plan_digest: str, memory_budget_bytes: int | None = None
+    ) -> None:
+        layout = TableLayout.of(snapshot.spec)
+        if partition.card_of_bucket.shape[0] != len(layout.tables):
+            raise InvalidBagsError(
+                f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+            )
+        self._snapshot = snapshot
+        self._plan_digest = plan_digest
+        self._builder = _Builder(snapshot, layout, partition)
+        sizes = self._builder.table_bytes
+        self._tiers = choose_tiers(sizes, memory_budget_bytes)
+        self.ram_bytes = sum(size for size, tier in zip(sizes, self._tiers, strict=True) if tier == "ram")
+
+    def run(self, claim: MemoryClaim, progress: Progress = no_progress) -> LoadedTables:
+        """Loads, once.
+
+        Args:
+            claim: of `ram_bytes`; belongs to the tables, and is given back if there will be none.
+            progress: called with bytes copied.
+
+        Raises:
+            SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
+        """
+        try:
+            mapped_bytes = sum(self._builder.table_bytes) - self.ram_bytes
+            copy = RowCopy(self._snapshot, self.ram_bytes, mapped_bytes, progress)
+            engine = self._builder.build(self._tiers, copy)
+        except BaseException:
+            claim.give_back()
+            raise
+        claim.filled()
+        position = DeltaPosition(*self._snapshot.manifest.delta_start)
+        return LoadedTables(engine, self._snapshot.identity, self._plan_digest, position, claim)
 
 
 def load_tables(
@@ -34,37 +84,21 @@ def load_tables(
     memory_budget_bytes: int | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
-    """Loads the buckets of a partition into a CPU engine.
-
-    Args:
-        snapshot: the opened snapshot.
-        partition: the buckets to load, and the card of each.
-        plan_digest: identifies the plan that the partition was cut from.
-        memory_budget_bytes: RAM that rows may take. Tables that do not fit stay in the mapped snapshot, the largest
-            first. None: everything goes to RAM.
-        progress: called with bytes copied.
+    """Loads the buckets of a partition into a CPU engine. Arguments as of `TableLoad`.
 
     Raises:
-        MemoryBudgetError: without a budget, if the machine has less memory available than the rows take.
+        MemoryBudgetError: the machine has less memory available than the rows take; nothing was allocated then.
+        SnapshotCorruptError: a row decodes to NaN or inf.
     """
-    layout = TableLayout.of(snapshot.spec)
-    if partition.card_of_bucket.shape[0] != len(layout.tables):
-        raise InvalidBagsError(
-            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
-        )
-    builder = _Builder(snapshot, layout, partition, progress)
-    tiers = choose_tiers(builder.table_bytes, memory_budget_bytes, available_memory_bytes())
-    return LoadedTables(builder.build(tiers), snapshot.identity, plan_digest)
+    load = TableLoad(snapshot, partition, plan_digest, memory_budget_bytes)
+    return load.run(RowMemory().take(load.ram_bytes), progress)
 
 
-def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None, available_bytes: int) -> list[Tier]:
+def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:
     """Decides which tables stay in the mapped snapshot: the largest, until the others fit the budget.
 
     The largest tables are looked up the least per byte, so leaving them out frees the most memory for the fewest
     slow reads. Ties go to the later table.
-
-    Raises:
-        MemoryBudgetError: if what goes to RAM does not fit what is available.
     """
     total = sum(table_bytes)
     tiers: list[Tier] = ["ram"] * len(table_bytes)
@@ -74,11 +108,6 @@ def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None, available
             break
         tiers[number] = "mapped"
         total -= table_bytes[number]
-    if total and total > available_bytes - MEMORY_RESERVE_BYTES:
-        raise MemoryBudgetError(
-            f"rows take {total} bytes, but {available_bytes} are available and {MEMORY_RESERVE_BYTES} are kept "
-            "free; give a (smaller) memory budget to leave the largest tables in the mapped snapshot"
-        )
     return tiers
 
 
@@ -94,25 +123,19 @@ class _Filling:
 class _Builder:
     """Builds the arenas and places of one partition, table by table in layout order."""
 
-    def __init__(self, snapshot: Snapshot, layout: TableLayout, partition: Partition, progress: Progress) -> None:
+    def __init__(self, snapshot: Snapshot, layout: TableLayout, partition: Partition) -> None:
         self._snapshot = snapshot
         self._layout = layout
         self._cards = partition.card_of_bucket
-        self._progress = progress
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._bucket_rows = np.stack([_rows_of_buckets(table) for table in layout.tables])
         rows = np.where(self._cards >= 0, self._bucket_rows, 0).sum(axis=1)
         self._row_bytes = [row_bytes_of(table.dtype, table.embedding_dim) for table in layout.tables]
         self.table_bytes = [int(count) * size for count, size in zip(rows.tolist(), self._row_bytes, strict=True)]
         self._arenas: list[Arena] = []
-        self._total_bytes = 0
-        self._done_bytes = 0
 
-    def build(self, tiers: Sequence[Tier]) -> CpuEngine:
+    def build(self, tiers: Sequence[Tier], copy: RowCopy) -> CpuEngine:
         """Allocates and fills all arenas."""
-        ram = [size for size, tier in zip(self.table_bytes, tiers, strict=True) if tier == "ram"]
-        self._total_bytes = sum(ram)
-        self._progress("load", 0, self._total_bytes)
         places: list[TablePlace] = []
         group_arenas: list[range] = []
         for group in self._layout.groups:
@@ -121,9 +144,9 @@ class _Builder:
             for number in range(group.first_table, group.end_table):
                 table = self._layout.tables[number]
                 if tiers[number] == "ram":
-                    places.append(self._place_in_ram(number, table, by_card))
+                    places.append(self._place_in_ram(number, table, by_card, copy))
                 else:
-                    places.append(self._place_mapped(number, table))
+                    places.append(self._place_mapped(number, table, copy))
             group_arenas.append(range(first_arena, len(self._arenas)))
         return CpuEngine(self._layout, self._arenas, group_arenas, Placement(self._layout, places), tiers)
 
@@ -139,7 +162,7 @@ class _Builder:
             self._arenas.append(Arena(table.dtype, table.embedding_dim, memory, card, "ram"))
         return by_card
 
-    def _place_in_ram(self, number: int, table: TableSpec, by_card: dict[int, _Filling]) -> TablePlace:
+    def _place_in_ram(self, number: int, table: TableSpec, by_card: dict[int, _Filling], copy: RowCopy) -> TablePlace:
         cards = self._cards[number]
         used = self._bucket_rows[number] > 0
         arena = np.full(NUM_BUCKETS, NOT_HERE, np.uint16)
@@ -149,7 +172,7 @@ class _Builder:
         if len(here) == 1 and here[0] >= 0:
             filling = by_card[here[0]]
             arena[:], base[:] = filling.number, filling.next_slot
-            self._copy_in_row_order(table, filling.rows[filling.next_slot :][: table.num_embeddings])
+            copy.in_row_order(table, filling.rows[filling.next_slot :][: table.num_embeddings])
             filling.next_slot += table.num_embeddings
             return TablePlace(NO_FILES_SHIFT, shift, 0, arena, base)
         starts = np.zeros(NUM_BUCKETS, np.int64)
@@ -158,51 +181,13 @@ class _Builder:
             arena[bucket], starts[bucket] = filling.number, filling.next_slot
             filling.next_slot += int(self._bucket_rows[number, bucket])
         rows_by_arena = {filling.number: filling.rows for filling in by_card.values()}
-        self._copy_buckets(table, arena, starts, rows_by_arena)
+        copy.buckets(table, arena, starts, rows_by_arena, np.flatnonzero(arena != NOT_HERE).tolist())
         if table.bucketing == "hash":
             return TablePlace(NO_FILES_SHIFT, shift, 8, arena, starts)
         # In a range bucket the row itself counts up, from the bucket's first row.
         return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts - (np.arange(NUM_BUCKETS, dtype=np.int64) << shift))
 
-    def _copy_in_row_order(self, table: TableSpec, target: npt.NDArray[np.uint8]) -> None:
-        """Copies a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ..."""
-        files = self._files[table.name]
-        for index in range(len(files.rows)):
-            source = self._snapshot.rows_file(table.name, index)
-            part = target[index * files.rows_per_file :][: source.shape[0]]
-            if table.bucketing == "range":
-                part[:] = source
-            else:
-                for bucket in range(min(NUM_BUCKETS, source.shape[0])):
-                    begin = bucket_start_in_file(table, files.rows_per_file, index, bucket)
-                    end = bucket_start_in_file(table, files.rows_per_file, index, bucket + 1)
-                    part[bucket::NUM_BUCKETS] = source[begin:end]
-            self._report(source.nbytes)
-
-    def _copy_buckets(
-        self,
-        table: TableSpec,
-        arena: npt.NDArray[np.uint16],
-        starts: Int64Array,
-        rows_by_arena: dict[int, npt.NDArray[np.uint8]],
-    ) -> None:
-        """Copies the buckets that are here; each is one run of each file and lands behind what it already has."""
-        files = self._files[table.name]
-        filled = np.zeros(NUM_BUCKETS, np.int64)
-        here = np.flatnonzero(arena != NOT_HERE).tolist()
-        for index in range(len(files.rows)):
-            source = self._snapshot.rows_file(table.name, index)
-            copied = 0
-            for bucket in here:
-                begin = bucket_start_in_file(table, files.rows_per_file, index, bucket)
-                end = bucket_start_in_file(table, files.rows_per_file, index, bucket + 1)
-                slot = int(starts[bucket] + filled[bucket])
-                rows_by_arena[int(arena[bucket])][slot : slot + end - begin] = source[begin:end]
-                filled[bucket] += end - begin
-                copied += end - begin
-            self._report(copied * source.shape[1])
-
-    def _place_mapped(self, number: int, table: TableSpec) -> TablePlace:
+    def _place_mapped(self, number: int, table: TableSpec, copy: RowCopy) -> TablePlace:
         """Leaves a table in its row files: one arena for each, on the card of its first bucket here."""
         files = self._files[table.name]
         cards = self._cards[number]
@@ -211,11 +196,12 @@ class _Builder:
         arena = np.full((len(files.rows), NUM_BUCKETS), NOT_HERE, np.uint16)
         base = np.zeros((len(files.rows), NUM_BUCKETS), np.int64)
         for index in range(len(files.rows) if here.size else 0):
-            source = self._snapshot.rows_file(table.name, index)
+            source = self._snapshot.rows_file(table.name, index, copy_on_write=True)
             if len(self._arenas) == NOT_HERE:
                 raise MemoryBudgetError(
                     f"table {table.name!r}: a node has at most {NOT_HERE} arenas (row files mapped)"
                 )
+            copy.bring_in(table, index, source, here.tolist())
             arena[index, here] = len(self._arenas)
             self._arenas.append(Arena(table.dtype, table.embedding_dim, source, int(cards[here[0]]), "mapped"))
             first_row = index * files.rows_per_file
@@ -228,10 +214,6 @@ class _Builder:
         shift = bucket_shift(table.bucketing, table.num_embeddings)
         slot_shift = 8 if table.bucketing == "hash" else 0
         return TablePlace(file_shift, shift, slot_shift, arena.reshape(-1), base.reshape(-1))
-
-    def _report(self, size_bytes: int) -> None:
-        self._done_bytes += size_bytes
-        self._progress("load", self._done_bytes, self._total_bytes)
 
 
 def _rows_of_buckets(table: TableSpec) -> Int64Array:

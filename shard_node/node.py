@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -11,9 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loader.manifest import NUM_BUCKETS
 from shard_node.bags import Float32Array, KeyedBags
+from shard_node.delta_position import DeltaPosition
 from shard_node.engine import Engine
 from shard_node.errors import InvalidBagsError
-from shard_node.generation import Generations
+from shard_node.generation import Generation, Generations
+from shard_node.row_memory import MemoryClaim
 from shard_node.table_layout import TableLayout
 
 Sharding = Literal["hash", "range", "table"]
@@ -55,13 +57,28 @@ class NodeIdentity(Message):
 
 
 class ServedVersion(Message):
-    """One version that a node can answer for. `plan_digest` ties it to the router's idea of who owns what."""
+    """One version that a node can answer for. `plan_digest` ties it to the router's idea of who owns what.
+
+    Attributes:
+        delta_base: the version that the stream which it follows began with; 0 if it follows none.
+        last_delta: the last delta that its snapshot contains.
+        delta_sequence: the last delta that is applied, contained ones included.
+        delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
+        delta_fresh_at: every delta that was published before this moment is applied; None before the first look.
+        delta_lag: deltas of the stream that were not applied when it was last looked at.
+    """
 
     model: str
     version: int
     manifest_identity: str
     plan_digest: str
     state: str
+    delta_base: int = 0
+    last_delta: int = 0
+    delta_sequence: int = 0
+    delta_published_at: float | None = None
+    delta_fresh_at: float | None = None
+    delta_lag: int = 0
 
 
 class MemoryReport(Message):
@@ -95,11 +112,29 @@ class NodeInfo(Message):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTables:
-    """What a shard node's generation serves with."""
+    """What a shard node's generation serves with.
+
+    Attributes:
+        engine: holds the rows.
+        manifest_identity: of the snapshot that they came from.
+        plan_digest: of the plan that says which.
+        deltas: how far they are along their stream of deltas.
+        claim: on memory, given back with them; None if nobody counts.
+    """
 
     engine: Engine
     manifest_identity: str
     plan_digest: str
+    deltas: DeltaPosition = field(default_factory=DeltaPosition)
+    claim: MemoryClaim | None = None
+
+    def close(self) -> None:
+        """Frees the rows, in pieces. Nobody may be using them."""
+        try:
+            self.engine.close()
+        finally:
+            if self.claim is not None:
+                self.claim.give_back()
 
 
 class ShardNode:
@@ -107,7 +142,7 @@ class ShardNode:
 
     def __init__(self, identity: NodeIdentity) -> None:
         self.identity = identity
-        self.generations: Generations[LoadedTables] = Generations(_close)
+        self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
     def stage(self, model: str, version: int, tables: LoadedTables) -> None:
         """Puts loaded tables beside the live ones."""
@@ -132,16 +167,7 @@ class ShardNode:
         generations = self.generations.all()
         return NodeInfo(
             identity=self.identity,
-            versions=tuple(
-                ServedVersion(
-                    model=one.model,
-                    version=one.version,
-                    manifest_identity=one.payload.manifest_identity,
-                    plan_digest=one.payload.plan_digest,
-                    state=one.state,
-                )
-                for one in generations
-            ),
+            versions=tuple(map(_served_version, generations)),
             memory=tuple(
                 MemoryReport(
                     model=one.model,
@@ -160,6 +186,10 @@ class ShardNode:
             ),
         )
 
+    def retire(self, model: str, version: int) -> Generation[LoadedTables]:
+        """Withdraws a version; wait for its `retired` event. Raises GenerationNotFoundError."""
+        return self.generations.retire(model, version)
+
     def close(self) -> None:
         """Withdraws every generation and waits for what nobody leases to be freed; the rest is when its leases end."""
         for generation in self.generations.retire_all():
@@ -167,5 +197,19 @@ class ShardNode:
                 generation.retired.wait(CLOSE_TIMEOUT_S)
 
 
-def _close(tables: LoadedTables) -> None:
-    tables.engine.close()
+def _served_version(generation: Generation[LoadedTables]) -> ServedVersion:
+    tables = generation.payload
+    deltas = tables.deltas.snapshot()
+    return ServedVersion(
+        model=generation.model,
+        version=generation.version,
+        manifest_identity=tables.manifest_identity,
+        plan_digest=tables.plan_digest,
+        state=generation.state,
+        delta_base=deltas.delta_base,
+        last_delta=deltas.last_delta,
+        delta_sequence=deltas.sequence,
+        delta_published_at=deltas.published_at,
+        delta_fresh_at=deltas.fresh_at,
+        delta_lag=deltas.lag,
+    )

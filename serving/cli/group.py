@@ -26,6 +26,11 @@ COMMANDS = {
     "export": "serving.cli.export:export",
     "inspect": "serving.cli.inspect:inspect",
     "verify": "serving.cli.verify:verify",
+    "publish": "serving.cli.publish:publish",
+    "versions": "serving.cli.versions:versions",
+    "rollout": "serving.cli.rollout:rollout",
+    "rollback": "serving.cli.rollback:rollback",
+    "coordinator": "serving.cli.coordinator:coordinator",
 }
 
 

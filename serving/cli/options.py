@@ -219,3 +219,25 @@ def ranking_options(function: Decorated) -> Decorated:
         metavar="N",
         help="Ranking replicas of each serving process; each is a thread that scores one batch at a time.",
     )(function)
+
+
+def registry_option(function: Decorated) -> Decorated:
+    """`--registry`; the variable keeps a password out of the list of processes."""
+    return click.option(
+        "--registry",
+        metavar="URL",
+        envvar="SHARDRANK_REGISTRY",
+        help="redis://… or rediss://… (with ?fleet=NAME for one of several), or a folder. "
+        "Better given as the variable SHARDRANK_REGISTRY if it has a password.",
+    )(function)
+
+
+def fleet_options(function: Decorated) -> Decorated:
+    """`--registry`, or `--store` for the registry that lies in it."""
+    function = click.option(
+        "--store",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="The fleet's store, if its registry lies in it.",
+    )(function)
+    return registry_option(function)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
-    Sharding,
+    Assignment,
     cards_option,
     memory_budget_option,
     port_options,
     ranking_options,
+    registry_option,
     replicate_option,
     sharding_option,
-    snapshot_options,
     verify_option,
 )
 from serving.cli.snapshots import SnapshotChoice
@@ -27,25 +29,96 @@ if TYPE_CHECKING:
     from serving.fleet.workers import WorkersConfig
     from serving.limits import RequestLimits
     from serving.loading import ModelSource
-    from serving.server import ServerConfig
+    from serving.server import Listening, ServerConfig
 
 logger = logging.getLogger(__name__)
 
+REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
+"""How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
+
+_REGISTERED_ONLY = frozenset({"local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share"})
+_LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"})
+
 
 @click.command(cls=WithExamples)
-@snapshot_options
+@registry_option
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="The folder that holds <model>/<version>/ snapshots.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="With --registry only this model, repeatable; by default all. Without, the model; by default the only one.",
+)
+@click.option(
+    "--version",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Without --registry: the version; by default the store's latest.",
+)
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Without --registry: the snapshot's own folder, in place of --store, --model and --version.",
+)
 @click.option(
     "--shard",
     "shards",
     multiple=True,
     metavar="ADDRESS[,ADDRESS...]",
-    help="The replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. Without any, "
-    "the rows are loaded into this process.",
+    help="Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. "
+    "Without any, the rows are loaded into this process.",
+)
+@click.option(
+    "--local",
+    is_flag=True,
+    help="With --registry: load the rows into this process, swap them and apply row updates here.",
+)
+@click.option(
+    "--node-id",
+    metavar="NAME",
+    envvar="SHARDRANK_NODE_ID",
+    help="With --registry: the process' name, the same after a restart. Default: made of host and port.",
+)
+@click.option(
+    "--advertise",
+    metavar="URL",
+    envvar="SHARDRANK_ADVERTISE",
+    help="With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
+)
+@click.option(
+    "--max-staleness",
+    type=Assignment("MODEL=SECONDS"),
+    multiple=True,
+    metavar="MODEL=SECONDS",
+    help="With --registry: how old the rows of a model may be, compared with its row updates, before /readyz calls it "
+    "degraded. Repeatable.",
 )
 @cards_option(1)
 @sharding_option
 @replicate_option
 @memory_budget_option
+@click.option(
+    "--max-memory-gb",
+    type=click.FloatRange(min=0),
+    metavar="GB",
+    help="With --local: RAM for the rows of all versions together, in 10^9 bytes. A version beyond it is refused "
+    "before it is loaded. Default: what is available.",
+)
+@click.option(
+    "--stage-cpu-share",
+    type=click.FloatRange(0.01, 1),
+    default=0.5,
+    show_default=True,
+    metavar="SHARE",
+    help="With --registry: of one core, for loading a version beside the live one.",
+)
 @port_options(8080, 8081)
 @click.option(
     "--workers",
@@ -53,7 +126,7 @@ logger = logging.getLogger(__name__)
     default=1,
     show_default=True,
     metavar="N",
-    help="Serving processes that share the ports. Without --shard each holds all rows.",
+    help="Serving processes that share the ports. Those that hold rows hold all of them each.",
 )
 @ranking_options
 @verify_option
@@ -72,63 +145,106 @@ logger = logging.getLogger(__name__)
     help="A private HTTP port of this one worker, on loopback.",
 )
 @click.pass_context
-def serve(
-    ctx: click.Context,
-    store: Path | None,
-    model: str | None,
-    version: int | None,
-    snapshot: Path | None,
-    shards: tuple[str, ...],
-    cards: int,
-    sharding: Sharding,
-    replicate_bytes: int,
-    memory_budget_gb: float | None,
-    host: str,
-    http_port: int,
-    grpc_port: int,
-    workers: int,
-    ranking_replicas: int,
-    dtype: str,
-    limit: tuple[tuple[str, str], ...],
-    limits_file: Path | None,
-    verify: bool,
-    shutdown_delay_s: float,
-    probe_port: int | None,
-) -> None:
-    """Serve one version of a model over HTTP and gRPC.
+def serve(ctx: click.Context, /, **options: Any) -> None:
+    """Serve models over HTTP and gRPC.
 
-    Without --shard, everything is in this process and nothing is serialised. With --shard, rows are looked up on
-    shard nodes, which must have been started with the same --sharding, --replicate-bytes and number of shards. It is
-    ready once the version is loaded and gives its golden scores. SIGTERM ends the requests in flight and exits 0.
+    With --registry the process belongs to a fleet: it finds the shard nodes there, serves the versions that the fleet's
+    rollouts want live, and swaps them while it answers. It is ready once each model that was wanted at its start, or
+    is named with --model, has a live version; loading further ones never changes that. How rows are divided is the
+    fleet's to say, unless they are --local.
+
+    Without, it serves one version. With --shard, rows are looked up on shard nodes, which must have been started with
+    the same --sharding, --replicate-bytes and number of shards; without, everything is in this process and nothing is
+    serialised. It is ready once the version is loaded and gives its golden scores.
+
+    SIGTERM ends the requests in flight and exits 0.
 
     Examples:
+      shardrank serve --registry redis://10.0.0.9/0 --store models --host 0.0.0.0
+      shardrank serve --registry models/.registry --store models --model films --local
       shardrank serve --store models --model films
       shardrank serve --store models --model films --shard 10.0.0.7:7000,10.0.0.8:7000 --shard 10.0.0.9:7000
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
     """
-    from loader.reader import Snapshot
     from serving.cli.limits import limit_arguments, read_limits
 
-    folder = SnapshotChoice(store, model, version, snapshot).folder().resolve()
-    if shards and memory_budget_gb is not None:
-        raise click.UsageError("--memory-budget-gb is for rows in this process; shard nodes have their own.")
-    limits = read_limits(limits_file, limit)
-    if workers > 1:
+    is_registered = _is_registered(ctx)
+    limits = read_limits(options["limits_file"], options["limit"])
+    arguments = limit_arguments(options["limits_file"], options["limit"])
+    if is_registered:
+        from serving.cli.registered_serving import run_registered, worker_arguments, worker_node_ids
+
+        if options["workers"] > 1:
+            own = tuple(("--node-id", one) for one in worker_node_ids(options))
+            environment = {REGISTRY_VARIABLE: options["registry"]}
+            config = _workers_config(ctx, worker_arguments(options) + arguments, own, environment)
+            _run_workers(config, options["http_port"], options["grpc_port"])
+        else:
+            run_registered(options, limits, _server_config(options), _say)
+        return
+    folder = _static_folder(options)
+    if options["workers"] > 1:
+        from loader.reader import Snapshot
+
         # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
         Snapshot.open(folder, verify=False)
-        arguments = _worker_arguments(ctx.params, folder) + limit_arguments(limits_file, limit)
-        _run_workers(_workers_config(ctx, arguments), http_port, grpc_port)
+        config = _workers_config(ctx, _worker_arguments(options, folder) + arguments)
+        _run_workers(config, options["http_port"], options["grpc_port"])
         return
-    settings = {
-        "snapshot": folder, "shards": _addresses(shards), "cards": cards, "sharding": sharding,
-        "replicate_bytes": replicate_bytes, "verify": verify, "num_replicas": ranking_replicas, "dtype": dtype,
-        "memory_budget_bytes": None if memory_budget_gb is None else int(memory_budget_gb * 1e9),
-    }  # fmt: skip
     from serving.loading import ModelSource
+
+    budget_gb = options["memory_budget_gb"]
+    same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
+    source = ModelSource.model_validate(
+        {name: options[name] for name in same}
+        | {"snapshot": folder, "shards": _addresses(options["shards"]), "num_replicas": options["ranking_replicas"]}
+        | {"memory_budget_bytes": None if budget_gb is None else int(budget_gb * 1e9)}
+    )
+    _run(source, limits, _server_config(options), options["probe_port"])
+
+
+def _is_registered(ctx: click.Context) -> bool:
+    """Whether the process belongs to a fleet. Raises UsageError for flags of another form."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    static = sorted(given & {"version", "snapshot", "shards"})
+    if ctx.params["registry"] is None or (static and "registry" not in given):
+        if wrong := sorted(given & _REGISTERED_ONLY):
+            raise click.UsageError(f"{_flags(wrong)}: only with --registry.")
+        return False
+    if static:
+        raise click.UsageError(f"{_flags(static)}: not with --registry, which says what is served and where rows are.")
+    if ctx.params["store"] is None:
+        raise click.UsageError("--registry needs --store.")
+    if not ctx.params["local"] and (wrong := sorted(given & _LOCAL_ONLY)):
+        raise click.UsageError(f"{_flags(wrong)}: with --registry only for --local rows; shard nodes have their own.")
+    return True
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join("--shard" if name == "shards" else f"--{name.replace('_', '-')}" for name in names)
+
+
+def _static_folder(options: dict[str, Any]) -> Path:
+    """The snapshot's folder. Raises UsageError and SnapshotNotFoundError."""
+    models = options["models"]
+    if len(models) > 1:
+        raise click.UsageError("Several --model need --registry.")
+    if options["shards"] and options["memory_budget_gb"] is not None:
+        raise click.UsageError("--memory-budget-gb is for rows in this process; shard nodes have their own.")
+    model = models[0] if models else None
+    return SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder().resolve()
+
+
+def _server_config(options: dict[str, Any]) -> ServerConfig:
     from serving.server import ServerConfig
 
-    server = ServerConfig(host=host, http_port=http_port, grpc_port=grpc_port, shutdown_delay_s=shutdown_delay_s)
-    _run(ModelSource.model_validate(settings), limits, server, probe_port)
+    names = ("host", "http_port", "grpc_port", "shutdown_delay_s")
+    return ServerConfig.model_validate({name: options[name] for name in names})
+
+
+def _say(listening: Listening) -> None:
+    click.echo(f"HTTP: http://{listening.host}:{listening.http_port}/docs")
+    click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
 
 
 def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
@@ -141,41 +257,48 @@ def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
 def _run(source: ModelSource, limits: RequestLimits, config: ServerConfig, probe_port: int | None) -> None:
     from serving.fleet.ports import SharedPort
     from serving.loading import load_when_possible
-    from serving.server import Listening, serve_until_signalled
+    from serving.server import serve_until_signalled
     from serving.service import RankingService
 
     # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
     service = RankingService(limits, expected_models=[source.snapshot.parent.name])
-
-    def say(listening: Listening) -> None:
-        click.echo(f"HTTP: http://{listening.host}:{listening.http_port}/docs")
-        click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
-
     if probe_port is None:
-        # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
         for port in (config.http_port, config.grpc_port):
+            # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
             SharedPort(config.host, port).close()
-    serve_until_signalled(service, config, lambda: load_when_possible(source, service), say, probe_port)
+    serve_until_signalled(service, config, lambda: load_when_possible(source, service), _say, probe_port)
 
 
-def _worker_arguments(parameters: dict[str, Any], folder: Path) -> list[str]:
+def _worker_arguments(options: dict[str, Any], folder: Path) -> list[str]:
     """The flags of one worker, but ports and limits."""
-    arguments = ["--snapshot", str(folder), "--verify" if parameters["verify"] else "--no-verify"]
-    for shard in parameters["shards"]:
+    arguments = ["--snapshot", str(folder), "--verify" if options["verify"] else "--no-verify"]
+    for shard in options["shards"]:
         arguments += ["--shard", shard]
     names = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "ranking_replicas", "dtype")
     for name in (*names, "shutdown_delay_s"):
-        if parameters[name] is not None:
-            arguments += [f"--{name.replace('_', '-')}", str(parameters[name])]
+        if options[name] is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(options[name])]
     return arguments
 
 
-def _workers_config(ctx: click.Context, arguments: list[str]) -> WorkersConfig:
+def _workers_config(
+    ctx: click.Context,
+    arguments: list[str],
+    own_arguments: tuple[tuple[str, ...], ...] = (),
+    environment: dict[str, str] | None = None,
+) -> WorkersConfig:
     from serving.fleet.workers import WorkersConfig
 
-    own = {"workers": ctx.params["workers"], "host": ctx.params["host"]}
-    log_level = ctx.find_root().params["log_level"]
-    return WorkersConfig.model_validate({**own, "arguments": tuple(arguments), "log_level": log_level})
+    return WorkersConfig.model_validate(
+        {
+            "workers": ctx.params["workers"],
+            "host": ctx.params["host"],
+            "arguments": tuple(arguments),
+            "own_arguments": own_arguments,
+            "environment": environment or {},
+            "log_level": ctx.find_root().params["log_level"],
+        }
+    )
 
 
 def _run_workers(config: WorkersConfig, http_port: int, grpc_port: int) -> None:

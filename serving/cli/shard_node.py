@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
@@ -15,26 +16,51 @@ from serving.cli.options import (
     ShardNumber,
     cards_option,
     memory_budget_option,
+    registry_option,
     replicate_option,
     sharding_option,
-    snapshot_options,
     verify_option,
 )
 from serving.cli.snapshots import SnapshotChoice
 
 if TYPE_CHECKING:
+    from serving.cli.registered_node import RegisteredNodeConfig
     from shard_node.address import Address
     from shard_node.node import ShardNode
     from shard_node.server import ServerLimits
 
 logger = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 5.0
-"""How long SIGTERM lets requests in flight end."""
+_REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share", "stage_mb_per_s"})
 
 
 @click.command("shard-node", cls=WithExamples)
-@snapshot_options
+@registry_option
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="The folder that holds <model>/<version>/ snapshots.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="With --registry only this model, repeatable; by default all. Without, the model; by default the only one.",
+)
+@click.option(
+    "--version",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Without --registry: the version; by default the store's latest.",
+)
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Without --registry: the snapshot's own folder, in place of --store, --model and --version.",
+)
 @click.option(
     "--shard",
     "shard",
@@ -50,45 +76,138 @@ DRAIN_TIMEOUT_S = 5.0
     metavar="ADDRESS",
     help="host:port, or unix:/path of a socket. May be given several times.",
 )
+@click.option(
+    "--advertise",
+    metavar="ADDRESS",
+    envvar="SHARDRANK_ADVERTISE",
+    help="With --registry: where routers reach this node. Default: the first address that it listens on.",
+)
+@click.option(
+    "--node-id",
+    metavar="NAME",
+    envvar="SHARDRANK_NODE_ID",
+    help="With --registry: the node's name, the same after a restart. Default: made of shard, host and port.",
+)
 @cards_option(1)
 @sharding_option
 @replicate_option
 @memory_budget_option
 @click.option(
+    "--max-memory-gb",
+    type=click.FloatRange(min=0),
+    metavar="GB",
+    help="With --registry: RAM for the rows of all versions together, in 10^9 bytes. A version beyond it is refused "
+    "before it is loaded. Default: what is available.",
+)
+@click.option(
+    "--stage-cpu-share",
+    type=click.FloatRange(0.01, 1),
+    default=0.5,
+    show_default=True,
+    metavar="SHARE",
+    help="With --registry: of one core, for loading a version beside the live one.",
+)
+@click.option(
+    "--stage-mb-per-s",
+    type=click.FloatRange(0, min_open=True),
+    metavar="MB",
+    help="With --registry: read at most this much of a version in a second, in 10^6 bytes.",
+)
+@click.option(
     "--threads", type=click.IntRange(1, 256), default=1, show_default=True, metavar="N", help="Threads that pool rows."
 )
 @verify_option
-def shard_node(
-    store: Path | None,
-    model: str | None,
-    version: int | None,
-    snapshot: Path | None,
-    shard: tuple[int, int],
-    listen: tuple[str, ...],
-    cards: int,
-    sharding: Sharding,
-    replicate_bytes: int,
-    memory_budget_gb: float | None,
-    threads: int,
-    verify: bool,
-) -> None:
-    """Serve one shard of a snapshot's rows to routers.
+@click.pass_context
+def shard_node(ctx: click.Context, /, **options: Any) -> None:
+    """Serve one shard of rows to routers.
+
+    With --registry the node belongs to a fleet: it holds the versions that the fleet's rollouts want of it, swaps them
+    while it serves, applies row updates, and is found by serving processes. Without, it serves one snapshot, and
+    `shardrank serve` must be told its address.
 
     All nodes and `shardrank serve` must be given the same --sharding, --replicate-bytes and number of shards; a
     node that does not fit is refused, not asked. The protocol has no password: listen on a private network or a
     Unix socket. SIGTERM ends the requests in flight and exits 0.
 
     Examples:
+      shardrank shard-node --registry redis://10.0.0.9/0 --store models --shard 0/2 --listen 0.0.0.0:7000
       shardrank shard-node --store models --model films --shard 0/2 --listen unix:/run/shardrank/0.sock
       shardrank shard-node --store models --model films --shard 1/2 --listen 10.0.0.7:7000 --cards 4
       shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
     """
+    if _is_registered(ctx):
+        from serving.cli.registered_node import run_registered_node
+
+        run_registered_node(_registered(options))
+        return
     from shard_node.address import Address
 
-    addresses = [Address.parse(text) for text in listen]
-    folder = SnapshotChoice(store, model, version, snapshot).folder()
-    node = _load(folder, shard, cards, sharding, replicate_bytes, memory_budget_gb, verify)
-    _serve(node, addresses, threads)
+    models = options["models"]
+    if len(models) > 1:
+        raise click.UsageError("Several --model need --registry.")
+    addresses = [Address.parse(text) for text in options["listen"]]
+    model = models[0] if models else None
+    folder = SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder()
+    node = _load(
+        folder,
+        options["shard"],
+        options["cards"],
+        options["sharding"],
+        options["replicate_bytes"],
+        options["memory_budget_gb"],
+        options["verify"],
+    )
+    _serve(node, addresses, options["threads"])
+
+
+def _is_registered(ctx: click.Context) -> bool:
+    """Whether the node belongs to a fleet. Raises UsageError for flags of the other form."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    static = sorted(given & {"version", "snapshot"})
+    if ctx.params["registry"] is None or (static and "registry" not in given):
+        if "registry" not in given and (wrong := sorted(given & _REGISTERED_ONLY)):
+            raise click.UsageError(f"{_flags(wrong)} need --registry.")
+        return False
+    if static:
+        raise click.UsageError(f"{_flags(static)} can't be given with --registry: the registry says what is held.")
+    if ctx.params["store"] is None:
+        raise click.UsageError("--registry needs --store.")
+    return True
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _registered(options: dict[str, Any]) -> RegisteredNodeConfig:
+    """Raises AddressError and UsageError, naming what can't be."""
+    from pydantic import ValidationError
+
+    from serving.cli.registered_node import RegisteredNodeConfig
+    from shard_node.address import Address
+
+    index, count = options["shard"]
+    advertise, rate = options["advertise"], options["stage_mb_per_s"]
+    same = ("registry", "store", "models", "cards", "sharding", "replicate_bytes", "node_id", "threads", "verify")
+    settings = {name: options[name] for name in (*same, "stage_cpu_share")} | {
+        "shard_index": index,
+        "num_shards": count,
+        "listen": tuple(Address.parse(text) for text in options["listen"]),
+        "advertise": None if advertise is None else Address.parse(advertise),
+        "memory_cap_bytes": _bytes(options["max_memory_gb"]),
+        "memory_budget_bytes": _bytes(options["memory_budget_gb"]),
+        "stage_bytes_per_s": None if rate is None else rate * 1e6,
+    }
+    try:
+        return RegisteredNodeConfig.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise click.UsageError(f"{place}: {first['msg']}, not {first['input']!r}") from error
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)
 
 
 def _load(
@@ -109,8 +228,7 @@ def _load(
     index, count = shard
     snapshot = Snapshot.open(folder, verify=verify)
     plan = Plan.make(snapshot.spec, count, sharding, cards, replicate_bytes)
-    budget_bytes = None if memory_budget_gb is None else int(memory_budget_gb * 1e9)
-    tables = load_tables(snapshot, plan.partition(index), plan.digest, memory_budget_bytes=budget_bytes)
+    tables = load_tables(snapshot, plan.partition(index), plan.digest, memory_budget_bytes=_bytes(memory_budget_gb))
     node = ShardNode(plan.identity(index))
     node.stage(snapshot.spec.model, snapshot.version, tables)
     node.flip(snapshot.spec.model, snapshot.version)
@@ -132,10 +250,16 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
     """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time."""
     import asyncio
 
+    import torch
     import uvloop
 
+    from serving.cli.registered_node import DRAIN_TIMEOUT_S
     from serving.fleet.signals import StopRequestedError, run_until_signalled
     from shard_node.server import NodeServer
+
+    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
+    # processes on one machine a lookup of 1 ms takes 15 ms and more.
+    torch.set_num_threads(1)
 
     async def program() -> None:
         server = NodeServer(node, _limits(node, threads))

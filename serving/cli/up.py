@@ -1,10 +1,11 @@
-"""`shardrank up`: a whole fleet on this machine from one snapshot."""
+"""`shardrank up`: a whole fleet on this machine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,19 +16,40 @@ from serving.cli.options import (
     memory_budget_option,
     port_options,
     ranking_options,
+    registry_option,
     replicate_option,
     sharding_option,
-    snapshot_options,
     verify_option,
 )
-from serving.cli.snapshots import SnapshotChoice
 
 if TYPE_CHECKING:
+    from serving.fleet.beginning import Beginning
     from serving.fleet.config import FleetConfig
 
 
 @click.command(cls=WithExamples)
-@snapshot_options
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="The folder that holds <model>/<version>/ snapshots.",
+)
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME", help="What to serve. Repeatable; default: all of the store."
+)
+@click.option(
+    "--version",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
+)
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="A snapshot's own folder, in place of --store, --model and --version.",
+)
+@registry_option
 @click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Shards.")
 @click.option(
     "--replicas", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N", help="Nodes of each shard."
@@ -44,6 +66,13 @@ if TYPE_CHECKING:
 @sharding_option
 @replicate_option
 @memory_budget_option
+@click.option(
+    "--max-memory-gb",
+    type=click.FloatRange(min=0),
+    metavar="GB",
+    help="RAM for the rows of all versions together, on each shard node, in 10^9 bytes. A version beyond it is refused "
+    "before it is loaded. Default: what is available.",
+)
 @port_options(8080, 8081)
 @ranking_options
 @verify_option
@@ -51,9 +80,10 @@ if TYPE_CHECKING:
 def up(
     ctx: click.Context,
     store: Path | None,
-    model: str | None,
+    models: tuple[str, ...],
     version: int | None,
     snapshot: Path | None,
+    registry: str | None,
     shards: int,
     replicas: int,
     cards: int,
@@ -61,6 +91,7 @@ def up(
     sharding: Sharding,
     replicate_bytes: int,
     memory_budget_gb: float | None,
+    max_memory_gb: float | None,
     host: str,
     http_port: int,
     grpc_port: int,
@@ -70,33 +101,29 @@ def up(
     limits_file: Path | None,
     verify: bool,
 ) -> None:
-    """Run a whole fleet on this machine from one snapshot.
+    """Run a whole fleet on this machine.
 
-    Runs until Ctrl-C. Starts shards × replicas shard nodes on private Unix sockets and the serving processes, waits
-    until each says that it is ready, and restarts whichever dies. Logs of the children are in the folder that is
-    printed. Each of them checks the files' SHA-256 whenever it starts, unless --no-verify is given.
-    SIGTERM or Ctrl-C ends serving processes, then shard nodes, and exits 0; no process is left behind.
+    Runs until Ctrl-C. Starts a coordinator, shards × replicas shard nodes on private Unix sockets and the serving
+    processes, waits until each says that it is ready, and restarts whichever dies. What is live is kept in the
+    registry, by default the folder .registry in the store: a version that was rolled out is live again after a restart.
+    Logs of the children are in the folder that is printed. Each of them checks the files' SHA-256 whenever it loads
+    them, unless --no-verify is given. SIGTERM or Ctrl-C ends serving processes, then the others, and exits 0; no
+    process is left behind.
 
     Examples:
       shardrank up --store models
       shardrank up --store models --model films --version 3 --shards 2 --replicas 2 --cards 2 --workers 2
       shardrank up --snapshot models/films/3 --http-port 0 --grpc-port 0
     """
-    from loader.reader import Snapshot
-    from router.plan import Plan
     from serving.cli.limits import limit_arguments
-    from serving.cli.placement import placement_line
     from serving.fleet.config import FleetConfig
 
-    folder = SnapshotChoice(store, model, version, snapshot).folder()
-    # Only the manifest and the headers: each child checks the files that it loads, at its start and at every restart.
-    opened = Snapshot.open(folder, verify=False)
-    click.echo(placement_line(Plan.make(opened.spec, shards, sharding, cards, replicate_bytes)))
     settings = {
-        "snapshot": folder.resolve(), "model": opened.spec.model, "version": opened.version,
+        **_what(store, models, version, snapshot), "registry": registry,
         "shards": shards, "replicas": replicas, "cards": cards, "workers": workers,
         "sharding": sharding, "replicate_bytes": replicate_bytes, "memory_budget_gb": memory_budget_gb,
         "verify": verify, "host": host, "http_port": http_port, "grpc_port": grpc_port,
+        "shard_node_arguments": () if max_memory_gb is None else ("--max-memory-gb", str(max_memory_gb)),
         "log_level": _root_parameter(ctx, "log_level"),
         "serve_arguments": (
             *("--ranking-replicas", str(ranking_replicas), "--dtype", dtype),
@@ -104,6 +131,30 @@ def up(
         ),
     }  # fmt: skip
     _run(FleetConfig.model_validate(settings))
+
+
+def _what(store: Path | None, models: tuple[str, ...], version: int | None, snapshot: Path | None) -> dict[str, Any]:
+    """`store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
+    if snapshot is not None:
+        if store is not None or models or version is not None:
+            raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
+        from loader.reader import Snapshot
+
+        # Only the manifest and the headers: each child checks the files that it loads.
+        opened = Snapshot.open(snapshot.resolve(), verify=False)
+        name = opened.spec.model
+        return {"store": opened.path.parent.parent, "models": (name,), "versions": {name: opened.version}}
+    if store is None:
+        raise click.UsageError("Name a store: --store FOLDER [--model NAME ...], or --snapshot FOLDER.")
+    from loader.store import Store
+
+    Store(store).check_exists()
+    models = models or tuple(Store(store).models())
+    if version is None:
+        return {"store": store, "models": models}
+    if len(models) != 1:
+        raise click.UsageError(f"--version is of one model, but there are several: {list(models)}")
+    return {"store": store, "models": models, "versions": {models[0]: version}}
 
 
 def _root_parameter(ctx: click.Context, name: str) -> object:
@@ -118,8 +169,9 @@ def _run(config: FleetConfig) -> None:
         click.echo(f"{name} is ready")
 
     async def program() -> None:
-        async with running_fleet(config, on_ready) as fleet:
+        async with running_fleet(config, on_ready, on_begin=_tell) as fleet:
             click.echo(f"logs: {fleet.supervisor.run_directory}")
+            click.echo(f"registry: {fleet.registry.name}")
             click.echo(f"HTTP: http://{fleet.host}:{fleet.http_port}/docs")
             click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
             await asyncio.Event().wait()
@@ -128,3 +180,17 @@ def _run(config: FleetConfig) -> None:
         run_until_signalled(program)
     except StopRequestedError:
         click.echo("stopped")
+
+
+def _tell(beginnings: Sequence[Beginning]) -> None:
+    from serving.cli.placement import placement_line
+
+    for one in beginnings:
+        if len(beginnings) > 1:
+            click.echo(f"{one.model} version {one.version}:")
+        click.echo(placement_line(one.plan))
+        if one.latest != one.version:
+            click.echo(
+                f"{one.model}: version {one.version} is live, the store's latest is {one.latest}; "
+                "see shardrank publish and shardrank rollout start"
+            )

@@ -249,11 +249,12 @@ async def _serve_on(
         console.print("stopping")
 
 
-def _fleet(config: DemoConfig, folder: Path) -> FleetConfig:
+def _fleet(config: DemoConfig, folder: Path, registry: str) -> FleetConfig:
     return FleetConfig(
-        snapshot=folder.resolve(),
-        model=folder.parent.name,
-        version=int(folder.name),
+        store=folder.parent.parent.resolve(),
+        models=(folder.parent.name,),
+        versions={folder.parent.name: int(folder.name)},
+        registry=registry,
         shards=config.shards,
         cards=config.cards,
         sharding=config.sharding,
@@ -273,7 +274,7 @@ async def _serving(config: DemoConfig, ports: WorkerPorts, folder: Path) -> Asyn
                 starting.close()
                 yield Endpoints(listening.host, listening.http_port, listening.grpc_port)
             return
-        total, ready = config.shards + 1, 0
+        total, ready = config.shards + 2, 0
 
         def on_ready(name: str) -> None:
             nonlocal ready
@@ -281,6 +282,8 @@ async def _serving(config: DemoConfig, ports: WorkerPorts, folder: Path) -> Asyn
             bars("starting processes", ready, total)
 
         bars("starting processes", 0, total)
-        async with running_fleet(_fleet(config, folder), on_ready, ports) as running:
-            starting.close()
-            yield Endpoints(running.host, running.http_port, running.grpc_port)
+        # A registry of its own, gone with the demo: the store's may be that of a real fleet.
+        with tempfile.TemporaryDirectory(prefix="shardrank-demo-") as registry:
+            async with running_fleet(_fleet(config, folder, registry), on_ready, ports) as running:
+                starting.close()
+                yield Endpoints(running.host, running.http_port, running.grpc_port)

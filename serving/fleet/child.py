@@ -13,8 +13,9 @@ from typing import Literal, TypeAlias
 
 from serving.fleet.parent import PARENT_PID_VARIABLE
 
-Probe: TypeAlias = Callable[[], Awaitable[None]]
-"""Asks a child's own endpoint whether it serves. Returns when it does, raises `NotReadyError` when not yet."""
+Probe: TypeAlias = Callable[[int], Awaitable[None]]
+"""Finds out whether the process of that id serves. Returns when it does; raises `NotReadyError` when not yet, and
+`RefusedError` when it will not by itself."""
 
 State: TypeAlias = Literal["starting", "ready", "waiting", "stopped"]
 
@@ -26,6 +27,10 @@ _ERROR_PREFIX = "error: "
 
 class NotReadyError(Exception):
     """A probe's answer: not yet, and why. The supervisor asks again; it never leaves this package."""
+
+
+class RefusedError(Exception):
+    """A probe's answer: it runs, but will not serve what it shall, and why. It never leaves this package."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Is a child ready? Asked at its own public endpoints, the way its users would."""
+"""Is a child ready? Found out from its own endpoints and from what it announces, the way its users would."""
 
 from __future__ import annotations
 
@@ -7,26 +7,76 @@ import http.client
 import json
 from typing import Any
 
-from loader.errors import ShardrankError
-from serving.fleet.child import NotReadyError, Probe
-from shard_node.address import Address
-from shard_node.client import ShardClient
+from loader.errors import RegistryError
+from loader.registry.records import NodeRecord, WantedModel
+from loader.registry.typed import FleetRegistry
+from serving.fleet.child import NotReadyError, Probe, RefusedError
 
 
-def shard_node_probe(address: Address, model: str, version: int) -> Probe:
-    """Asks a shard node over the wire whether the version is live on it."""
+def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> Probe:
+    """Finds out from what a node announces whether it has the live version of each model.
 
-    async def probe() -> None:
-        client = ShardClient(address)
+    Args:
+        fleet: where it announces itself.
+        node_id: of the node.
+        models: what it shall have; one of which no version is live yet asks for nothing.
+    """
+
+    async def probe(process_id: int) -> None:
         try:
-            info = await client.info()
-        except ShardrankError as error:
+            record = next((node for node in await fleet.nodes() if node.node_id == node_id), None)
+            wanted = await fleet.wanted()
+        except RegistryError as error:
             raise NotReadyError(str(error)) from error
-        finally:
-            await client.close()
-        if not any((one.model, one.version, one.state) == (model, version, "live") for one in info.versions):
-            here = [f"{one.model} {one.version} ({one.state})" for one in info.versions]
-            raise NotReadyError(f"version {version} of {model!r} is not live; here: {', '.join(here) or 'nothing'}")
+        if record is None or record.process_id != process_id:
+            raise NotReadyError(f"{node_id} has not announced itself yet")
+        for model in models:
+            if model in wanted:
+                _check_live(record, wanted[model])
+
+    return probe
+
+
+def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
+    """Raises NotReadyError or RefusedError unless the node does what is wanted of it for one model."""
+    model, version = wanted.model, wanted.live
+    if record.kind == "shard":
+        held = wanted.held_by(record.node_id)
+        # In a rollout by replica this node's turn may have come: then it shall hold the new version alone.
+        version = version if version in held else next(iter(held), None)
+    if version is None:
+        return
+    report = record.report(model, version)
+    if report is not None and report.state == "refused":
+        raise RefusedError(f"version {version} of {model!r}: {report.reason}")
+    if report is None or report.state != "ready":
+        told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
+        raise NotReadyError(f"version {version} of {model!r} is {told}")
+    if record.kind == "serving" and record.live.get(model) != version:
+        raise NotReadyError(f"version {version} of {model!r} is not live yet")
+
+
+def lock_probe(fleet: FleetRegistry, key: str) -> Probe:
+    """Finds out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
+
+    async def probe(process_id: int) -> None:
+        del process_id
+        try:
+            holder = await fleet.registry.holder(key)
+        except RegistryError as error:
+            raise NotReadyError(str(error)) from error
+        if holder is None:
+            raise NotReadyError(f"nobody holds {key} yet")
+
+    return probe
+
+
+def both(first: Probe, second: Probe) -> Probe:
+    """Ready when both say so."""
+
+    async def probe(process_id: int) -> None:
+        await first(process_id)
+        await second(process_id)
 
     return probe
 
@@ -34,7 +84,8 @@ def shard_node_probe(address: Address, model: str, version: int) -> Probe:
 def http_probe(host: str, port: int, path: str = "/readyz", timeout_s: float = 2.0) -> Probe:
     """Asks a serving process over HTTP; ready is status 200."""
 
-    async def probe() -> None:
+    async def probe(process_id: int) -> None:
+        del process_id
         try:
             status, body = await asyncio.to_thread(_get, host, port, path, timeout_s)
         except (OSError, http.client.HTTPException) as error:

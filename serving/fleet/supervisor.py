@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from loader.manifest import Frozen
-from serving.fleet.child import Child, ChildSpec, NotReadyError, describe_exit
+from serving.fleet.child import Child, ChildSpec, NotReadyError, RefusedError, describe_exit
 from serving.fleet.errors import ChildFailedError, FleetError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class SupervisionConfig(Frozen):
     probe_interval_s: float = Field(default=0.05, gt=0)
     probe_timeout_s: float = Field(default=2.0, gt=0)
     stop_grace_s: float = Field(default=10.0, gt=0)
-    first_backoff_s: float = Field(default=0.2, gt=0)
+    first_backoff_s: float = Field(default=0.1, gt=0)
     max_backoff_s: float = Field(default=5.0, gt=0)
     healthy_after_s: float = Field(default=30.0, gt=0)
 
@@ -104,12 +104,24 @@ class Supervisor:
                     logger.warning("%s did not end within %g s: killed", child.spec.name, self._config.stop_grace_s)
 
     async def _start_one(self, child: Child, on_ready: Callable[[str], None] | None) -> None:
+        def fail(reason: str) -> None:
+            raise ChildFailedError(f"{child.spec.name} does not serve: {reason}\nits log: {child.log_path}")
+
         await child.spawn()
-        await self._until_ready(child)
+        await self._until_ready(child, fail)
         if on_ready is not None:
             on_ready(child.spec.name)
 
-    async def _until_ready(self, child: Child) -> None:
+    async def _until_ready(self, child: Child, on_refused: Callable[[str], None]) -> None:
+        """Waits until a child serves.
+
+        Args:
+            child: has just been spawned.
+            on_refused: told why it will not serve; it is asked again until the time is over, unless this raises.
+
+        Raises:
+            ChildFailedError: it ended, or was not ready in time.
+        """
         deadline = self._clock() + self._config.ready_timeout_s
         ended = asyncio.create_task(child.wait())
         reason = "it was not asked yet"
@@ -117,9 +129,12 @@ class Supervisor:
             while self._clock() < deadline:
                 try:
                     async with asyncio.timeout(self._config.probe_timeout_s):
-                        await child.spec.probe()
+                        await child.spec.probe(child.pid or 0)
                 except NotReadyError as not_ready:
                     reason = str(not_ready)
+                except RefusedError as refused:
+                    reason = str(refused)
+                    on_refused(reason)
                 except TimeoutError:
                     reason = f"no answer within {self._config.probe_timeout_s:g} s"
                 else:
@@ -152,12 +167,23 @@ class Supervisor:
             child.state = "starting"
             try:
                 await child.spawn()
-                await self._until_ready(child)
+                await self._until_ready(child, self._refusal_log(child))
             except (ChildFailedError, OSError) as error:
                 logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, error)
                 child.kill()
             else:
                 logger.info("%s serves again (restart %d)", child.spec.name, child.restarts)
+
+    def _refusal_log(self, child: Child) -> Callable[[str], None]:
+        """Logs each reason once. The process goes on: it may serve other models, and it can still be put right."""
+        told: set[str] = set()
+
+        def log(reason: str) -> None:
+            if reason not in told:
+                told.add(reason)
+                logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, reason)
+
+        return log
 
     def _failure(self, child: Child, what: str) -> str:
         if (reason := child.last_error()) is not None:

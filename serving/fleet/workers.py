@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from prometheus_client.multiprocess import mark_process_dead
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from loader.manifest import Frozen
-from serving.fleet.child import ChildSpec, shardrank_command
+from serving.fleet.child import ChildSpec, Probe, shardrank_command
 from serving.fleet.ports import SharedPort
-from serving.fleet.probes import http_probe
+from serving.fleet.probes import both, http_probe
 from serving.fleet.supervisor import Supervisor
 
 LOOPBACK = "127.0.0.1"
@@ -25,12 +26,20 @@ class WorkersConfig(Frozen):
 
     Attributes:
         arguments: flags of `shardrank serve` that say what to serve, without ports.
+        own_arguments: further flags of each worker; empty for none.
+        environment: variables of every process.
+        probes: what else each worker must say before it is ready; empty for nothing.
         workers: how many processes.
         host: address of the public ports.
         log_level: of every process.
     """
 
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
     arguments: tuple[str, ...]
+    own_arguments: tuple[tuple[str, ...], ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    probes: tuple[Probe, ...] = ()
     workers: int = Field(default=1, ge=1, le=64)
     host: str = LOOPBACK
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -85,18 +94,23 @@ async def start_workers(
     metrics = supervisor.run_directory / "metrics"
     if config.workers > 1:
         metrics.mkdir(mode=0o700, exist_ok=True)
-    specs = [
-        ChildSpec(
-            name=f"serve-{worker}",
-            command=shardrank_command(
-                *("--log-level", config.log_level, "serve", *config.arguments, "--host", config.host),
-                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
-            ),
-            probe=http_probe(LOOPBACK, probe_port),
-            environment={"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if config.workers > 1 else {},
-            # A dead process' gauges must not be added up with those of the living.
-            on_exit=partial(mark_process_dead, path=str(metrics)) if config.workers > 1 else None,
-        )
-        for worker, probe_port in enumerate(ports.probes)
-    ]
+    specs = [_worker_spec(config, ports, worker, metrics) for worker in range(config.workers)]
     await supervisor.start(specs, on_ready)
+
+
+def _worker_spec(config: WorkersConfig, ports: WorkerPorts, worker: int, metrics: Path) -> ChildSpec:
+    probe_port = ports.probes[worker]
+    own = config.own_arguments[worker] if config.own_arguments else ()
+    is_ready = http_probe(LOOPBACK, probe_port)
+    shared_metrics = config.workers > 1
+    return ChildSpec(
+        name=f"serve-{worker}",
+        command=shardrank_command(
+            *("--log-level", config.log_level, "serve", *config.arguments, *own, "--host", config.host),
+            *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
+        ),
+        probe=both(config.probes[worker], is_ready) if config.probes else is_ready,
+        environment={**config.environment, **({"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if shared_metrics else {})},
+        # A dead process' gauges must not be added up with those of the living.
+        on_exit=partial(mark_process_dead, path=str(metrics)) if shared_metrics else None,
+    )

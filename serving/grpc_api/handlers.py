@@ -16,12 +16,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from loader.errors import ShardrankError
+from serving.call import Call
 from serving.errors import BodyTooLargeError, MalformedRequestError, RequestTimeoutError
 from serving.grpc_api.encode import encode_lookup, encode_model, encode_rank
 from serving.parse_proto import check_model, read_lookup, read_rank
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.request import LookupRequest, RankRequest
-from serving.service import Call, RankingService
+from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Handlers:
         answer = await self._service.rank(request)
         began = self._service.clock()
         encoded = encode_rank(answer)
-        self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
+        self._service.metrics.stage(call.model, "encode", self._service.clock() - began, call.method)
         return encoded
 
     async def _lookup(self, call: Call, data: bytes, context: Context) -> bytes:
@@ -99,7 +100,7 @@ class Handlers:
         answer = await self._service.lookup(request)
         began = self._service.clock()
         encoded = encode_lookup(answer)
-        self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
+        self._service.metrics.stage(call.model, "encode", self._service.clock() - began, call.method)
         return encoded
 
     def _limit_deadline(self, request: RankRequest | LookupRequest, context: Context) -> None:

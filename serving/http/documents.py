@@ -25,6 +25,10 @@ _OPTIONS: dict[str, Any] = {
     "timeout_ms": {"type": "integer", "minimum": 1, "description": "deadline; the server's default if absent"},
     "version": {"type": "integer", "minimum": 1, "description": "the version that must answer; the live one if absent"},
     "request_id": {"type": "string", "description": "returned with the answer"},
+    "routing_key": {
+        "type": "string",
+        "description": "whose request it is: while a canary is on, the same key gets the same version",
+    },
 }
 
 
@@ -134,3 +138,4 @@ class ReadyDocument(BaseModel):
 
     ready: bool
     problems: dict[str, str] = Field(description='why not, by model; the key "" is the process itself')
+    degraded: dict[str, str] = Field(description="why rows are older than they may be, by model; still ready")

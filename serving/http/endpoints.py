@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loader.errors import ShardrankError
+from serving.call import Call
 from serving.encode_json import RETRY_AFTER_S, encode, error_document, lookup_document, rank_document
 from serving.http.body import read_body
 from serving.http.documents import ReadyDocument
 from serving.http.large_work import LargeWork
 from serving.http.protocol import DISCONNECT_EXTENSION
 from serving.metrics import CONTENT_TYPE
-from serving.service import Call, RankingService
+from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ class Endpoints:
         return _json_response(request, 200, b'{"status":"ok"}')
 
     async def readyz(self, request: Request) -> Response:
-        """`GET /readyz`: every configured model is live and its shards answer."""
+        """`GET /readyz`: every configured model is live and its shards answer. Rows that lag don't change that."""
         problems = self._service.watch.problems()
-        document = ReadyDocument(ready=not problems, problems=problems)
+        degraded = self._service.watch.degraded()
+        document = ReadyDocument(ready=not problems, problems=problems, degraded=degraded)
         return _json_response(request, 503 if problems else 200, document.model_dump_json().encode())
 
     async def metrics(self, request: Request) -> Response:
@@ -90,7 +92,7 @@ class Endpoints:
         answer = await self._service.rank(parsed, _watch_client(request))
         began = self._service.clock()
         encoded = await self._large.encode(answer.scores.size, lambda: encode(rank_document(answer)))
-        self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
+        self._service.metrics.stage(call.model, "encode", self._service.clock() - began, call.method)
         return encoded
 
     async def _lookup(self, call: Call, request: Request) -> bytes:
@@ -102,7 +104,7 @@ class Endpoints:
         began = self._service.clock()
         floats = sum(feature.values.size for feature in answer.embeddings.values())
         encoded = await self._large.encode(floats, lambda: encode(lookup_document(answer)))
-        self._service.metrics.stage(call.model, "encode", self._service.clock() - began)
+        self._service.metrics.stage(call.model, "encode", self._service.clock() - began, call.method)
         return encoded
 
     async def _model(self, call: Call, request: Request) -> bytes:

@@ -129,6 +129,9 @@ TABLE = [
         ("max_ids_per_request = 3000",), "limit_exceeded"),
     Bad("timeout too long", at("timeout_ms")(40_001), ("timeout_ms", "max_timeout_ms = 40000"), "limit_exceeded"),
     Bad("timeout of nothing", at("timeout_ms")(-1), ("timeout_ms", "-1"), "invalid_field", JSON_ONLY),
+    Bad("routing_key too long", at("routing_key")("x" * 129), ("routing_key", "129", "max_routing_key_chars = 128"),
+        "limit_exceeded"),
+    Bad("routing_key no text", at("routing_key")(7), ("routing_key", "7", "string"), "invalid_field", JSON_ONLY),
     Bad("top_k of nothing", at("top_k")(-1), ("top_k", "-1"), "invalid_field", JSON_ONLY),
     Bad("unknown key", at("candidate")({}), ("candidate", "unknown key"), "invalid_field", JSON_ONLY),
     Bad("no candidates object", lambda r: r.pop("candidates"), ("candidates", "missing"), "invalid_field", JSON_ONLY),
@@ -277,7 +280,6 @@ def test_too_many_bytes_are_refused_in_every_api(api, loop):
         assert answer.status_code == 413
         assert "max_body_bytes = 60000" in answer.json()["error"]["message"]
         message = rank_message(request)
-        message.request_id = request["request_id"]
         with pytest.raises(grpc.aio.AioRpcError, match="max_body_bytes = 60000") as refusal:
             await api.stub.Rank(message)
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT

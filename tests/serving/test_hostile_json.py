@@ -99,6 +99,7 @@ def test_an_id_of_five_thousand_digits_is_named_by_its_field(sign):
         rb'{"sparse": {"film": [1]}, "weights": {"\ud800": [1]}}',
         rb'{"sparse": {"city": ["\ud800"]}}',
         rb'{"sparse": {"film": [1]}, "request_id": "\ud800"}',
+        rb'{"sparse": {"film": [1]}, "routing_key": "\ud800"}',
     ],
 )
 def test_a_lone_surrogate_is_refused_in_an_error_that_can_be_written(body):

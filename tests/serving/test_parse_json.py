@@ -13,7 +13,7 @@ from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec,
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, LimitExceededError
 from serving.limits import RequestLimits
-from serving.parse_json import JsonParser, peek_version
+from serving.parse_json import JsonParser, peek_key, peek_version
 from serving.parse_proto import ProtoParser, read_rank
 from serving.parse_schema import RequestSchema
 from shard_node.generation import Generations
@@ -112,6 +112,7 @@ PATHS = [
     ("top_k",),
     ("version",),
     ("request_id",),
+    ("routing_key",),
     ("context", "sparse"),
     ("context", "weights"),
     ("context", "dense"),
@@ -187,6 +188,27 @@ def test_the_version_is_seen_before_the_body_is_parsed():
     assert peek_version(b'{"version": "x"}') is None
     assert peek_version({"version": 4}) == 4
     assert peek_version({"version": True}) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ({"routing_key": "a", "request_id": "b"}, "a"),
+        ({"request_id": "b"}, "b"),
+        ({"routing_key": "", "request_id": "b"}, "b"),
+        ({"context": {"routing_key": "c"}}, ""),
+        ({"routing_key": 7}, ""),
+        ({"routing_key": ["a"]}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_key_is_seen_before_the_body_is_parsed(body, key):
+    assert peek_key(body) == peek_key(json.dumps(body).encode()) == key
+
+
+def test_of_a_key_that_comes_twice_the_last_one_counts_as_it_does_when_the_body_is_parsed():
+    assert peek_key(rb'{"routing_key": "a", "routing\u005fkey": "b"}') == "b"
+    assert peek_key(b'{"routing_key": "a"') == ""
 
 
 def other_schema(*, context: bool, candidates: bool, dense: tuple[int, int]) -> RequestSchema:

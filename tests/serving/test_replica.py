@@ -109,7 +109,10 @@ def test_a_batch_whose_requests_expired_during_the_lookup_is_not_scored(api_mode
         request = service.parse_rank(call, MODEL, api_request(0) | {"timeout_ms": 5000})
         with pytest.raises(DeadlineExceededError, match="while the rows were looked up"):
             service.rank_in_thread(request)
-    assert 'shardrank_stage_seconds_count{model="films",stage="rank"}' not in service.metrics.render().decode()
+    assert (
+        'shardrank_stage_seconds_count{method="rank",model="films",stage="rank"}'
+        not in service.metrics.render().decode()
+    )
     service.close()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shard_node.available_memory import available_memory_bytes
+from shard_node.available_memory import available_memory_bytes, total_memory_bytes
 from shard_node.errors import MemoryBudgetError
 
 MIB = 1 << 20
@@ -74,3 +74,11 @@ def test_a_machine_that_does_not_say_is_an_error(tmp_path):
 
 def test_this_machine_has_some():
     assert available_memory_bytes() > 0
+
+
+def test_all_memory_is_the_machines_or_the_tightest_limit(tmp_path):
+    assert total_memory_bytes(machine(tmp_path, "0::/a\n")) == 9 * 1024
+    limit(tmp_path, "sys/fs/cgroup/a", "max", MIB)
+    assert total_memory_bytes(tmp_path) == 9 * 1024
+    limit(tmp_path, "sys/fs/cgroup", "4096", MIB)
+    assert total_memory_bytes(tmp_path) == 4096

@@ -20,6 +20,7 @@ import pytest
 from serving.cli import main
 from serving.demo.prepare import train_version
 from serving.embedded import Ranker
+from shardrank_testing.command_line import flags_of
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import running
 
@@ -41,12 +42,11 @@ def test_every_command_on_a_page_has_the_flags_that_it_is_given(page: str) -> No
     text = (ROOT / page).read_text(encoding="utf-8")
     context = click.Context(main)
     for name, rest in re.findall(r"shardrank ([a-z]+(?:-[a-z]+)*)\b([^`|]*)", text):
-        command = main.get_command(context, name)
-        if command is None:
+        if main.get_command(context, name) is None:
             assert name not in main.list_commands(context)
             continue
-        known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help"}
-        assert set(re.findall(r"--[a-z][a-z-]+", rest.partition("\n")[0])) <= known
+        line = rest.partition("\n")[0]
+        assert set(re.findall(r"--[a-z][a-z-]+", line)) <= flags_of(main, f"{name} {line}")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.fleet.child import ChildSpec, NotReadyError
+from serving.fleet.child import ChildSpec, NotReadyError, RefusedError
 from serving.fleet.errors import ChildFailedError, FleetError
 from serving.fleet.supervisor import SupervisionConfig, Supervisor
 
@@ -33,7 +33,7 @@ BAD = "import sys; print('the disk is on fire'); sys.exit(3)"
 def spec(name: str, folder: Path, script: str = GOOD) -> ChildSpec:
     path = folder / f"{name}.pid"
 
-    async def probe() -> None:
+    async def probe(_: int) -> None:
         if not path.exists():
             raise NotReadyError("no pid file")
 
@@ -86,7 +86,7 @@ def test_a_child_that_ends_before_it_serves_fails_the_start_with_its_last_words(
 
 
 def test_a_child_that_never_answers_fails_the_start_with_the_probes_reason(tmp_path: Path) -> None:
-    async def never() -> None:
+    async def never(_: int) -> None:
         raise NotReadyError("tables are loading")
 
     async def run() -> None:
@@ -180,3 +180,48 @@ def test_two_children_of_one_name_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(FleetError, match="'a' is here already"):
         asyncio.run(run())
+
+
+def test_a_child_that_refuses_to_serve_fails_the_start_at_once_with_its_reason(tmp_path: Path) -> None:
+    async def refuse(_: int) -> None:
+        raise RefusedError("version 1 of 'films': SHA-256 is not the one")
+
+    async def run() -> None:
+        async with supervisor(tmp_path) as fleet:
+            await fleet.start([ChildSpec("picky", spec("picky", tmp_path).command, refuse)])
+
+    with pytest.raises(ChildFailedError, match=r"picky does not serve: version 1 (?s:.*)picky\.log"):
+        asyncio.run(run())
+
+
+def test_a_restarted_child_that_refuses_is_left_running_until_it_can_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = 0
+
+    async def probe(process_id: int) -> None:
+        nonlocal refusals
+        if not (tmp_path / "a.pid").exists() or process_id != int((tmp_path / "a.pid").read_text()):
+            raise NotReadyError("no pid file")
+        if refusals:
+            refusals -= 1
+            raise RefusedError("a file is damaged")
+
+    async def run() -> tuple[int | None, int]:
+        nonlocal refusals
+        async with supervisor(tmp_path) as fleet:
+            await fleet.start([ChildSpec("a", spec("a", tmp_path).command, probe)])
+            child = fleet.children["a"]
+            refusals = 3
+            child.kill()
+            async with asyncio.timeout(20):
+                while child.restarts != 1 or child.state != "ready":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            return child.pid, child.restarts
+
+    pid, restarts = asyncio.run(run())
+    assert (restarts, refusals) == (1, 0)
+    assert pid == int((tmp_path / "a.pid").read_text())
+    assert [record.getMessage() for record in caplog.records if "failed" in record.message] == [
+        "restart 1 of a failed: a file is damaged"
+    ]

@@ -129,14 +129,14 @@ def test_a_process_is_ready_once_its_model_is_live_and_no_more_once_it_ends(api_
             answer = await api.http.get("/readyz")
             assert (answer.status_code, answer.json()) == (
                 503,
-                {"ready": False, "problems": {MODEL: "no live version"}},
+                {"ready": False, "problems": {MODEL: "no live version"}, "degraded": {}},
             )
             answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
             assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
             assert answer.headers["retry-after"] == "1"
         service = served_service(api_model)
         async with running_api(service) as api:
-            assert (await api.http.get("/readyz")).json() == {"ready": True, "problems": {}}
+            assert (await api.http.get("/readyz")).json() == {"ready": True, "problems": {}, "degraded": {}}
             service.begin_shutdown()
             answer = await api.http.get("/readyz")
             assert (answer.status_code, list(answer.json()["problems"])) == (503, [""])
@@ -174,7 +174,7 @@ def test_every_stage_is_measured(api_model, stage):
                 await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
                 return (await api.http.get("/metrics")).text
 
-    assert f'shardrank_stage_seconds_count{{model="films",stage="{stage}"}} 1.0' in run(main())
+    assert f'shardrank_stage_seconds_count{{method="rank",model="films",stage="{stage}"}} 1.0' in run(main())
 
 
 def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):

@@ -342,7 +342,11 @@ def sparse_message(ids: list[Any], weights: list[Any] | None, *, is_context: boo
 def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.RankRequest:
     """The JSON form of a rank request as a message."""
     message = ranking_pb2.RankRequest(
-        model=model, timeout_ms=request.get("timeout_ms", 0), top_k=request.get("top_k", 0)
+        model=model,
+        timeout_ms=request.get("timeout_ms", 0),
+        top_k=request.get("top_k", 0),
+        request_id=request.get("request_id", ""),
+        routing_key=request.get("routing_key", ""),
     )
     if "version" in request:
         message.version = request["version"]

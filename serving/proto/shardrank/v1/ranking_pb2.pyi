@@ -124,6 +124,7 @@ class RankRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROUTING_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that must answer; the live one if absent."""
@@ -134,6 +135,8 @@ class RankRequest(_message.Message):
     top_k: _builtins.int
     """How many positions `order` shall have; 0 for all."""
     request_id: _builtins.str
+    routing_key: _builtins.str
+    """Whose request it is: while a canary is on, requests with the same key get the same version. Without it request_id is taken."""
     @_builtins.property
     def context(self) -> Global___FeatureSet:
         """Given once for the request."""
@@ -153,10 +156,11 @@ class RankRequest(_message.Message):
         timeout_ms: _builtins.int = ...,
         top_k: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        routing_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -232,10 +236,13 @@ class LookupRequest(_message.Message):
     SPARSE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROUTING_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     timeout_ms: _builtins.int
     request_id: _builtins.str
+    routing_key: _builtins.str
+    """Whose request it is: while a canary is on, requests with the same key get the same version. Without it request_id is taken."""
     @_builtins.property
     def sparse(self) -> _containers.MessageMap[_builtins.str, Global___SparseFeature]:
         """By feature name. `lengths` divides the ids into bags; without it each id is a bag of its own."""
@@ -248,10 +255,11 @@ class LookupRequest(_message.Message):
         sparse: _abc.Mapping[_builtins.str, Global___SparseFeature] | None = ...,
         timeout_ms: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        routing_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "model", b"model", "request_id", b"request_id", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "model", b"model", "request_id", b"request_id", "routing_key", b"routing_key", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-serving/proto/shardrank/v1/ranking_wire.proto\x12\x11shardrank.wire.v1\"R\n\rSparseFeature\x12\x0b\n\x03ids\x18\x01 \x03(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\x0c\x12\x0f\n\x07weights\x18\x03 \x03(\x0c\x12\x12\n\nstring_ids\x18\x04 \x03(\t\"\xa7\x01\n\nFeatureSet\x12\x39\n\x06sparse\x18\x01 \x03(\x0b\x32).shardrank.wire.v1.FeatureSet.SparseEntry\x12\r\n\x05\x64\x65nse\x18\x02 \x03(\x0c\x1aO\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .shardrank.wire.v1.SparseFeature:\x02\x38\x01\"\xf0\x01\n\x0bRankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12.\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x1d.shardrank.wire.v1.FeatureSet\x12\x31\n\ncandidates\x18\x04 \x01(\x0b\x32\x1d.shardrank.wire.v1.FeatureSet\x12\x16\n\x0enum_candidates\x18\x05 \x01(\r\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x12\n\nrequest_id\x18\x08 \x01(\tB\n\n\x08_version\"a\n\x0cRankResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06scores\x18\x03 \x03(\x0c\x12\r\n\x05order\x18\x04 \x03(\x0c\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\xf7\x01\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12<\n\x06sparse\x18\x03 \x03(\x0b\x32,.shardrank.wire.v1.LookupRequest.SparseEntry\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x1aO\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .shardrank.wire.v1.SparseFeature:\x02\x38\x01\x42\n\n\x08_version\"C\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x15\n\rembedding_dim\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\x0c\"\xdc\x01\n\x0eLookupResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x45\n\nembeddings\x18\x03 \x03(\x0b\x32\x31.shardrank.wire.v1.LookupResponse.EmbeddingsEntry\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x1aO\n\x0f\x45mbeddingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.shardrank.wire.v1.Embedding:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-serving/proto/shardrank/v1/ranking_wire.proto\x12\x11shardrank.wire.v1\"R\n\rSparseFeature\x12\x0b\n\x03ids\x18\x01 \x03(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\x0c\x12\x0f\n\x07weights\x18\x03 \x03(\x0c\x12\x12\n\nstring_ids\x18\x04 \x03(\t\"\xa7\x01\n\nFeatureSet\x12\x39\n\x06sparse\x18\x01 \x03(\x0b\x32).shardrank.wire.v1.FeatureSet.SparseEntry\x12\r\n\x05\x64\x65nse\x18\x02 \x03(\x0c\x1aO\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .shardrank.wire.v1.SparseFeature:\x02\x38\x01\"\x85\x02\n\x0bRankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12.\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x1d.shardrank.wire.v1.FeatureSet\x12\x31\n\ncandidates\x18\x04 \x01(\x0b\x32\x1d.shardrank.wire.v1.FeatureSet\x12\x16\n\x0enum_candidates\x18\x05 \x01(\r\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x13\n\x0brouting_key\x18\t \x01(\tB\n\n\x08_version\"a\n\x0cRankResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06scores\x18\x03 \x03(\x0c\x12\r\n\x05order\x18\x04 \x03(\x0c\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\x8c\x02\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12<\n\x06sparse\x18\x03 \x03(\x0b\x32,.shardrank.wire.v1.LookupRequest.SparseEntry\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0brouting_key\x18\x06 \x01(\t\x1aO\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .shardrank.wire.v1.SparseFeature:\x02\x38\x01\x42\n\n\x08_version\"C\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x15\n\rembedding_dim\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\x0c\"\xdc\x01\n\x0eLookupResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x45\n\nembeddings\x18\x03 \x03(\x0b\x32\x31.shardrank.wire.v1.LookupResponse.EmbeddingsEntry\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x1aO\n\x0f\x45mbeddingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.shardrank.wire.v1.Embedding:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,17 +44,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FEATURESET_SPARSEENTRY']._serialized_start=241
   _globals['_FEATURESET_SPARSEENTRY']._serialized_end=320
   _globals['_RANKREQUEST']._serialized_start=323
-  _globals['_RANKREQUEST']._serialized_end=563
-  _globals['_RANKRESPONSE']._serialized_start=565
-  _globals['_RANKRESPONSE']._serialized_end=662
-  _globals['_LOOKUPREQUEST']._serialized_start=665
-  _globals['_LOOKUPREQUEST']._serialized_end=912
+  _globals['_RANKREQUEST']._serialized_end=584
+  _globals['_RANKRESPONSE']._serialized_start=586
+  _globals['_RANKRESPONSE']._serialized_end=683
+  _globals['_LOOKUPREQUEST']._serialized_start=686
+  _globals['_LOOKUPREQUEST']._serialized_end=954
   _globals['_LOOKUPREQUEST_SPARSEENTRY']._serialized_start=241
   _globals['_LOOKUPREQUEST_SPARSEENTRY']._serialized_end=320
-  _globals['_EMBEDDING']._serialized_start=914
-  _globals['_EMBEDDING']._serialized_end=981
-  _globals['_LOOKUPRESPONSE']._serialized_start=984
-  _globals['_LOOKUPRESPONSE']._serialized_end=1204
-  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_start=1125
-  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_end=1204
+  _globals['_EMBEDDING']._serialized_start=956
+  _globals['_EMBEDDING']._serialized_end=1023
+  _globals['_LOOKUPRESPONSE']._serialized_start=1026
+  _globals['_LOOKUPRESPONSE']._serialized_end=1246
+  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_start=1167
+  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_end=1246
 # @@protoc_insertion_point(module_scope)

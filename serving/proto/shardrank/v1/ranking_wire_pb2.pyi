@@ -115,12 +115,14 @@ class RankRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROUTING_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     num_candidates: _builtins.int
     timeout_ms: _builtins.int
     top_k: _builtins.int
     request_id: _builtins.str
+    routing_key: _builtins.str
     @_builtins.property
     def context(self) -> Global___FeatureSet: ...
     @_builtins.property
@@ -136,10 +138,11 @@ class RankRequest(_message.Message):
         timeout_ms: _builtins.int = ...,
         top_k: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        routing_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -210,10 +213,12 @@ class LookupRequest(_message.Message):
     SPARSE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROUTING_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     timeout_ms: _builtins.int
     request_id: _builtins.str
+    routing_key: _builtins.str
     @_builtins.property
     def sparse(self) -> _containers.MessageMap[_builtins.str, Global___SparseFeature]: ...
     def __init__(
@@ -224,10 +229,11 @@ class LookupRequest(_message.Message):
         sparse: _abc.Mapping[_builtins.str, Global___SparseFeature] | None = ...,
         timeout_ms: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        routing_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "model", b"model", "request_id", b"request_id", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "model", b"model", "request_id", b"request_id", "routing_key", b"routing_key", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

@@ -1,0 +1,229 @@
+"""Whether what is covers what is wanted: who lags behind a step of a rollout, and who refuses the new version. Pure.
+
+A node that is not announced does not block, but each shard needs a node. A process that has just started and does not
+answer for the model yet holds up no flip: it stages what is live first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from loader.registry.records import NodeRecord, VersionReport
+from loader.rollout.record import Rollout
+from loader.rollout.roster import FleetView
+from loader.rollout.steps import (
+    BAKE,
+    CANARY,
+    FLIP,
+    REPLAY,
+    RETIRE_SERVING,
+    RETIRE_SHARDS,
+    ROLL,
+    STAGE_SERVING,
+    STAGE_SHARDS,
+    UNFLIP,
+    group_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """One reason why a step is not done.
+
+    Attributes:
+        text: who lags, and with what.
+        staging: it is loading a version, which may take long.
+    """
+
+    text: str
+    staging: bool = False
+
+
+def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...]:
+    """Who is behind the step that a rollout is in; empty if it is done.
+
+    Args:
+        rollout: its record.
+        view: the nodes.
+        wanted_epoch: of the wanted record in which the step was written.
+    """
+    if not view.settled:
+        return (Lag("nodes are listened to first"),)
+    silent = tuple(Lag(f"{node.node_id}: not heard of for a moment") for node in view.missing)
+    return (*silent, *_step_lags(rollout, view, wanted_epoch))
+
+
+def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence[Lag]:
+    model, step, old, new = rollout.model, rollout.step, rollout.from_version, rollout.to_version
+    if step == STAGE_SHARDS:
+        return _without(view.shard_nodes(), model, new) + _bare_shards(view, model, new)
+    if step.startswith(ROLL):
+        return _behind_in_group(rollout, view)
+    if step == STAGE_SERVING:
+        none = [] if view.serving() else [Lag("no serving process is announced")]
+        return none + _without(view.serving(), model, new)
+    if step == REPLAY:
+        return _behind_in_deltas(rollout, view)
+    if step == CANARY:
+        return _not_applied(view, model, new, wanted_epoch)
+    if step in (FLIP, BAKE):
+        return _elsewhere(view, model, new)
+    if step == UNFLIP:
+        return _elsewhere(view, model, old)
+    if step == RETIRE_SERVING:
+        kept, leaving = rollout.kept_version, rollout.leaving_version
+        return _elsewhere(view, model, kept) + _with(_all(view, "serving"), model, leaving)
+    if step == RETIRE_SHARDS and rollout.forward:
+        return _with(view.shard_nodes(), model, old) + _bare_shards(view, model, new)
+    if step == RETIRE_SHARDS:
+        return _with(view.shard_nodes(), model, new) + _not_back(view, model, old)
+    return [Lag(f"step {step!r} is not known to this release")]
+
+
+def refusals(rollout: Rollout, view: FleetView) -> str:
+    """Which nodes refuse the new version, and why; empty if none does."""
+    nodes = (*view.shard_nodes(), *view.serving())
+    reasons = [
+        f"{node.node_id}: {report.reason or 'no reason given'}"
+        for node, report in _reports(nodes, rollout.model, rollout.to_version)
+        if report is not None and report.state == "refused"
+    ]
+    return "; ".join(reasons)
+
+
+def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
+    """Why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
+
+    Each shard must keep a node outside of it with the version that is live.
+    """
+    if not rollout.step.startswith(ROLL):
+        return ()
+    if not view.settled:
+        return (Lag("nodes are listened to first"),)
+    live = rollout.to_version if rollout.committed else rollout.from_version
+    begun = rollout.steps[: rollout.step_index + 1]
+    out = set(group_of(rollout, rollout.step))
+    if not rollout.committed:
+        out.update(node_id for step in begun for node_id in group_of(rollout, step))
+    there = {node.shard_index for node in _ready(view.shard_nodes(), rollout.model, live) if node.node_id not in out}
+    return tuple(
+        Lag(f"shard {shard} would be left without a node that has version {live} ready")
+        for shard in range(view.num_shards or 0)
+        if shard not in there
+    )
+
+
+def _all(view: FleetView, kind: str) -> list[NodeRecord]:
+    """Those that are about to end as well: they may still answer with a version."""
+    return [node for node in view.nodes if node.kind == kind]
+
+
+def _reports(
+    nodes: Iterable[NodeRecord], model: str, version: int | None
+) -> list[tuple[NodeRecord, VersionReport | None]]:
+    return [(node, None if version is None else node.report(model, version)) for node in nodes]
+
+
+def _ready(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[NodeRecord]:
+    return [node for node, report in _reports(nodes, model, version) if report is not None and report.state == "ready"]
+
+
+def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[Lag]:
+    return [
+        Lag(f"{node.node_id}: {_told(version, report)}", staging=True)
+        for node, report in _reports(nodes, model, version)
+        if report is None or report.state != "ready"
+    ]
+
+
+def _told(version: int, report: VersionReport | None) -> str:
+    if report is None:
+        return f"does not have version {version} yet"
+    progress = f" {report.progress:.0%}" if report.state == "staging" else ""
+    return f"version {version} is {report.state}{progress}{f': {report.reason}' if report.reason else ''}"
+
+
+def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[Lag]:
+    return [
+        Lag(f"{node.node_id}: version {version} is {report.state} still, with {report.leases} leases")
+        for node, report in _reports(nodes, model, version)
+        if report is not None
+    ]
+
+
+def _bare_shards(view: FleetView, model: str, version: int) -> list[Lag]:
+    if not view.needs_shards():
+        return []
+    if view.num_shards is None or not view.shard_nodes():
+        return [Lag("no shard node is announced")]
+    there = {node.shard_index for node in _ready(view.shard_nodes(), model, version)}
+    return [
+        Lag(f"shard {shard}: no node has version {version} ready", staging=True)
+        for shard in range(view.num_shards)
+        if shard not in there
+    ]
+
+
+def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
+    group = set(group_of(rollout, rollout.step))
+    nodes = [node for node in view.shard_nodes() if node.node_id in group]
+    if rollout.committed:
+        # There is no way back: one that refuses it now is left behind, and told in the events.
+        return _without([node for node in nodes if not _refuses(node, rollout)], rollout.model, rollout.to_version)
+    last_early = rollout.step == f"{ROLL}{rollout.early_groups - 1}"
+    bare = _bare_shards(view, rollout.model, rollout.to_version) if last_early else []
+    return _without(nodes, rollout.model, rollout.to_version) + bare
+
+
+def _refuses(node: NodeRecord, rollout: Rollout) -> bool:
+    report = node.report(rollout.model, rollout.to_version)
+    return report is not None and report.state == "refused"
+
+
+def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[Lag]:
+    until = rollout.replay_until or 0
+    # A serving process that holds rows itself tells by which plan; one that asks shard nodes applies no deltas.
+    found = [
+        Lag(f"{node.node_id}: applied delta {report.delta_sequence} of {until}")
+        for node, report in _reports((*view.shard_nodes(), *view.serving()), rollout.model, rollout.to_version)
+        if report is not None and report.delta_sequence < until and (node.kind == "shard" or report.plan_digest)
+    ]
+    return found + _bare_shards(view, rollout.model, rollout.to_version)
+
+
+def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[Lag]:
+    return [
+        Lag(f"{node.node_id}: has not acted on epoch {epoch} yet", staging=not _ready([node], model, version))
+        for node in view.serving()
+        if model in node.live and node.applied.get(model, 0) < epoch
+    ]
+
+
+def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
+    """Serving processes that answer with another version, or could answer with this one and do not.
+
+    Nobody, if no version shall be live: a process has nothing to turn to then until it retires what it has.
+    """
+    if version is None:
+        return []
+    found = []
+    for node in view.serving():
+        live, ready = node.live.get(model), bool(_ready([node], model, version))
+        if live != version and (live is not None or ready):
+            found.append(Lag(f"{node.node_id}: answers with version {live}", staging=not ready))
+    if not found and not any(node.live.get(model) == version for node in view.serving()):
+        found.append(Lag(f"no serving process answers with version {version}", staging=True))
+    return found
+
+
+def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
+    if version is None:
+        return []
+    nodes = [node for node, report in _reports(view.shard_nodes(), model, version) if not _is_refused(report)]
+    # Undone before a single node was there, there is nothing to come back.
+    return _without(nodes, model, version) + (_bare_shards(view, model, version) if view.shard_nodes() else [])
+
+
+def _is_refused(report: VersionReport | None) -> bool:
+    return report is not None and report.state == "refused"

@@ -1,0 +1,212 @@
+"""Whether a version does worse than the one it replaces. Pure: counts in, a verdict out.
+
+Rates and percentiles of a small sample jump about, so a limit counts as breached only if a version that keeps it would
+look this bad less than once in 10,000 times (one-sided binomial test).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loader.registry.records import LATENCY_BOUNDS_MS, NodeRecord, VersionStats
+
+MAX_FALSE_ALARM = 1e-4
+_P99 = 0.99
+
+
+class GuardLimits(BaseModel):
+    """How much worse than the live version a new one may be.
+
+    Attributes:
+        min_requests: with fewer answers than this by either version, nothing is compared.
+        max_error_rate_increase: of the share of requests that fail.
+        max_p99_ratio: of its 99th percentile latency to the live one's.
+        p99_slack_ms: and by so much more, so that fractions of a millisecond are no breach.
+        max_score_drift: how far its mean score may lie from the live one's, in standard deviations of a live score.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    min_requests: int = Field(default=50, ge=1)
+    max_error_rate_increase: float = Field(default=0.01, ge=0, le=1)
+    max_p99_ratio: float = Field(default=2.0, ge=1)
+    p99_slack_ms: float = Field(default=5.0, ge=0)
+    max_score_drift: float = Field(default=0.5, ge=0)
+
+
+class VersionNumbers(BaseModel):
+    """What was compared of one version; None where it has no answers or scores."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    requests: int
+    errors: int
+    error_rate: float | None
+    p99_ms: float | None
+    mean_score: float | None
+    score_deviation: float | None
+
+
+class Verdict(BaseModel):
+    """What the guards say.
+
+    Attributes:
+        breached: a limit is exceeded.
+        compared: there was enough traffic to compare.
+        reason: which limit, or why nothing was compared; empty if all is well.
+        live, new: the numbers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    breached: bool
+    compared: bool
+    reason: str
+    live: VersionNumbers
+    new: VersionNumbers
+
+    def told(self) -> str:
+        """The reason and the numbers in one line."""
+        return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
+
+
+def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Verdict:
+    """Holds what a new version answered against what the live one did in the same time.
+
+    Args:
+        live: counts of the version that is replaced.
+        new: counts of the one that replaces it.
+        limits: what is allowed.
+    """
+    numbers = {"live": numbers_of(live), "new": numbers_of(new)}
+    if min(live.requests, new.requests) < limits.min_requests:
+        reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"
+        return Verdict(breached=False, compared=False, reason=reason, **numbers)
+    reasons = [
+        _errors(live, new, limits),
+        _latency(live, new, limits),
+        _drift(numbers["live"], numbers["new"], limits),
+    ]
+    reason = "; ".join(filter(None, reasons))
+    return Verdict(breached=bool(reason), compared=True, reason=reason, **numbers)
+
+
+def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
+    """Which serving processes find golden scores further off than the manifest allows; empty if none does.
+
+    Only meaningful while no delta was applied to the version: changed rows change golden scores.
+    """
+    reasons = []
+    for node in nodes:
+        report = node.report(model, version)
+        if report is None or report.golden_difference is None or report.golden_tolerance is None:
+            continue
+        if report.golden_difference > report.golden_tolerance:
+            difference, tolerance = report.golden_difference, report.golden_tolerance
+            reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
+    return "; ".join(reasons)
+
+
+def numbers_of(stats: VersionStats) -> VersionNumbers:
+    """Rates, percentile and moments of counts. The p99 is the upper bound of its bucket, in milliseconds."""
+    mean = deviation = None
+    if stats.score_count:
+        mean = stats.score_sum / stats.score_count
+        deviation = math.sqrt(max(stats.score_square_sum / stats.score_count - mean * mean, 0.0))
+    return VersionNumbers(
+        requests=stats.requests,
+        errors=stats.errors,
+        error_rate=stats.errors / stats.requests if stats.requests else None,
+        p99_ms=percentile_ms(stats.latency_counts, _P99),
+        mean_score=mean,
+        score_deviation=deviation,
+    )
+
+
+def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:
+    """Upper bound of the bucket that a quantile of the answers falls into; None without answers.
+
+    Above the last bound it is told as that bound.
+    """
+    total = sum(latency_counts)
+    if not total:
+        return None
+    seen = 0
+    for bucket, count in enumerate(latency_counts):
+        seen += count
+        if seen >= quantile * total:
+            return LATENCY_BOUNDS_MS[min(bucket, len(LATENCY_BOUNDS_MS) - 1)]
+    raise AssertionError("the counts' sum is their total")
+
+
+def _errors(live: VersionStats, new: VersionStats, limits: GuardLimits) -> str:
+    allowed = min(live.errors / live.requests + limits.max_error_rate_increase, 1.0)
+    rate = new.errors / new.requests
+    if rate <= allowed or at_least(new.errors, new.requests, allowed) >= MAX_FALSE_ALARM:
+        return ""
+    return f"error rate {rate:.2%}, allowed is the live version's plus {limits.max_error_rate_increase:.2%}"
+
+
+def _latency(live: VersionStats, new: VersionStats, limits: GuardLimits) -> str:
+    live_p99 = percentile_ms(live.latency_counts, _P99)
+    new_p99 = percentile_ms(new.latency_counts, _P99)
+    if live_p99 is None or new_p99 is None:
+        return ""
+    allowed = live_p99 * limits.max_p99_ratio + limits.p99_slack_ms
+    # Only buckets that begin at or above what is allowed are surely slower.
+    first = bisect_left(LATENCY_BOUNDS_MS, allowed) + 1
+    slower, total = sum(new.latency_counts[first:]), sum(new.latency_counts)
+    if slower <= (1 - _P99) * total or at_least(slower, total, 1 - _P99) >= MAX_FALSE_ALARM:
+        return ""
+    return f"p99 {new_p99:.1f} ms, allowed is {allowed:.1f} ms ({slower} of {total} answers took longer)"
+
+
+def _drift(live: VersionNumbers, new: VersionNumbers, limits: GuardLimits) -> str:
+    if live.mean_score is None or new.mean_score is None or live.score_deviation is None:
+        return ""
+    # Scores that are all the same have no deviation but that of their rounding.
+    deviation = max(live.score_deviation, 1e-6 * abs(live.mean_score), 1e-12)
+    drift = abs(new.mean_score - live.mean_score) / deviation
+    if drift <= limits.max_score_drift:
+        return ""
+    return f"mean score {drift:.2g} standard deviations off the live one's, allowed is {limits.max_score_drift:g}"
+
+
+def at_least(successes: int, trials: int, probability: float) -> float:
+    """P(X >= successes) of a binomial X, by the sum of its terms from there on.
+
+    Above the mean each term is smaller than the one before, so the sum is cut off where terms no longer count.
+    """
+    if successes <= 0 or probability >= 1.0:
+        return 1.0
+    if probability <= 0.0 or successes > trials:
+        return 0.0
+    log_odds = math.log(probability) - math.log1p(-probability)
+    log_term = (
+        math.lgamma(trials + 1)
+        - math.lgamma(successes + 1)
+        - math.lgamma(trials - successes + 1)
+        + successes * math.log(probability)
+        + (trials - successes) * math.log1p(-probability)
+    )
+    total = 0.0
+    for count in range(successes, trials + 1):
+        term = math.exp(log_term)
+        total += term
+        if count >= probability * trials and term < total * 1e-12:
+            break
+        log_term += math.log(trials - count) - math.log(count + 1) + log_odds if count < trials else 0.0
+    return min(total, 1.0)
+
+
+def _told(numbers: VersionNumbers) -> str:
+    parts = [f"{numbers.requests} requests, {numbers.errors} errors"]
+    if numbers.p99_ms is not None:
+        parts.append(f"p99 {numbers.p99_ms:.1f} ms")
+    if numbers.mean_score is not None:
+        parts.append(f"mean score {numbers.mean_score:.4g} ± {numbers.score_deviation or 0.0:.4g}")
+    return ", ".join(parts)

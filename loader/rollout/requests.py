@@ -1,0 +1,207 @@
+"""What a person asks for: start a rollout, abort it, roll back. Each writes the plan, no more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from loader.errors import RegistryConflictError, RolloutError
+from loader.registry.keys import rollout_key
+from loader.registry.records import PublishedVersion, WantedModel
+from loader.registry.typed import FleetRegistry
+from loader.rollout.guards import GuardLimits
+from loader.rollout.record import Event, Rollout, Strategy, decode_rollout, encode_rollout
+from loader.rollout.roster import FleetView
+from loader.rollout.runner import OnRecord
+from loader.rollout.steps import plan_steps, replica_groups
+from loader.rollout.transitions import undone
+from loader.schema_errors import schema_errors
+
+MAX_ATTEMPTS = 16
+
+
+async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
+    """The running rollout of a model, or its last one, with its revision; None if there was never one.
+
+    Raises:
+        RegistryRecordError: the record can't be read.
+        RegistryUnavailableError: the registry does not answer.
+    """
+    entry = await fleet.raw(rollout_key(model))
+    return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
+
+
+async def start_rollout(
+    fleet: FleetRegistry,
+    model: str,
+    version: int,
+    *,
+    canary_share: float | None = None,
+    bake_s: float = 0.0,
+    strategy: Strategy = "beside",
+    guards: GuardLimits | None = None,
+    clock: Callable[[], float] = time.time,
+    rollout_id: str,
+) -> Rollout:
+    """Puts a rollout on record; a coordinator carries it out.
+
+    Args:
+        fleet: the registry.
+        model: whose live version is replaced.
+        version: the published version that replaces it.
+        canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
+        bake_s: how long it is held against the live version, in seconds; without one there is no bake.
+        strategy: `beside`, or `by-replica` where no shard node can hold two versions.
+        guards: what the comparison allows; None for the defaults.
+        clock: seconds since the epoch.
+        rollout_id: 32 random hexadecimal digits.
+
+    Raises:
+        RolloutError: one is running, the version is not published or is live already, no nodes are there, or the
+            strategy can't be carried out; the message says which.
+        RegistryError: the registry does not answer, or a record can't be read.
+    """
+    # First the rollout, then what is wanted: while the first is not running nobody changes the second.
+    last = await read_rollout(fleet, model)
+    if last is not None and last.rollout.active:
+        raise RolloutError(
+            f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}, in {last.rollout.step}"
+        )
+    published = await fleet.version(model, version)
+    if published is None:
+        versions = [record.version for record in await fleet.versions(model)]
+        raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
+    wanted = await fleet.wanted_model(model)
+    view = FleetView.of(await fleet.nodes(), await fleet.fleet())
+    _check_nodes(view, model, wanted)
+    live = wanted.live if wanted is not None else None
+    if live == version:
+        raise RolloutError(f"{model}: version {version} is live already")
+    if live is None and canary_share is not None:
+        raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
+    groups, early = _groups(view, model, live) if strategy == "by-replica" else ((), 0)
+    asked: dict[str, object] = {
+        "rollout_id": rollout_id,
+        "strategy": strategy,
+        "canary_share": canary_share,
+        "bake_s": bake_s,
+        "guards": guards or GuardLimits(),
+        "groups": groups,
+        "early_groups": early,
+        "steps": plan_steps(
+            strategy,
+            canary=canary_share is not None,
+            bake=bake_s > 0 and live is not None,
+            early_groups=early,
+            groups=len(groups),
+        ),
+    }
+    rollout = _plan(published, wanted, last.rollout if last is not None else None, asked, clock())
+    try:
+        await fleet.registry.put(rollout_key(model), encode_rollout(rollout), last.revision if last is not None else 0)
+    except RegistryConflictError as error:
+        raise RolloutError(f"{model}: another rollout was started at the same time") from error
+    return rollout
+
+
+async def abort_rollout(
+    fleet: FleetRegistry, model: str, reason: str, *, clock: Callable[[], float] = time.time
+) -> Rollout:
+    """Turns a running rollout back. Raises RolloutError if none is running, or its old version is being retired."""
+    for _ in range(MAX_ATTEMPTS):
+        last = await read_rollout(fleet, model)
+        if last is None:
+            raise RolloutError(f"{model}: no rollout is running")
+        turned = undone(last.rollout, clock(), "aborted", reason or "no reason given")
+        try:
+            await fleet.registry.put(rollout_key(model), encode_rollout(turned), last.revision)
+        except RegistryConflictError:
+            continue
+        return turned
+    raise RolloutError(f"{model}: its rollout changed {MAX_ATTEMPTS} times while it was to be aborted: try again")
+
+
+async def roll_back(
+    fleet: FleetRegistry, model: str, *, clock: Callable[[], float] = time.time, rollout_id: str
+) -> Rollout:
+    """Returns to the version before the live one, by a rollout of it; while one is running, aborts that instead.
+
+    Raises:
+        RolloutError: there is no such version, or a running rollout can no longer be aborted.
+        RegistryError: the registry does not answer, or a record can't be read.
+    """
+    last = await read_rollout(fleet, model)
+    if last is not None and last.rollout.active:
+        return await abort_rollout(fleet, model, "rolled back by hand", clock=clock)
+    target = last.rollout.rollback_target if last is not None else None
+    if target is None:
+        raise RolloutError(f"{model}: there is no earlier version to go back to")
+    return await start_rollout(fleet, model, target, clock=clock, rollout_id=rollout_id)
+
+
+def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:
+    if not view.serving():
+        raise RolloutError(f"{model}: no serving process is announced")
+    if view.needs_shards():
+        there = {node.shard_index for node in view.shard_nodes()}
+        bare = [shard for shard in range(view.num_shards or 0) if shard not in there]
+        if bare or not there:
+            raise RolloutError(f"{model}: no node is announced of shards {bare}" if bare else f"{model}: no shard node")
+    epoch = wanted.epoch if wanted is not None else 0
+    ahead = [node.node_id for node in view.nodes if node.applied.get(model, 0) > epoch]
+    if ahead:
+        raise RolloutError(
+            f"{model}: the registry has lost its last changes: {', '.join(ahead[:5])} knows of later ones than epoch "
+            f"{epoch} and gives them back; try again in a moment"
+        )
+
+
+def _groups(view: FleetView, model: str, live: int | None) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """Raises RolloutError if a shard has fewer than two replicas to roll one after the other."""
+    if live is None:
+        raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
+    by_shard: dict[int, list[str]] = {shard: [] for shard in range(view.num_shards or 0)}
+    for node in view.shard_nodes():
+        report = node.report(model, live)
+        if node.shard_index in by_shard and report is not None and report.state == "ready":
+            by_shard[node.shard_index].append(node.node_id)
+    few = [f"shard {shard}: {len(nodes)}" for shard, nodes in by_shard.items() if len(nodes) < 2]
+    if few or not by_shard:
+        told = ", ".join(few) or "no shard nodes"
+        raise RolloutError(f"{model}: by-replica needs two nodes of each shard with version {live} ready; {told}")
+    return replica_groups(by_shard)
+
+
+def _plan(
+    published: PublishedVersion,
+    wanted: WantedModel | None,
+    last: Rollout | None,
+    asked: dict[str, object],
+    now: float,
+) -> Rollout:
+    """The record of a new rollout. Raises RolloutError if what was asked for is out of range."""
+    live = wanted.live if wanted is not None else None
+    previous = last.rollback_target if last is not None else None
+    began = f"rollout of version {published.version} in place of {live}"
+    document = {
+        "model": published.model,
+        "epoch": last.epoch + 1 if last is not None else 1,
+        "from_version": live,
+        "to_version": published.version,
+        "previous_version": previous if previous != live else None,
+        "from_followed": wanted is not None and live in wanted.follow,
+        "delta_base": published.delta_base,
+        "last_delta": published.last_delta,
+        "base_epoch": wanted.epoch if wanted is not None else 0,
+        "started_at": now,
+        "step_began_at": now,
+        "events": [Event(at=now, step="start", text=began)],
+        **asked,
+    }
+    try:
+        return Rollout.model_validate(document)
+    except ValidationError as error:
+        reasons = "; ".join(map(str, schema_errors(error, [Rollout])))
+        raise RolloutError(f"{published.model}: {reasons}") from error

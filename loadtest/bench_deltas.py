@@ -1,0 +1,243 @@
+"""What row updates cost lookups: `python -m loadtest.bench_deltas [--json FILE] [--rows-per-s 50000]`.
+
+A trainer in a process of its own publishes changed rows through a real registry; a shard node's engine in this process
+applies them with its follower, in a thread, while the main thread looks rows up without a pause. Windows with and
+without deltas take turns in one run, so that both see the same noise; between them nothing is measured until what was
+published is applied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+
+from loader.deltas.publisher import DeltaPublisher
+from loader.publishing import register
+from loader.reader import Snapshot
+from loader.registry.opening import open_registry
+from loader.registry.typed import FleetRegistry
+from loadtest.lookup_setup import MODEL, Shape, make_batch, make_node, write_snapshot
+from shard_node.arena import row_bytes_of
+from shard_node.bags import KeyedBags
+from shard_node.delta_follower import DeltaFollower
+from shard_node.node import LoadedTables, ShardNode
+
+WINDOW_S = 1.0
+PUBLISHES_PER_S = 10
+BATCHES = 32
+WAIT_S = 60.0
+TABLE = "f00"
+# What serving processes set: how long a thread that waits for the interpreter lets another one have it.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def _train(url: str, rows: int, dim: int, rows_per_s: int, publishing: Event, ended: Event, idle: Event) -> None:
+    """Publishes at a steady rate while `publishing` is set."""
+    rng = np.random.default_rng(1)
+    step = max(1, rows_per_s // PUBLISHES_PER_S)
+    # Drawn beforehand: a trainer has better things to do on a processor that the lookups share.
+    drawn = [rng.choice(rows, step, replace=False) for _ in range(BATCHES)]
+    values = rng.standard_normal((step, dim), dtype=np.float32)
+    with DeltaPublisher(url, MODEL, 1) as publisher:
+        due = time.monotonic()
+        idle.set()
+        while not ended.is_set():
+            if not publishing.is_set():
+                idle.set()
+                publishing.wait(0.01)
+                due = time.monotonic()
+                continue
+            idle.clear()
+            publisher.publish(TABLE, drawn[publisher.sequence % BATCHES], values)
+            due += 1 / PUBLISHES_PER_S
+            time.sleep(max(0.0, due - time.monotonic()))
+
+
+@contextmanager
+def _trainer(url: str, rows: int, dim: int, rows_per_s: int) -> Iterator[tuple[Event, Event]]:
+    context = multiprocessing.get_context("spawn")
+    publishing, ended, idle = context.Event(), context.Event(), context.Event()
+    arguments = (url, rows, dim, rows_per_s, publishing, ended, idle)
+    process = context.Process(target=_train, args=arguments, daemon=True)
+    process.start()
+    try:
+        if not idle.wait(WAIT_S):
+            raise TimeoutError(f"the trainer was not ready within {WAIT_S} s")
+        yield publishing, idle
+    finally:
+        ended.set()
+        process.join(WAIT_S)
+        process.kill()
+
+
+@contextmanager
+def _following(url: str, snapshot: Snapshot, tables: LoadedTables) -> Iterator[None]:
+    """Applies deltas in an event loop of its own, as a shard node's does."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="follower", daemon=True)
+    thread.start()
+    ended = asyncio.Event()
+
+    async def follow() -> None:
+        registry = open_registry(url)
+        follower = DeltaFollower(registry, MODEL, snapshot.version, tables, *snapshot.manifest.delta_start)
+        following, end = asyncio.create_task(follower.run()), asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait([following, end], return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            following.cancel()
+            end.cancel()
+            await asyncio.wait([following, end])
+            await registry.close()
+
+    work = asyncio.run_coroutine_threadsafe(follow(), loop)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        try:
+            work.result(WAIT_S)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(WAIT_S)
+            loop.close()
+
+
+def _look_up(node: ShardNode, version: int, batches: list[KeyedBags], seconds: float) -> list[float]:
+    """Looks up without a pause; seconds that each lookup took."""
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < end:
+        node.pool(MODEL, version, batches[len(taken) % len(batches)])
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
+def _wait_until_applied(tables: LoadedTables, idle: Event) -> None:
+    deadline = time.monotonic() + WAIT_S
+    if not idle.wait(WAIT_S):
+        raise TimeoutError(f"the trainer did not stop within {WAIT_S} s")
+    looked_at = time.time()
+    # Fresh as of a moment after the last append: nothing waits.
+    while (fresh_at := tables.deltas.snapshot().fresh_at) is None or fresh_at < looked_at:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"deltas were not applied within {WAIT_S} s: {tables.deltas.snapshot()}")
+        time.sleep(0.01)
+
+
+def measure(
+    url: str, snapshot: Snapshot, shape: Shape, rows_per_s: int, seconds: float, batch: int, hotness: int
+) -> dict[str, Any]:
+    """Takes turns for about `seconds` of each kind of window."""
+    _, node = make_node(snapshot, 1)
+    rng = np.random.default_rng(0)
+    batches = [make_batch(shape, rng, batch, hotness).bags for _ in range(BATCHES)]
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    applied, applied_s, staleness = 0, 0.0, 0.0
+    with node.generations.lease(MODEL, snapshot.version) as lease:
+        tables = lease.payload
+        follower = _following(url, snapshot, tables)
+        with _trainer(url, shape.rows_per_table, shape.embedding_dim, rows_per_s) as (publishing, idle), follower:
+            _look_up(node, snapshot.version, batches, WINDOW_S / 2)
+            for window in range(2 * max(1, round(seconds / WINDOW_S))):
+                with_deltas = window % 2 == 1
+                if with_deltas:
+                    idle.clear()
+                    publishing.set()
+                before, began = tables.deltas.snapshot().rows, time.perf_counter()
+                taken[with_deltas] += _look_up(node, snapshot.version, batches, WINDOW_S)
+                if with_deltas:
+                    applied += tables.deltas.snapshot().rows - before
+                    applied_s += time.perf_counter() - began
+                    staleness = max(staleness, tables.deltas.snapshot().staleness_s(time.time()) or 0.0)
+                    publishing.clear()
+                _wait_until_applied(tables, idle)
+        progress = tables.deltas.snapshot()
+    node.close()
+    without, beside = (np.percentile(np.array(taken[kind]) * 1e3, (50, 99)).tolist() for kind in (False, True))
+    return {
+        "rows_per_s_wanted": rows_per_s,
+        "rows_per_s_applied": applied / applied_s,
+        "deltas_applied": progress.batches,
+        "deltas_refused": progress.refused,
+        "staleness_s_largest": staleness,
+        "lookups": {"without_deltas": len(taken[False]), "with_deltas": len(taken[True])},
+        "p50_ms": {"without_deltas": without[0], "with_deltas": beside[0]},
+        "p99_ms": {"without_deltas": without[1], "with_deltas": beside[1]},
+        "ratio_p50": beside[0] / without[0],
+        "ratio_p99": beside[1] / without[1],
+    }
+
+
+async def _register(url: str, snapshot: Snapshot) -> None:
+    registry = open_registry(url)
+    try:
+        await register(FleetRegistry(registry), snapshot, clock=time.time)
+    finally:
+        await registry.close()
+
+
+@click.command(help=__doc__)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results to this file.")
+@click.option("--seconds", type=click.FloatRange(min=0), default=10.0, show_default=True, help="For each kind.")
+@click.option("--rows-per-s", type=click.IntRange(min=1), default=50_000, show_default=True, help="Published.")
+@click.option("--dim", type=click.IntRange(min=1), default=64, show_default=True, help="Of the int8 rows.")
+@click.option("--rows", type=click.IntRange(min=1), default=2_000_000, show_default=True, help="Of the table.")
+@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Bags of a lookup.")
+@click.option("--hotness", type=click.IntRange(min=1), default=20, show_default=True, help="Rows of a bag.")
+@click.option("--registry", help="URL of an empty registry; by default a directory of its own.")
+def main(
+    json_path: Path | None,
+    seconds: float,
+    rows_per_s: int,
+    dim: int,
+    rows: int,
+    batch: int,
+    hotness: int,
+    registry: str | None,
+) -> None:
+    """Runs the benchmark."""
+    console = Console()
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    shape = Shape(dim, 1, rows * row_bytes_of("int8", dim))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        console.print(f"exporting {rows} rows of dim {dim} …")
+        snapshot = Snapshot.open(write_snapshot(Path(folder) / "store", shape), verify=False)
+        url = registry or f"{folder}/registry"
+        asyncio.run(_register(url, snapshot))
+        result = measure(url, snapshot, shape, min(rows_per_s, rows * PUBLISHES_PER_S), seconds, batch, hotness)
+    console.print_json(data=result)
+    if json_path is not None:
+        setup = {
+            "dim": dim,
+            "rows": rows,
+            "batch": batch,
+            "hotness": hotness,
+            "registry": "given" if registry else "directory",
+        }
+        head = {"benchmark": "bench_deltas", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        report = {**head, "cpus": len(os.sched_getaffinity(0)), "setup": setup, "results": result}
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

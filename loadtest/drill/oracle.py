@@ -1,0 +1,219 @@
+"""The oracle models: two versions of which every answer is known in advance, exactly.
+
+Row r of a table is `factor * pattern(r)`, a vector of small whole numbers: 1 in dimension 0, and in the others numbers
+that depend on the row. The factor is 1 in version A and 1024 in version B. So a sum-pooled bag of n ids has exactly n
+or 1024 n in dimension 0, its other dimensions tell whether the right rows were added, and a bag of which one part came
+from A and one from B gives neither. All numbers are exact in every row format used here: an int8 row has its smallest
+value (the bias) in dimension 0 and 255 factors more in its last, so its scale is the factor itself.
+
+The dense model (an `mlp` without hidden layers) reads dimension 0 alone. With t = sum_f w_f n_f / K over the features,
+
+    score of A = sigmoid(t),    score of B = sigmoid(t + STAMP),
+
+since B's weights are A's divided by 1024, which is exact. STAMP is negative and t grows with n, so embeddings and dense
+parts of different versions, or embeddings of both, never give the score of either: with d = sum_f w_f b_f / K >= w/K
+for the b_f ids that came from the wrong version, the logit is off by 1023 d in A, by -d * 1023/1024 in B, and by STAMP
+or t * 1023/1024 if the dense part alone is the wrong one. No logit leaves [-1, 2.5], so no sigmoid is saturated, and
+the smallest of these moves a score by 0.0029, against a tolerance of 0.00001.
+
+Odd versions are A, even ones B.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+
+from loader.golden import GoldenRequests
+from loader.manifest import DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, Side, TableSpec
+from loader.row_source import RowSource, rows_of
+from loader.writer import export_snapshot
+
+Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+Letter = Literal["A", "B"]
+
+FACTORS = np.array([1.0, 1024.0], np.float32)
+STAMPS = (0.0, -1.0)
+"""The dense model's bias in A and in B."""
+LOGIT_SCALE = 24.0
+"""K."""
+SCORE_TOLERANCE = 1e-5
+GOLDEN_TOLERANCE = 1e-4
+MAX_HOTNESS = 8
+
+# How many different numbers a row is made of. 32 * 1024 is the largest power of two that float16 holds.
+_CODES: dict[RowDtype, int] = {"int8": 256, "fp32": 256, "fp16": 32}
+_FEATURES: tuple[tuple[str, str, Side, float], ...] = (
+    ("user", "users", "context", 1.0),
+    ("history", "items", "context", 1.25),
+    ("topic", "tags", "context", 1.5),
+    ("item", "items", "candidate", 1.75),
+    ("tag", "tags", "candidate", 2.0),
+)
+
+
+class OracleShape(Frozen):
+    """How large the oracle's tables are.
+
+    Attributes:
+        model: its name.
+        items: rows of the int8 table, which is divided over shards and cards.
+        users: rows of the float32 table, likewise.
+        tags: rows of the float16 table, small enough to be on every shard.
+        embedding_dim: of all tables.
+    """
+
+    model: str = "oracle"
+    items: int = Field(default=100_000, ge=1, le=2**31)
+    users: int = Field(default=30_000, ge=1, le=2**31)
+    tags: int = Field(default=1_000, ge=1, le=2**31)
+    embedding_dim: int = Field(default=16, ge=3, le=256)
+
+    def spec(self) -> ModelSpec:
+        """Three tables and five features, context and candidates, two tables with two features each."""
+        sizes: tuple[tuple[str, int, RowDtype], ...] = (
+            ("items", self.items, "int8"),
+            ("users", self.users, "fp32"),
+            ("tags", self.tags, "fp16"),
+        )
+        return ModelSpec(
+            model=self.model,
+            tables=tuple(
+                TableSpec(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=self.embedding_dim,
+                    feature_names=tuple(feature for feature, table, _, _ in _FEATURES if table == name),
+                    dtype=dtype,
+                )
+                for name, rows, dtype in sizes
+            ),
+            features=tuple(FeatureSpec(name=feature, side=side) for feature, _, side, _ in _FEATURES),
+            dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
+        )
+
+
+FEATURE_WEIGHTS = np.array([weight for _, _, _, weight in _FEATURES])
+"""w_f, in the order of the model's features."""
+
+
+def letter_of(version: int) -> int:
+    """0 for A, an odd version; 1 for B."""
+    return (version + 1) % 2
+
+
+def patterns(table: TableSpec, rows: Int64Array) -> Float32Array:
+    """What rows are made of, without their version's factor: float32 [n, dim], whole numbers from 1 to 256.
+
+    Args:
+        table: of the oracle's spec.
+        rows: int64 [n].
+    """
+    codes = _CODES[table.dtype]
+    dims = np.arange(table.embedding_dim, dtype=np.uint64)
+    # Two rounds of a multiplicative hash: neighbours in row and dimension get unrelated codes.
+    mixed = rows.astype(np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15) + dims * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    pattern = (1 + (mixed >> np.uint64(40)) % np.uint64(codes)).astype(np.float32)
+    pattern[:, 0] = 1.0
+    pattern[:, -1] = codes
+    return pattern
+
+
+def logits(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """The logits that A and B give: float64 [2, N] from the ids per candidate and feature, [N, F]."""
+    t = counts @ FEATURE_WEIGHTS / LOGIT_SCALE
+    return np.stack([t + STAMPS[0], t + STAMPS[1]])
+
+
+def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """1 / (1 + exp(-x)), for any x."""
+    result: npt.NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * x))
+    return result
+
+
+def dense_tensors(spec: ModelSpec, letter: int) -> dict[str, torch.Tensor]:
+    """The dense model's weights: w_f / (K factor) in the column of each feature's dimension 0, and the stamp."""
+    dim = spec.tables[0].embedding_dim
+    weight = torch.zeros(1, dim * len(spec.features))
+    weight[0, ::dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE).float() / float(FACTORS[letter])
+    return {"mlp.layers.0.weight": weight, "mlp.layers.0.bias": torch.tensor([STAMPS[letter]])}
+
+
+def table_rows(spec: ModelSpec, letter: int) -> dict[str, Float32Array]:
+    """float32 [num_embeddings, dim] of each table, by name."""
+    return {table.name: FACTORS[letter] * patterns(table, np.arange(table.num_embeddings)) for table in spec.tables}
+
+
+def golden_requests(spec: ModelSpec, letter: int, num_requests: int = 16, seed: int = 1) -> GoldenRequests:
+    """Requests of 1 to 8 candidates with the scores of a version."""
+    rng = np.random.default_rng(seed)
+    num_candidates = rng.integers(1, 9, num_requests).astype(np.int32)
+    candidates = int(num_candidates.sum())
+    lengths, values, columns = {}, {}, []
+    for feature in spec.features:
+        bags = num_requests if feature.side == "context" else candidates
+        own = rng.integers(1, MAX_HOTNESS + 1, bags).astype(np.int32)
+        lengths[feature.name] = own
+        values[feature.name] = rng.integers(0, spec.table_of(feature.name).num_embeddings, int(own.sum()))
+        columns.append(np.repeat(own, num_candidates) if feature.side == "context" else own)
+    return GoldenRequests(
+        num_candidates=num_candidates,
+        values=values,
+        lengths=lengths,
+        context_dense=np.zeros((num_requests, 0), np.float32),
+        candidate_dense=np.zeros((candidates, 0), np.float32),
+        scores=sigmoid(logits(np.stack(columns, axis=1))[letter]).astype(np.float32),
+    )
+
+
+class OracleWriter:
+    """Writes versions of the oracle; the rows of A and of B are made once.
+
+    Args:
+        shape: how large the tables are.
+    """
+
+    def __init__(self, shape: OracleShape) -> None:
+        self.spec = shape.spec()
+        self._rows: list[dict[str, RowSource]] = [
+            {name: rows_of(rows) for name, rows in table_rows(self.spec, letter).items()} for letter in (0, 1)
+        ]
+        self._golden = [golden_requests(self.spec, letter) for letter in (0, 1)]
+
+    def write(
+        self, store: Path, version: int, *, golden: GoldenRequests | None = None, rows_per_file: int | None = None
+    ) -> Path:
+        """Exports a version into a store, with its letter's rows and weights.
+
+        Args:
+            store: the store's folder.
+            version: odd for A, even for B.
+            golden: other golden requests than the right ones.
+            rows_per_file: of all tables; None for the default.
+
+        Returns:
+            The snapshot's folder.
+
+        Raises:
+            ExportError, SnapshotExistsError: as `loader.writer.export_snapshot`.
+        """
+        letter = letter_of(version)
+        return export_snapshot(
+            store,
+            self.spec,
+            rows=self._rows[letter],
+            dense=dense_tensors(self.spec, letter),
+            golden=golden or self._golden[letter],
+            golden_tolerance=GOLDEN_TOLERANCE,
+            version=version,
+            rows_per_file=rows_per_file,
+            metadata={"oracle": "AB"[letter]},
+        )

@@ -1,0 +1,34 @@
+"""One call of an API: what is known of it while it is handled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving.version_stats import VersionCounter
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an API while it is handled.
+
+    Attributes:
+        api: `http`, `grpc` or `embedded`.
+        method: `rank`, `lookup` or `model`.
+        began: monotonic seconds.
+        model: name of the served model, once it is known; never what a client made up.
+        version: the version that answers it, once that is chosen; 0 until then.
+        counter: of that version.
+        leased: when it was chosen, monotonic seconds.
+        admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
+        ended: whether it was counted out. A parser on another thread may still be at work for it.
+    """
+
+    api: str
+    method: str
+    began: float
+    model: str = ""
+    version: int = 0
+    counter: VersionCounter | None = None
+    leased: float = 0.0
+    admitted: bool = False
+    ended: bool = False

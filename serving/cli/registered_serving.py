@@ -1,0 +1,159 @@
+"""A serving process of a fleet: from the flags of `shardrank serve --registry` to a running `ServingNode`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from loader.manifest import ModelSpec
+from loader.pace import BACKGROUND_SWITCH_INTERVAL_S
+from loader.registry.opening import open_registry
+from loader.registry.typed import FleetRegistry
+from router.plan import Plan
+from serving.fleet.ports import SharedPort
+from serving.limits import RequestLimits
+from serving.server import Listening, ServerConfig, serve_until_signalled
+from serving.service import RankingService
+from serving.serving_agent import LocalRows, ServingConfig
+from serving.serving_node import ServingNode
+from shard_node.agent import AgentConfig
+from shard_node.node import NodeIdentity, Partition, ShardNode
+from shard_node.node_agent import NodeActions, NodeConfig
+
+ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+_WORKER_FLAGS = (
+    *("advertise", "ranking_replicas", "dtype", "stage_cpu_share", "shutdown_delay_s"),
+    *("cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"),
+)
+_LOCAL_FLAGS = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"})
+
+
+def run_registered(
+    options: dict[str, Any],
+    limits: RequestLimits,
+    config: ServerConfig,
+    say: Callable[[Listening], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
+
+    Args:
+        options: the flags of `shardrank serve`, by name.
+        limits: of requests.
+        config: where to listen.
+        say: told the ports, once the process is ready.
+
+    Raises:
+        RegistryRecordError: the URL is none. A registry that does not answer is waited for.
+        ListenError, FleetError: a port can't be bound.
+    """
+    # A thread that loads holds the interpreter for this long at most while a request waits for it.
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    models: tuple[str, ...] = options["models"]
+    service = RankingService(
+        limits, expected_models=models or None, max_staleness_s=staleness_limits(options["max_staleness"], models)
+    )
+    fleet = FleetRegistry(open_registry(options["registry"]))
+    node_id = options["node_id"] or default_node_id(config)
+    serving = ServingConfig.model_validate(
+        {name: options[name] for name in ("store", "verify", "dtype", "stage_cpu_share")}
+        | {"node_id": node_id, "num_replicas": options["ranking_replicas"]}
+    )
+    local = _local_rows(options, fleet, node_id) if options["local"] else None
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
+
+    def on_listening(listening: Listening) -> None:
+        node.actions.address = options["advertise"] or advertised(listening)
+
+    if options["probe_port"] is None:
+        for port in (config.http_port, config.grpc_port):
+            # One that stands alone must not share the ports of another server.
+            SharedPort(config.host, port).close()
+    serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
+
+
+def worker_arguments(options: dict[str, Any]) -> list[str]:
+    """The flags of one worker, but ports, limits, its node id, and the registry, which may have a password in it."""
+    arguments = ["--store", str(options["store"].resolve()), "--verify" if options["verify"] else "--no-verify"]
+    for model in options["models"]:
+        arguments += ["--model", model]
+    for model, limit_s in options["max_staleness"]:
+        arguments += ["--max-staleness", f"{model}={limit_s}"]
+    if options["local"]:
+        arguments.append("--local")
+    for name in _WORKER_FLAGS:
+        if options[name] is not None and (options["local"] or name not in _LOCAL_FLAGS):
+            arguments += [f"--{name.replace('_', '-')}", str(options[name])]
+    return arguments
+
+
+def worker_node_ids(options: dict[str, Any]) -> list[str]:
+    """One for each worker: the given one, or the default, with its number behind it."""
+    name = options["node_id"] or _default_node_id(options["http_port"])
+    return [f"{name}-{worker}" for worker in range(options["workers"])]
+
+
+def default_node_id(config: ServerConfig) -> str:
+    """`serve-<host>-<HTTP port>`; of a process that takes any port its number, which is another one next time."""
+    return _default_node_id(config.http_port)
+
+
+def advertised(listening: Listening) -> str:
+    """Where others reach it over HTTP: every interface stands for this host's name."""
+    host = socket.gethostname() if listening.host in ANY_HOST else listening.host
+    return f"http://[{host}]:{listening.http_port}" if ":" in host else f"http://{host}:{listening.http_port}"
+
+
+def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
+    """`--max-staleness` by model. Raises UsageError for what is no number above 0, and for another model."""
+    limits: dict[str, float] = {}
+    for model, text in pairs:
+        try:
+            limit_s = float(text)
+        except ValueError:
+            limit_s = 0.0
+        if not 0 < limit_s < float("inf"):
+            raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
+        if models and model not in models:
+            raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
+        limits[model] = limit_s
+    return limits
+
+
+def _default_node_id(http_port: int) -> str:
+    place = str(http_port) if http_port else f"pid{os.getpid()}"
+    text = f"serve-{socket.gethostname()}-{place}"
+    return "".join(one if one.isascii() and (one.isalnum() or one in "_.:-") else "_" for one in text)[:200]
+
+
+def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str) -> LocalRows:
+    """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
+
+    def plan(spec: ModelSpec) -> Plan:
+        return Plan.make(spec, 1, options["sharding"], options["cards"], options["replicate_bytes"])
+
+    def partition(spec: ModelSpec) -> tuple[Partition, str]:
+        planned = plan(spec)
+        return planned.partition(0), planned.digest
+
+    config = NodeConfig(
+        node_id=node_id,
+        address="",
+        store=options["store"],
+        replicate_bytes=options["replicate_bytes"],
+        verify=options["verify"],
+        memory_cap_bytes=_bytes(options["max_memory_gb"]),
+        memory_budget_bytes=_bytes(options["memory_budget_gb"]),
+        stage_cpu_share=options["stage_cpu_share"],
+    )
+    identity = {"shard_index": 0, "num_shards": 1, "num_cards": options["cards"], "sharding": options["sharding"]}
+    node = ShardNode(NodeIdentity.model_validate(identity))
+    return LocalRows(node, NodeActions(node, fleet, partition, config), plan)
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)

@@ -1,0 +1,338 @@
+"""What a serving process does when its agent says so: loads versions, flips, sets the canary, retires.
+
+A load is in a thread of lowered priority and reads only what a router needs; rows are on shard nodes, or staged into
+this process first. A version is ready when its golden requests have gone through every ranking replica, over
+connections that requests will use. Flip, canary and retirement are pointers of the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from loader.background import Wish, in_background
+from loader.manifest import Frozen, ModelSpec
+from loader.pace import Pace
+from loader.registry.records import (
+    FleetRecord,
+    NodeId,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    WantedModel,
+)
+from loader.registry.typed import FleetRegistry
+from router.plan import Plan
+from router.replica_directory import ReplicaDirectory
+from serving.errors import NotReadyError
+from serving.loading import fleet_shards, local_shards, open_published
+from serving.models.factory import DtypeChoice
+from serving.replica import StartThread
+from serving.served_model import ServedModel
+from serving.service import RankingService
+from shard_node.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.node import ShardNode
+from shard_node.node_agent import NodeActions
+
+logger = logging.getLogger(__name__)
+
+MEMORY_EVERY_S = 1.0
+DRAINED_POLL_S = 0.02
+OPENED = 0.5
+"""Share of a load's progress that opening and checking files is."""
+
+
+class ServingConfig(Frozen):
+    """A serving process of a fleet.
+
+    Attributes:
+        node_id: its name, stable over restarts.
+        store: where versions lie.
+        verify: compare the SHA-256 of the files that it reads.
+        num_replicas: ranking replicas of each version, each a thread.
+        dtype: of dense models.
+        stage_cpu_share: of one core, at most, that checking files takes.
+    """
+
+    node_id: NodeId
+    store: Path
+    verify: bool = True
+    num_replicas: int = Field(default=1, ge=1, le=64)
+    dtype: DtypeChoice = "auto"
+    stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRows:
+    """Rows in this process.
+
+    Attributes:
+        node: holds them.
+        actions: stage them into `node`, apply deltas to them, and retire them.
+        plan_of: who owns what; must be the plan that `actions` stage by.
+    """
+
+    node: ShardNode
+    actions: NodeActions
+    plan_of: Callable[[ModelSpec], Plan]
+
+
+class ServingActions:
+    """Implements `Actions` for a serving process. Belongs to one event loop.
+
+    Args:
+        service: what answers requests.
+        fleet: the registry.
+        directory: which shard nodes there are.
+        config: of the process.
+        local: rows in this process; None if they are on shard nodes.
+        sleep: waits.
+
+    Attributes:
+        address: where it is asked, HTTP; to be set before it is announced.
+    """
+
+    def __init__(
+        self,
+        service: RankingService,
+        fleet: FleetRegistry,
+        directory: ReplicaDirectory,
+        config: ServingConfig,
+        local: LocalRows | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.address = ""
+        self._service = service
+        self._fleet = fleet
+        self._directory = directory
+        self._config = config
+        self._local = local
+        self._sleep = sleep
+        self._memory: tuple[float, int] = (float("-inf"), 0)
+
+    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+        """The live version, those to be flipped to, and the one that answers here until the pointer has moved."""
+        versions = (wanted.live, *wanted.serve, self._service.live(wanted.model))
+        return tuple(dict.fromkeys(version for version in versions if version is not None))
+
+    def held(self) -> set[tuple[str, int]]:
+        """(model, version) of what could answer requests."""
+        held = {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
+        return held if self._local is None else held & set(self._local.actions.held())
+
+    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+        """Loads, checks and warms a version, and puts it beside the live one.
+
+        Raises:
+            NotReadyError: it is not published, or a shard has no node that has it ready.
+            ShardrankError: with status 503 or 504 if its shards can't be asked now; others if it must not be served.
+        """
+        published = await self._fleet.version(model, version)
+        if published is None:
+            raise NotReadyError(f"version {version} of model {model!r} is not on record as published")
+        topology = None
+        if self._local is None:
+            topology = await self._topology(model, version)
+        elif (model, version) not in self._local.actions.held():
+            await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
+        if self._is_here(model, version):
+            return  # its rows were staged anew; what ranks with them is still here
+        try:
+            await self._load(published, topology, tell)
+        except BaseException:
+            if self._local is not None:
+                await self._local.actions.retire(model, version)
+            raise
+
+    async def settle(self, wanted: WantedModel) -> bool:
+        """Points to the live version and the canary as far as they are here. True if both are as wanted."""
+        model, is_settled = wanted.model, True
+        if self._local is not None:
+            await self._local.actions.settle(wanted)
+        here = {version for name, version in self.held() if name == model}
+        if wanted.live is not None and wanted.live not in here:
+            is_settled = False
+        elif wanted.live is not None and self._service.live(model) != wanted.live:
+            before = self._service.live(model)
+            self._service.flip(model, wanted.live)
+            logger.info("version %d of %s is live, after %s", wanted.live, model, before)
+        canary = wanted.canary
+        if canary is None or canary.version not in here:
+            self._service.set_canary(model, None)
+            return is_settled and canary is None
+        self._service.set_canary(model, canary.version, canary.share)
+        return is_settled
+
+    async def retire(self, model: str, version: int) -> None:
+        """Withdraws a version; returns when its last request has ended and it is freed."""
+        if self._is_here(model, version):
+            generation = self._service.retire(model, version)
+            deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
+            while not generation.retired.is_set():
+                if self._service.clock() >= deadline:
+                    logger.error("%d requests still use version %d of %s", generation.leases, version, model)
+                    deadline = float("inf")
+                await self._sleep(DRAINED_POLL_S)
+        if self._local is not None and (model, version) in self._local.actions.held():
+            await self._local.actions.retire(model, version)
+
+    def reports(self) -> list[VersionReport]:
+        """Of each version that could answer requests."""
+        rows: dict[tuple[str, int], VersionReport] = {}
+        if self._local is not None:
+            rows = {(one.model, one.version): one for one in self._local.actions.reports()}
+        held, found = self.held(), []
+        for one in self._service.generations.all():
+            key = (one.model, one.version)
+            if key not in held:
+                continue
+            served: ServedModel = one.payload
+            report = rows.get(key, VersionReport(model=one.model, version=one.version, state="ready"))
+            found.append(
+                report.model_copy(
+                    update={
+                        "progress": 1.0,
+                        "identity": served.description.identity,
+                        "leases": one.leases,
+                        "golden_difference": served.checked.difference,
+                        "golden_tolerance": served.checked.tolerance,
+                        "stats": served.counter.stats(),
+                    }
+                )
+            )
+        return found
+
+    def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
+        """What is announced."""
+        return NodeRecord(
+            node_id=self._config.node_id,
+            kind="serving",
+            process_id=os.getpid(),
+            address=self.address,
+            memory_total_bytes=total_memory_bytes(),
+            memory_available_bytes=self._available_bytes(),
+            applied=dict(applied),
+            live=self._service.versions.live_versions(),
+            versions=tuple(reports),
+        )
+
+    async def _topology(self, model: str, version: int) -> FleetRecord:
+        """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
+        self._directory.update(await self._fleet.nodes())
+        # A registry that was emptied has none until a shard node restarts; the nodes still tell.
+        topology = await self._fleet.fleet() or self._directory.topology()
+        if topology is None:
+            raise NotReadyError("no shard node has joined the fleet yet")
+        missing = [index for index in range(topology.num_shards) if not self._directory.replicas(model, version, index)]
+        if missing:
+            raise NotReadyError(
+                f"no node of {_shards(missing)} of {topology.num_shards} has version {version} of model {model!r} ready"
+            )
+        return topology
+
+    async def _load(
+        self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
+    ) -> None:
+        start_thread = _started_on(asyncio.get_running_loop())
+        work = partial(self._load_now, published, topology, tell, start_thread)
+        began = time.monotonic()
+        served = await in_background(work, f"load-{published.model}-{published.version}", _close_beside)
+        try:
+            self._service.install_staged(served)
+        except BaseException:
+            _close_beside(served)
+            raise
+        taken_s = time.monotonic() - began
+        logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
+
+    def _load_now(
+        self,
+        published: PublishedVersion,
+        topology: FleetRecord | None,
+        tell: Callable[[float], None],
+        start_thread: StartThread,
+        wish: Wish,
+    ) -> ServedModel:
+        """In the load's thread."""
+        # OpenMP would give this thread helpers of its own.
+        torch.set_num_threads(1)
+        config, service = self._config, self._service
+        progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
+        paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
+        snapshot = open_published(config.store, published, verify=config.verify, progress=paced)
+        wish.check()
+        if self._local is not None:
+            plan = self._local.plan_of(snapshot.spec)
+            shards = local_shards([self._local.node])
+        else:
+            assert topology is not None
+            plan = Plan.make(
+                snapshot.spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes
+            )
+            shards = fleet_shards(snapshot, plan, self._directory, service.clock)
+        return ServedModel.load(
+            snapshot,
+            plan,
+            shards,
+            limits=service.limits,
+            num_replicas=config.num_replicas,
+            dtype=config.dtype,
+            metrics=service.metrics,
+            clock=service.clock,
+            start_thread=start_thread,
+        )
+
+    def _is_here(self, model: str, version: int) -> bool:
+        return any(
+            (one.model, one.version, one.state != "draining") == (model, version, True)
+            for one in self._service.generations.all()
+        )
+
+    def _available_bytes(self) -> int:
+        looked_at, available = self._memory
+        now = self._service.clock()
+        if now - looked_at >= MEMORY_EVERY_S:
+            available = available_memory_bytes()
+            self._memory = (now, available)
+        return available
+
+
+def _shards(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"shard {shown}" if len(numbers) == 1 else f"shards {shown}"
+
+
+def _close_beside(served: ServedModel) -> None:
+    """Frees a version that nobody used, in a thread of its own."""
+    threading.Thread(target=served.close, name=f"discard-{served.model}-{served.version}").start()
+
+
+def _started_on(loop: asyncio.AbstractEventLoop) -> StartThread:
+    """Has threads started by the loop's thread: on Linux a thread begins with the priority of the one it is from."""
+
+    def start(thread: threading.Thread) -> None:
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def start_now() -> None:
+            try:
+                thread.start()
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(None)
+
+        loop.call_soon_threadsafe(start_now)
+        started.result()
+
+    return start

@@ -1,0 +1,173 @@
+"""Before a version may serve: is it what training handed over, and is every ranking replica warm?
+
+Its golden requests go through every ranking replica, in the number format that it will serve with. What that needs
+once is done then: connections, checks of the nodes, buffers, kernels chosen for shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from loader.golden import GoldenRequests
+from loader.reader import Snapshot
+from serving.errors import GoldenMismatchError
+from serving.golden_check import dtype_difference, golden_difference
+from serving.models.assembler import InputAssembler
+from serving.models.factory import DtypeChoice, choose_dtype, load_model
+from serving.parse_schema import RequestSchema
+from serving.ranking import Ranking, RankingParts
+from serving.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedVersion:
+    """What the check of a version found.
+
+    Attributes:
+        dtype: it serves with.
+        fallback: why that is not the one that was asked for; "" if it is.
+        difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
+            the version: then its scores are meant to be others.
+        tolerance: what the manifest allows; None without golden requests.
+    """
+
+    dtype: torch.dtype
+    fallback: str = ""
+    difference: float | None = None
+    tolerance: float | None = None
+
+
+def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
+    """The dense model of a snapshot in a number format. Raises RankingModelError."""
+    model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
+    return RankingParts(snapshot.version, schema, model, InputAssembler(snapshot.spec, schema.features, dtype))
+
+
+def check_version(
+    snapshot: Snapshot,
+    parts: RankingParts,
+    replicas: Sequence[Replica],
+    asked: DtypeChoice,
+    clock: Callable[[], float],
+) -> CheckedVersion:
+    """Checks the golden scores, chooses the number format, and warms every replica. Blocks.
+
+    As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
+    deltas were applied to them, the difference is told in the log, and only what does not depend on the rows is asked
+    for: every id has one, scores are finite, and bfloat16 is close to float32.
+
+    Args:
+        snapshot: the version.
+        parts: its dense model in float32; what the replicas use now.
+        replicas: started, and without requests.
+        asked: the number format that was configured.
+        clock: monotonic seconds.
+
+    Raises:
+        GoldenMismatchError: it must not serve.
+        RankingModelError: bfloat16 was asked for where the CPU has none.
+        RouterError, ShardNodeError: its rows can't be looked up.
+    """
+    check = _Check(snapshot, parts, replicas, clock)
+    check.connect()
+    wanted, golden = choose_dtype(asked), snapshot.golden()
+    if golden is None or snapshot.manifest.golden is None:
+        if wanted is torch.float32 or asked != "auto":
+            check.use(wanted)
+            return CheckedVersion(wanted)
+        return CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
+    return check.golden(golden, snapshot.manifest.golden.tolerance, wanted)
+
+
+class _Check:
+    def __init__(
+        self, snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], clock: Callable[[], float]
+    ) -> None:
+        self._snapshot = snapshot
+        self._parts = parts
+        self._replicas = replicas
+        self._clock = clock
+        self._name = f"model {snapshot.spec.model!r} version {snapshot.version}"
+
+    def connect(self) -> None:
+        deadline = self._clock() + CONNECT_TIMEOUT_S
+
+        async def connect(ranking: Ranking) -> None:
+            await ranking.connect(deadline)
+
+        for future in [replica.call(connect) for replica in self._replicas]:
+            future.result()
+
+    def golden(self, golden: GoldenRequests, tolerance: float, wanted: torch.dtype) -> CheckedVersion:
+        difference = self._difference(self._replicas[0], self._parts, golden)
+        as_exported = self._is_as_exported(difference, tolerance)
+        dtype, fallback = torch.float32, ""
+        if wanted is not torch.float32:
+            fallback = self._why_not(wanted, golden, tolerance)
+            dtype = torch.float32 if fallback else self.use(wanted)
+        for replica in self._replicas:
+            difference = max(difference, self._difference(replica, None, golden))
+        as_exported = as_exported and self._is_as_exported(difference, tolerance)
+        return CheckedVersion(dtype, fallback, difference if as_exported else None, tolerance)
+
+    def use(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype is not torch.float32:
+            parts = ranking_parts(self._snapshot, self._parts.schema, dtype)
+            for replica in self._replicas:
+                replica.use(parts)
+        return dtype
+
+    def _is_as_exported(self, difference: float, tolerance: float) -> bool:
+        """Whether the difference is within the tolerance. Raises GoldenMismatchError if no delta accounts for that."""
+        if difference <= tolerance:
+            return True
+        # Asked after the scores: what was applied before them is surely seen.
+        if not self._has_deltas():
+            raise GoldenMismatchError(
+                f"{self._name}: golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
+            )
+        logger.warning(
+            "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)",
+            self._name,
+            difference,
+            tolerance,
+        )
+        return False
+
+    def _why_not(self, wanted: torch.dtype, golden: GoldenRequests, tolerance: float) -> str:
+        """Why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
+        parts = ranking_parts(self._snapshot, self._parts.schema, wanted)
+        difference = self._difference(self._replicas[0], parts, golden)
+        if difference > tolerance and self._has_deltas():
+            check = partial(dtype_difference, other=parts, golden=golden, clock=self._clock)
+            difference = self._replicas[0].call(check).result()
+        if difference <= tolerance:
+            return ""
+        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
+        logger.warning("%s serves in float32: %s", self._name, reason)
+        return reason
+
+    def _difference(self, replica: Replica, parts: RankingParts | None, golden: GoldenRequests) -> float:
+        async def check(ranking: Ranking) -> float:
+            return await golden_difference(ranking if parts is None else ranking.using(parts), golden, self._clock)
+
+        return replica.call(check).result()
+
+    def _has_deltas(self) -> bool:
+        async def ask(ranking: Ranking) -> bool:
+            model, version = self._snapshot.spec.model, self._snapshot.version
+            served = [one for _, info in await ranking.nodes() for one in info.versions]
+            return any(
+                (one.model, one.version) == (model, version) and one.delta_sequence > one.last_delta for one in served
+            )
+
+        return self._replicas[0].call(ask).result()

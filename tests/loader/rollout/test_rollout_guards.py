@@ -1,0 +1,143 @@
+"""The guards breach on what is worse, say nothing of what is as good, and own up to what they can't tell."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from loader.registry.records import LATENCY_BOUNDS_MS, NodeRecord, VersionReport, VersionStats
+from loader.rollout.guards import GuardLimits, at_least, compare, golden_breach, numbers_of, percentile_ms
+from loader.rollout.tally import added, since
+from shardrank_testing.rollout_fleet import stats
+
+LIMITS = GuardLimits()
+
+
+def of_latencies(latencies_ms, errors=0):
+    buckets = np.searchsorted(LATENCY_BOUNDS_MS, latencies_ms)
+    counts = np.bincount(buckets, minlength=len(LATENCY_BOUNDS_MS) + 1)
+    return VersionStats(requests=len(latencies_ms), errors=errors, latency_counts=tuple(counts.tolist()))
+
+
+@pytest.mark.parametrize(("trials", "probability"), [(1, 0.5), (10, 0.01), (60, 0.3), (200, 0.99)])
+def test_the_binomial_tail_is_the_sum_of_its_terms(trials, probability):
+    terms = [math.comb(trials, k) * probability**k * (1 - probability) ** (trials - k) for k in range(trials + 1)]
+    for successes in range(trials + 2):
+        assert at_least(successes, trials, probability) == pytest.approx(sum(terms[successes:]), rel=1e-9, abs=1e-300)
+
+
+def test_with_too_few_requests_of_either_version_nothing_is_compared():
+    for live, new in [(stats(49), stats(1000, errors=1000)), (stats(1000), stats(49, errors=49))]:
+        verdict = compare(live, new, LIMITS)
+        assert (verdict.breached, verdict.compared) == (False, False)
+        assert "too little traffic to compare: 50 requests of each version are needed" in verdict.told()
+        assert f"live: {live.requests} requests" in verdict.told()
+
+
+@pytest.mark.parametrize(
+    ("live", "new", "reason"),
+    [
+        (
+            stats(1000, errors=100),
+            stats(1000, errors=160),
+            "error rate 16.00%, allowed is the live version's plus 1",
+        ),
+        (stats(1000), stats(50, errors=6), "error rate 12.00%"),
+        (
+            stats(1000, bucket=20),
+            stats(100, bucket=60),
+            "p99 438.4 ms, allowed is 8.3 ms (100 of 100 answers",
+        ),
+        (stats(1000), stats(1000, score=0.56), "mean score 0.6 standard deviations off the live one's, allowed is 0.5"),
+        (stats(100, spread=0), stats(100, spread=0, score=0.51), "mean score"),
+    ],
+)
+def test_a_version_that_is_worse_breaches_with_the_reason(live, new, reason):
+    verdict = compare(live, new, LIMITS)
+    assert verdict.breached
+    assert verdict.compared
+    assert verdict.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("live", "new"),
+    [
+        (stats(1000, errors=100), stats(1000, errors=110)),
+        (stats(1000), stats(50, errors=2)),
+        (stats(1000, bucket=20), stats(1000, bucket=24)),
+        (stats(1000, bucket=0), stats(1000, bucket=25)),
+        (stats(1000), stats(1000, score=0.54)),
+        (stats(100, spread=0), stats(100, spread=0)),
+    ],
+)
+def test_a_version_within_the_limits_does_not(live, new):
+    verdict = compare(live, new, LIMITS)
+    assert verdict.compared
+    assert not verdict.breached, verdict.reason
+
+
+def test_two_samples_of_the_same_service_seldom_differ():
+    random = np.random.default_rng(5)
+    breaches = 0
+    for _ in range(300):
+        live = of_latencies(random.lognormal(2.0, 0.8, 2000), errors=int(random.binomial(2000, 0.02)))
+        new = of_latencies(random.lognormal(2.0, 0.8, 60), errors=int(random.binomial(60, 0.02)))
+        breaches += compare(live, new, LIMITS).breached
+    assert breaches == 0
+
+
+@given(st.lists(st.floats(0.01, 100_000), min_size=1, max_size=200), st.floats(0.01, 1.0))
+def test_a_percentile_is_the_bound_of_the_bucket_it_lies_in(latencies, quantile):
+    counts = of_latencies(latencies).latency_counts
+    exact = sorted(latencies)[math.ceil(quantile * len(latencies) - 1e-9) - 1]
+    bound = next((bound for bound in LATENCY_BOUNDS_MS if exact <= bound), LATENCY_BOUNDS_MS[-1])
+    assert percentile_ms(counts, quantile) in (bound, _next(bound))
+
+
+def _next(bound):
+    return LATENCY_BOUNDS_MS[min(LATENCY_BOUNDS_MS.index(bound) + 1, len(LATENCY_BOUNDS_MS) - 1)]
+
+
+COUNTS = st.builds(stats, st.integers(0, 1000), st.integers(0, 10), bucket=st.integers(0, 90))
+
+
+@given(COUNTS, COUNTS)
+def test_what_was_added_is_what_lies_in_between(first, more):
+    total = added([first, more])
+    assert total.requests == first.requests + more.requests
+    between = since(total, first)
+    assert (between.requests, between.errors, between.score_count) == (more.requests, more.errors, more.score_count)
+    assert sum(between.latency_counts) == sum(more.latency_counts)
+    assert between.score_sum == pytest.approx(more.score_sum)
+
+
+def test_counts_that_began_anew_count_in_full():
+    assert since(stats(10), stats(20)) == stats(10)
+
+
+def test_numbers_of_nothing_are_none():
+    numbers = numbers_of(VersionStats())
+    assert (numbers.error_rate, numbers.p99_ms, numbers.mean_score) == (None, None, None)
+
+
+def test_golden_scores_beyond_the_tolerance_are_told_by_node():
+    def node(name, difference):
+        report = VersionReport(model="m", version=2, state="ready", golden_difference=difference, golden_tolerance=0.01)
+        return NodeRecord(node_id=name, kind="serving", process_id=1, address="-", versions=(report,))
+
+    nodes = [node("a", 0.005), node("b", 0.5), node("c", None)]
+    assert golden_breach(nodes, "m", 2) == "b: golden scores differ by 0.5, allowed is 0.01"
+    assert golden_breach(nodes[:1], "m", 2) == ""
+
+
+@pytest.mark.parametrize("limit", ["min_requests", "max_p99_ratio", "p99_slack_ms", "max_score_drift"])
+def test_limits_out_of_range_are_refused(limit):
+    with pytest.raises(ValidationError, match=limit):
+        GuardLimits.model_validate({limit: -1})
+    with pytest.raises(ValidationError, match="nothing_such"):
+        GuardLimits.model_validate({"nothing_such": 1})

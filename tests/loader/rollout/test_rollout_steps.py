@@ -1,0 +1,192 @@
+"""What is wanted in each step follows from the plan alone, and never takes away what is answered with."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.errors import RegistryRecordError, RolloutError
+from loader.rollout.record import MAX_EVENTS, Rollout, decode_rollout, encode_rollout
+from loader.rollout.steps import plan_steps, replica_groups, same_wish, wanted_in_step
+from loader.rollout.transitions import advanced, forwarded, noted, rebased, undone
+
+GROUPS = (("a0", "b0"), ("a1", "b1"), ("a2",))
+
+
+def a_rollout(strategy="beside", *, old=1, canary=False, bake=False):
+    groups, early = (GROUPS, 1) if strategy == "by-replica" else ((), 0)
+    return Rollout(
+        model="m",
+        epoch=1,
+        rollout_id="a" * 32,
+        from_version=old,
+        to_version=2,
+        from_followed=True,
+        delta_base=2,
+        last_delta=0,
+        strategy=strategy,
+        canary_share=0.1 if canary else None,
+        bake_s=5.0 if bake else 0.0,
+        steps=plan_steps(strategy, canary=canary, bake=bake, early_groups=early, groups=len(groups)),
+        groups=groups,
+        early_groups=early,
+        started_at=1.0,
+        step_began_at=1.0,
+    )
+
+
+def to_the_end(rollout, undo_in=None):
+    """(record, what is wanted) of every step, undone when a step of that index has been done."""
+    found, epoch = [], 0
+    while rollout.active:
+        epoch += 1
+        found.append((rollout, wanted_in_step(rollout, epoch)))
+        if rollout.state == "running" and rollout.step_index == undo_in:
+            rollout = undone(rollout, 2.0, "aborted", "because")
+        else:
+            rollout = advanced(rollout, 2.0, epoch, "done")
+    return found, rollout
+
+
+@pytest.mark.parametrize(
+    ("canary", "bake", "middle"),
+    [
+        (False, False, ("flip",)),
+        (True, False, ("canary", "flip")),
+        (True, True, ("canary", "flip")),
+        (False, True, ("flip", "bake")),
+    ],
+)
+def test_the_steps_are_those_that_were_asked_for(canary, bake, middle):
+    beside = a_rollout(canary=canary, bake=bake).steps
+    assert beside == ("stage_shards", "stage_serving", "replay", *middle, "retire_serving", "retire_shards")
+    rolled = a_rollout("by-replica", canary=canary, bake=bake).steps
+    start, end = ("roll:0", "stage_serving", "replay"), ("retire_serving", "roll:1", "roll:2", "retire_shards")
+    assert rolled == (*start, *middle, *end)
+
+
+def test_what_is_wanted_step_by_step():
+    seen = [
+        (wanted.hold, wanted.serve, wanted.follow, wanted.live, wanted.canary is not None)
+        for _, wanted in to_the_end(a_rollout(canary=True))[0]
+    ]
+    assert seen == [
+        ((1, 2), (1,), (1,), 1, False),
+        ((1, 2), (1, 2), (1,), 1, False),
+        ((1, 2), (1, 2), (1, 2), 1, False),
+        ((1, 2), (1, 2), (1, 2), 1, True),
+        ((1, 2), (1, 2), (1, 2), 2, False),
+        ((1, 2), (2,), (1, 2), 2, False),
+        ((2,), (2,), (2,), 2, False),
+    ]
+
+
+def test_by_replica_each_group_is_moved_over_in_its_step():
+    seen = {record.step: wanted.node_hold for record, wanted in to_the_end(a_rollout("by-replica"))[0]}
+    assert seen["roll:0"] == seen["flip"] == {"a0": (2,), "b0": (2,)}
+    assert seen["roll:1"] == dict.fromkeys(("a0", "b0", "a1", "b1"), (2,))
+    assert set(seen["roll:2"]) == {"a0", "b0", "a1", "b1", "a2"}
+    assert seen["retire_shards"] == {}
+
+
+PLANS = st.builds(
+    a_rollout, st.sampled_from(["beside", "by-replica"]), canary=st.booleans(), bake=st.booleans()
+) | st.builds(lambda canary: a_rollout(old=None, bake=canary), st.booleans())
+
+
+@given(PLANS, st.integers(0, 9))
+def test_whatever_is_live_or_canary_is_served_and_held_by_a_node_of_each_shard(plan, undo_in):
+    too_late = plan.steps.index("flip" if plan.from_version is None else "retire_serving")
+    undo_in = None if undo_in >= too_late else undo_in
+    found, ended = to_the_end(plan, undo_in)
+    assert ended.state == ("done" if undo_in is None else "aborted")
+    nodes = {"a": ("a0", "a1", "a2"), "b": ("b0", "b1")}
+    # What a node held in the step before, it surely has; what is wanted anew it may have or not.
+    before = {node: {1} - {None} for shard in nodes.values() for node in shard}
+    for _, wanted in found:
+        for version in {wanted.live, wanted.canary.version if wanted.canary else None} - {None}:
+            assert version in wanted.serve
+            for shard in nodes.values():
+                assert any(version in before[node] and version in wanted.held_by(node) for node in shard) or (
+                    plan.from_version is None
+                )
+        before = {node: set(wanted.held_by(node)) for shard in nodes.values() for node in shard}
+    last = found[-1][1]
+    left = () if ended.kept_version is None else (ended.kept_version,)
+    assert (last.live, last.hold, last.serve) == (ended.kept_version, left, left)
+    assert (last.canary, last.node_hold) == (None, {})
+
+
+@given(PLANS, st.integers(0, 2))
+def test_a_record_survives_being_written_and_read(plan, undo_in):
+    for record, wanted in to_the_end(plan, undo_in)[0]:
+        again = decode_rollout("m", encode_rollout(record))
+        assert again == record
+        assert same_wish(wanted_in_step(again, 99), wanted)
+
+
+def test_every_change_counts_the_epoch_up():
+    plan = a_rollout()
+    changed = [noted(plan, 2.0, "x"), advanced(plan, 2.0, 5, "x"), rebased(plan, 2.0, 5, "x")]
+    changed += [forwarded(plan, 2.0, 3, 5, "x"), undone(plan, 2.0, "refused", "x")]
+    assert [one.epoch for one in changed] == [2] * 5
+    assert [one.base_epoch for one in changed] == [0, 5, 5, 4, 0]
+
+
+def test_events_are_bounded_and_the_last_ones_stay():
+    plan = a_rollout()
+    for number in range(MAX_EVENTS + 50):
+        plan = noted(plan, float(number), f"{number}" * 3000)
+    assert len(plan.events) == MAX_EVENTS
+    assert plan.events[-1].at == MAX_EVENTS + 49
+    assert len(encode_rollout(plan)) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("counts", "early", "sizes"),
+    [
+        ({0: 2, 1: 2}, 1, [2, 2]),
+        ({0: 3, 1: 3}, 1, [2, 2, 2]),
+        ({0: 4, 1: 4}, 2, [2, 2, 2, 2]),
+        ({0: 2, 1: 5}, 2, [2, 1, 2, 1, 1]),
+    ],
+)
+def test_groups_take_one_node_of_a_shard_and_leave_one_until_the_flip(counts, early, sizes):
+    nodes = {shard: [f"{shard}-{one}" for one in range(count)] for shard, count in counts.items()}
+    groups, num_early = replica_groups(nodes)
+    assert (num_early, [len(group) for group in groups]) == (early, sizes)
+    assert sorted(node for group in groups for node in group) == sorted(
+        one for shard in nodes.values() for one in shard
+    )
+    for group in groups:
+        assert len({node.split("-")[0] for node in group}) == len(group)
+    for shard in nodes:
+        rolled = [node for group in groups[:num_early] for node in group if node.startswith(f"{shard}-")]
+        assert 0 < len(rolled) < counts[shard]
+
+
+def test_there_is_no_way_back_once_the_old_version_is_retired_nor_twice():
+    found, ended = to_the_end(a_rollout())
+    committed = next(record for record, _ in found if record.step == "retire_serving")
+    with pytest.raises(RolloutError, match="version 1 is being retired; once it is done, use rollback"):
+        undone(committed, 2.0, "aborted", "x")
+    with pytest.raises(RolloutError, match="is not running: it is done"):
+        undone(ended, 2.0, "aborted", "x")
+    with pytest.raises(RolloutError, match="is being undone already: aborted: first"):
+        undone(undone(a_rollout(), 2.0, "aborted", "first"), 2.0, "aborted", "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (b"{", "rollouts/m: not a rollout: record: Invalid JSON"),
+        (b"{}", "rollouts/m: not a rollout: model: Field required"),
+        (encode_rollout(a_rollout()).replace(b'"m"', b'"n"'), "rollouts/m: is of model 'n'"),
+        (encode_rollout(a_rollout()).replace(b'"step_index":0', b'"step_index":9'), "step_index: 9, but there are 6"),
+        (encode_rollout(a_rollout()).replace(b'"from_version":1', b'"from_version":2'), "to_version: 2"),
+    ],
+)
+def test_a_record_that_is_none_is_refused_with_its_key(value, problem):
+    with pytest.raises(RegistryRecordError, match=problem):
+        decode_rollout("m", value)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.mapped_file import map_array
+from loader.resident_memory import give_back, populate
+
+
+def resident_bytes(array: np.ndarray) -> int:
+    """Of the mapping in which an array begins, by /proc/self/smaps."""
+    address = array.__array_interface__["data"][0]
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            begin, end = (int(part, 16) for part in words[0].split("-"))
+            inside = begin <= address < end
+        elif inside and words[0] == "Rss:":
+            return int(words[1]) * 1024
+    return 0
+
+
+def anonymous(size_bytes: int) -> np.ndarray:
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint8)
+
+
+def test_given_back_memory_is_not_resident_and_reads_as_zeros():
+    array = anonymous(70 << 20)
+    array[:] = 7
+    assert resident_bytes(array) >= 70 << 20
+    rests: list[None] = []
+    give_back(array, lambda: rests.append(None))
+    assert resident_bytes(array) < 1 << 20
+    assert len(rests) == 3
+    assert not array.any()
+
+
+def test_only_pages_that_lie_wholly_within_the_array_are_given_back():
+    array = anonymous(4 * mmap.PAGESIZE)
+    array[:] = 7
+    give_back(array[100 : 3 * mmap.PAGESIZE - 100])
+    kept = np.flatnonzero(array)
+    assert kept.tolist() == [*range(mmap.PAGESIZE), *range(2 * mmap.PAGESIZE, 4 * mmap.PAGESIZE)]
+
+
+@pytest.mark.parametrize("copy_on_write", [False, True])
+def test_a_populated_mapping_is_resident_and_the_file_is_not_changed(tmp_path, copy_on_write):
+    path = tmp_path / "rows"
+    content = np.random.default_rng(1).integers(0, 255, 40 << 20, np.uint8)
+    path.write_bytes(content.tobytes())
+    array = map_array(path, 100, (content.size - 100,), np.uint8, copy_on_write=copy_on_write)
+    before = resident_bytes(array)
+    done: list[int] = []
+    populate(array, done.append)
+    assert before < 10 << 20
+    assert resident_bytes(array) >= 40 << 20
+    assert sum(done) >= array.nbytes
+    assert np.array_equal(array, content[100:])
+
+
+def test_a_page_of_a_file_that_has_become_shorter_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(8 * mmap.PAGESIZE))
+    array = map_array(path, 0, (8 * mmap.PAGESIZE,), np.uint8)
+    with path.open("r+b") as file:
+        file.truncate(mmap.PAGESIZE)
+    with pytest.raises(OSError, match="madvise"):
+        populate(array)
+
+
+def test_an_array_with_gaps_is_refused():
+    with pytest.raises(ValueError, match="gaps"):
+        give_back(np.zeros((10, 10))[:, ::2])

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadtest.drill.answers import APIS, RECORD, AnswerLog, read_answers, read_details
+from loadtest.drill.errors import LoadProcessError
+from loadtest.drill.http_client import HttpClient
+from loadtest.drill.load import LoadConfig
+from loadtest.drill.load_process import RunningLoad, running_load
+from loadtest.drill.oracle import OracleShape, OracleWriter
+from loadtest.drill.verdict import OK, Kind, Verdict
+from serving.loading import ModelSource, load_served_model
+from serving.server import Listening, ServerConfig, running_server
+from serving.service import RankingService
+from shardrank_testing.serving_api import run
+
+SMALL = OracleShape(items=700, users=300, tags=50)
+
+
+@contextlib.asynccontextmanager
+async def serving(store: Path, version: int) -> AsyncIterator[tuple[RankingService, Listening]]:
+    """A version of the oracle behind real ports."""
+    folder = OracleWriter(SMALL).write(store, version)
+    service = RankingService(expected_models=[SMALL.model])
+    service.install(load_served_model(ModelSource(snapshot=folder, dtype="float32"), service))
+    try:
+        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
+            yield service, listening
+    finally:
+        await asyncio.to_thread(service.close)
+
+
+def config_for(listening: Listening, answers: Path, rate: float = 120) -> LoadConfig:
+    return LoadConfig(
+        host=listening.host,
+        http_port=listening.http_port,
+        grpc_port=listening.grpc_port,
+        shape=SMALL,
+        rate=rate,
+        answers=answers,
+        questions_each=8,
+    )
+
+
+async def until(load: RunningLoad, answers: int) -> None:
+    while len(load.answers()) < answers:  # noqa: ASYNC110 - another process tells nothing but what is in its file
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_answer_of_a_running_server_is_right_over_both_apis(tmp_path: Path, version: int):
+    async def main() -> None:
+        async with (
+            serving(tmp_path, version) as (_, listening),
+            running_load(config_for(listening, tmp_path / "load.answers")) as load,
+        ):
+            await until(load, 60)
+            answers = await load.stop()
+            assert load.details() == []
+        assert set(answers["kind"]) == {Kind.OK}
+        assert set(answers["version"]) == {version}
+        assert set(answers["api"]) == set(range(len(APIS)))
+        # Each was due in its turn, was sent when it was due or later, and ended after that.
+        np.testing.assert_allclose(np.diff(np.sort(answers["intended"])), 1 / 120, atol=0.002)
+        assert (answers["intended"] <= answers["sent"]).all()
+        assert (answers["sent"] < answers["ended"]).all()
+
+    run(main())
+
+
+def test_errors_of_the_server_are_failed_answers_with_their_reason(tmp_path: Path):
+    async def main() -> None:
+        async with (
+            serving(tmp_path, 1) as (_, listening),
+            running_load(
+                config_for(listening, tmp_path / "a").model_copy(
+                    update={"shape": SMALL.model_copy(update={"model": "x"})}
+                )
+            ) as load,
+        ):
+            await until(load, 12)
+            answers = await load.stop()
+            details = load.details()
+        assert set(answers["kind"]) == {Kind.FAILED}
+        assert set(answers["version"]) == {0}
+        assert any("failed http rank: status 404" in line and "model_not_found" in line for line in details)
+        assert any("failed grpc lookup: NOT_FOUND" in line for line in details)
+
+    run(main())
+
+
+def test_a_server_that_goes_away_is_failed_answers_and_the_load_goes_on(tmp_path: Path):
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as server:
+            _, listening = await server.enter_async_context(serving(tmp_path, 1))
+            async with running_load(config_for(listening, tmp_path / "a")) as load:
+                await until(load, 12)
+                await server.aclose()
+                gone = len(load.answers())
+                await until(load, gone + 24)
+                answers = await load.stop()
+        assert set(answers["kind"][:12]) == {Kind.OK}
+        assert set(answers["kind"][-12:]) == {Kind.FAILED}
+
+    run(main())
+
+
+def test_answers_of_the_wrong_oracle_are_not_taken_for_right(tmp_path: Path):
+    async def main() -> None:
+        async with serving(tmp_path, 1) as (_, listening):
+            # Its questions are of another table size, so of other ids: rows that are there, but not those expected.
+            other = config_for(listening, tmp_path / "a").model_copy(
+                update={"shape": SMALL.model_copy(update={"embedding_dim": 8})}
+            )
+            async with running_load(other) as load:
+                await until(load, 30)
+                answers = await load.stop()
+        lookups = answers[answers["api"] >= 2]
+        assert len(lookups)
+        assert set(lookups["kind"]) == {Kind.WRONG}
+
+    run(main())
+
+
+def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
+    async def main() -> None:
+        config = LoadConfig(host="127.0.0.1", http_port=1, grpc_port=1, shape=SMALL, rate=1, answers=tmp_path / "a")
+        (tmp_path / "a").mkdir()
+        with pytest.raises(LoadProcessError, match="IsADirectoryError"):
+            async with running_load(config):
+                pass
+
+    run(main())
+
+
+def test_the_log_can_be_read_while_it_grows_and_a_record_that_is_half_written_is_left_out(tmp_path: Path):
+    path = tmp_path / "a"
+    log = AnswerLog(path)
+    log.add(0, 1.0, 1.5, 2.0, 7, OK)
+    log.add(3, 2.0, 2.0, 4.0, 0, Verdict(Kind.FAILED, "no answer within 5 s"))
+    log.flush()
+    answers = read_answers(path)
+    assert answers.tolist() == [(1.0, 1.5, 2.0, 7, 0, 0), (2.0, 2.0, 4.0, 0, 3, 1)]
+    assert read_details(path) == ["2.000 failed grpc lookup: no answer within 5 s"]
+    with path.open("ab") as file:
+        file.write(b"\0" * (RECORD.itemsize - 1))
+    assert read_answers(path, 1).tolist() == answers[1:].tolist()
+    assert read_answers(path, 2).size == 0
+    log.close()
+
+
+def test_http_connections_take_turns_and_an_answer_that_is_cut_is_an_error():
+    requests: list[tuple[int, bytes]] = []
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        number, connections = connections, connections + 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                body = await reader.readexactly(4)
+                requests.append((number, body))
+                begun.set()
+                if body == b"wait":
+                    await release.wait()
+                if body == b"cut!":
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf")
+                    break
+                close = b"connection: close\r\n" if body == b"last" else b""
+                writer.write(b"HTTP/1.1 200 OK\r\n" + close + b"content-length: 4\r\n\r\n" + body)
+                if close:
+                    break
+        writer.close()
+
+    async def main() -> None:
+        nonlocal release, begun
+        release, begun = asyncio.Event(), asyncio.Event()
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            client = HttpClient(*server.sockets[0].getsockname()[:2])
+            first = asyncio.create_task(client.call(client.prepare("/x", b"wait")))
+            await begun.wait()
+            assert await client.call(client.prepare("/x", b"abcd")) == (200, b"abcd")
+            release.set()
+            assert await first == (200, b"wait")
+            # The one that has been idle for longer comes first.
+            assert await client.call(client.prepare("/x", b"efgh")) == (200, b"efgh")
+            assert await client.call(client.prepare("/x", b"ijkl")) == (200, b"ijkl")
+            assert [number for number, _ in requests] == [0, 1, 1, 0]
+            with pytest.raises(ConnectionError):
+                await client.call(client.prepare("/x", b"cut!"))
+            assert await client.call(client.prepare("/x", b"last")) == (200, b"last")
+            # Both connections are used up.
+            assert await client.call(client.prepare("/x", b"mnop")) == (200, b"mnop")
+            assert requests[-1][0] == 2
+            client.close()
+
+    release: asyncio.Event
+    begun: asyncio.Event
+    run(main())

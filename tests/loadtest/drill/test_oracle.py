@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.codecs import codec_for
+from loader.verify import verify_snapshot
+from loadtest.drill.oracle import FACTORS, OracleShape, OracleWriter, letter_of, table_rows
+from loadtest.drill.questions import make_questions
+from loadtest.drill.verdict import Kind, judge
+from serving.embedded import Ranker
+
+SMALL = OracleShape(items=700, users=300, tags=50)
+
+
+@pytest.mark.parametrize("letter", [0, 1])
+def test_every_row_survives_its_row_format_exactly_and_has_the_factor_in_dimension_0(letter):
+    spec = SMALL.spec()
+    for table in spec.tables:
+        rows = table_rows(spec, letter)[table.name]
+        codec = codec_for(table.dtype, table.embedding_dim)
+        np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows)
+        np.testing.assert_array_equal(rows[:, 0], FACTORS[letter])
+        assert (rows[:, 1:] >= FACTORS[letter]).all()
+
+
+def test_rows_of_a_table_differ_so_that_a_wrong_row_shows():
+    rows = table_rows(SMALL.spec(), 0)["items"]
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_odd_versions_are_a_and_even_ones_b():
+    assert [letter_of(version) for version in (1, 2, 3, 100)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_served_oracle_answers_exactly_what_its_questions_expect_over_shards_and_cards(tmp_path: Path, version: int):
+    writer = OracleWriter(SMALL)
+    folder = writer.write(tmp_path, version)
+    assert verify_snapshot(folder).ok
+    questions = make_questions(writer.spec, 40, timeout_ms=10_000, seed=version)
+    with Ranker.open(folder, shards=2, cards=2, dtype="float32") as ranker:
+        for question in questions["rank"]:
+            answer = ranker.rank(json.loads(question.json_body))
+            scores = np.array(answer["scores"], np.float32)
+            assert judge(question, answer["version"], scores).kind is Kind.OK
+            assert judge(question, answer["version"] + 1, scores).kind is Kind.MIXED
+        for question in questions["lookup"]:
+            answer = ranker.lookup(json.loads(question.json_body))
+            vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.features]
+            assert judge(question, answer["version"], np.concatenate(vectors)).kind is Kind.OK
+            assert judge(question, answer["version"] + 1, np.concatenate(vectors)).kind is Kind.MIXED

@@ -1,0 +1,188 @@
+"""The directory tells which nodes have a version ready, and forgets nobody too early."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.registry.records import FleetRecord, NodeRecord, VersionReport
+from router.replica_directory import ReplicaDirectory
+from shard_node.address import Address
+
+MODEL = "films"
+STATES = ("waiting", "staging", "ready", "refused", "draining")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def address(number: int) -> Address:
+    return Address("10.0.0.1", 7000 + number)
+
+
+def node(number: int, shard: int = 0, draining: bool = False, **states: str) -> NodeRecord:
+    """A shard node at `address(number)`; `v3="ready"` says what it tells of version 3."""
+    return NodeRecord(
+        node_id=f"node-{number}",
+        kind="shard",
+        process_id=number,
+        address=str(address(number)),
+        shard_index=shard,
+        num_shards=2,
+        sharding="hash",
+        replicate_bytes=0,
+        num_cards=1,
+        draining=draining,
+        versions=tuple(
+            VersionReport(model=MODEL, version=int(name[1:]), state=state) for name, state in states.items()
+        ),
+    )
+
+
+def test_only_nodes_that_have_the_version_ready_and_do_not_drain_are_asked():
+    directory = ReplicaDirectory(Clock())
+    directory.update(
+        [
+            node(0, v1="ready", v2="staging"),
+            node(1, v1="draining", v2="ready"),
+            node(2, v1="ready", draining=True),
+            node(3, shard=1, v1="ready"),
+            NodeRecord(node_id="serve-0", kind="serving", process_id=9, address="http://10.0.0.9:80"),
+        ]
+    )
+    assert directory.replicas(MODEL, 1, 0) == (address(0),)
+    assert directory.replicas(MODEL, 2, 0) == (address(1),)
+    assert directory.replicas(MODEL, 1, 1) == (address(3),)
+    assert directory.replicas(MODEL, 3, 0) == ()
+    assert directory.replicas("other", 1, 0) == ()
+
+
+def test_the_epoch_counts_up_when_an_answer_changes_and_only_then():
+    directory = ReplicaDirectory(Clock())
+    directory.update([node(0, v1="ready")])
+    epoch = directory.epoch
+    directory.update([node(0, v1="ready").model_copy(update={"memory_available_bytes": 5})])
+    assert directory.epoch == epoch
+    directory.update([node(0, v1="ready"), node(1, v1="ready")])
+    assert directory.epoch == epoch + 1
+    assert directory.current(MODEL, 1, 0) == (epoch + 1, (address(0), address(1)))
+
+
+def test_a_node_that_is_not_announced_any_more_is_forgotten_after_a_while():
+    clock = Clock()
+    directory = ReplicaDirectory(clock, forget_after_s=10)
+    directory.update([node(0, v1="ready"), node(1, v1="ready")])
+    directory.update([node(1, v1="ready")])
+    clock.now += 9.9
+    directory.update([node(1, v1="ready")])
+    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
+    clock.now += 0.2
+    directory.update([node(1, v1="ready")])
+    assert directory.replicas(MODEL, 1, 0) == (address(1),)
+
+
+def test_a_node_that_comes_back_in_time_is_missed_anew_later():
+    clock = Clock()
+    directory = ReplicaDirectory(clock, forget_after_s=10)
+    for _ in range(3):
+        directory.update([node(0, v1="ready"), node(1, v1="ready")])
+        directory.update([node(1, v1="ready")])
+        clock.now += 6
+    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
+
+
+def test_a_registry_that_was_emptied_does_not_empty_the_directory():
+    clock = Clock()
+    directory = ReplicaDirectory(clock, forget_after_s=10)
+    directory.update([node(0, v1="ready"), node(1, shard=1, v1="ready")])
+    clock.now += 1000
+    directory.update([])
+    clock.now += 1000
+    directory.update([])
+    assert directory.replicas(MODEL, 1, 0) == (address(0),)
+    # The other shard's node is back: only its own shard's missing ones are forgotten.
+    directory.update([node(2, shard=1, v1="ready")])
+    assert directory.replicas(MODEL, 1, 0) == (address(0),)
+    assert directory.replicas(MODEL, 1, 1) == (address(2),)
+
+
+def test_a_node_at_a_new_address_is_asked_there_alone():
+    directory = ReplicaDirectory(Clock())
+    directory.update([node(0, v1="ready")])
+    directory.update([node(0, v1="ready").model_copy(update={"address": str(address(5))})])
+    assert directory.replicas(MODEL, 1, 0) == (address(5),)
+
+
+def test_an_address_that_can_not_be_read_hides_only_its_own_node(caplog):
+    directory = ReplicaDirectory(Clock())
+    directory.update([node(0, v1="ready").model_copy(update={"address": "nowhere"}), node(1, v1="ready")])
+    assert directory.replicas(MODEL, 1, 0) == (address(1),)
+    assert "node-0" in caplog.text
+
+
+def test_the_topology_is_what_the_nodes_agree_on():
+    directory = ReplicaDirectory(Clock())
+    assert directory.topology() is None
+    directory.update([node(0), node(1, shard=1)])
+    assert directory.topology() == FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
+    directory.update([node(0), node(1, shard=1).model_copy(update={"replicate_bytes": 7})])
+    assert directory.topology() is None
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.integers(0, 1), st.booleans(), st.sampled_from(STATES)),
+            max_size=4,
+            unique_by=lambda one: one[0],
+        ),
+        max_size=6,
+    )
+)
+def test_after_any_announcements_all_that_announce_it_ready_are_told_and_nobody_else_that_is_announced(rounds):
+    directory = ReplicaDirectory(Clock())
+    for announced in rounds:
+        before = directory.current(MODEL, 1, 0), directory.current(MODEL, 1, 1)
+        directory.update([node(number, shard, draining, v1=state) for number, shard, draining, state in announced])
+        after = directory.current(MODEL, 1, 0), directory.current(MODEL, 1, 1)
+        if before[0][0] == after[0][0]:
+            assert before == after
+        for shard in (0, 1):
+            ready = {
+                address(number)
+                for number, its_shard, draining, state in announced
+                if its_shard == shard and not draining and state == "ready"
+            }
+            others = {address(number) for number, *_ in announced} - ready
+            told = set(directory.replicas(MODEL, 1, shard))
+            assert ready <= told
+            assert not told & others
+
+
+def test_readers_never_see_an_epoch_with_the_addresses_of_another():
+    directory = ReplicaDirectory(Clock())
+    directory.update([node(0, v1="ready")])
+    first = directory.epoch
+    seen: set[tuple[int, tuple[Address, ...]]] = set()
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            epoch, addresses = directory.current(MODEL, 1, 0)
+            seen.add(((epoch - first) % 2, tuple(addresses)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(300):
+        directory.update([node(1, v1="ready"), node(0)])
+        directory.update([node(0, v1="ready"), node(1)])
+    stop.set()
+    reader.join()
+    assert seen <= {(0, (address(0),)), (1, (address(1),))}

@@ -1,0 +1,48 @@
+"""Shares and times as people write them."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from serving.cli.amounts import Duration, Share, human_time
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), (" 50 %", 0.5), ("99.9%", 0.999)])
+def test_a_share_is_a_percentage_or_a_fraction(text: str, share: float) -> None:
+    assert Share().convert(text, None, None) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "100%", "1", "5", "-3%", "nan", "inf%", "%", "", "five"])
+def test_what_is_not_a_part_of_the_whole_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="above 0% and below 100%"):
+        Share().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60s", 60), ("2m", 120), ("500ms", 0.5), ("1h", 3600), ("1.5m", 90), ("7", 7), ("0", 0)]
+)
+def test_a_time_has_a_unit_or_is_in_seconds(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["-1s", "inf", "nan", "s", "", "5d", "1m30", "5mm", "5sm"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="not a time such as 60s"):
+        Duration().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0 s"),
+        (45, "45 s"),
+        (120, "2 min"),
+        (200, "3 min 20 s"),
+        (3601, "1 h"),
+        (7500, "2 h 5 min"),
+        (-1, "0 s"),
+    ],
+)
+def test_times_are_told_in_words_of_two_units(seconds: float, text: str) -> None:
+    assert human_time(seconds) == text

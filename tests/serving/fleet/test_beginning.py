@@ -1,0 +1,145 @@
+"""What a fleet on one machine makes of a registry before it starts: real registries and stores, no processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from loader.errors import SnapshotNotFoundError
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.keys import rollout_key
+from loader.registry.records import FleetRecord, NodeRecord, WantedModel
+from loader.registry.typed import FleetRegistry
+from loader.rollout.record import Rollout, encode_rollout
+from router.errors import PlanError
+from serving.fleet.beginning import Beginning, begin
+from serving.fleet.config import FleetConfig
+from serving.fleet.errors import FleetError
+from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    for seed in range(3):
+        write_snapshot(tmp_path / "store", one_table_spec(260), seed=seed)
+    return tmp_path / "store"
+
+
+def on(store: Path, work: Callable[[FleetRegistry], Awaitable[T]]) -> T:
+    async def program() -> T:
+        registry = DirectoryRegistry(store / ".registry")
+        try:
+            return await work(FleetRegistry(registry))
+        finally:
+            await registry.close()
+
+    return asyncio.run(program())
+
+
+async def no_sleep(seconds: float) -> None:
+    del seconds
+
+
+def begun(store: Path, **settings: object) -> tuple[Beginning, ...]:
+    config = FleetConfig.model_validate({"store": store, "models": ("small",), **settings})
+    return on(store, lambda fleet: begin(fleet, config, clock=lambda: 5.0, sleep=no_sleep))
+
+
+def wanted(store: Path) -> WantedModel:
+    return on(store, lambda fleet: fleet.wanted())["small"]
+
+
+def node(node_id: str, kind: str = "shard") -> NodeRecord:
+    return NodeRecord.model_validate({"node_id": node_id, "kind": kind, "process_id": 1, "address": "h:1"})
+
+
+def test_the_first_time_the_latest_version_is_published_and_live(store: Path) -> None:
+    (one,) = begun(store)
+    assert (one.model, one.version, one.latest, one.plan.num_shards) == ("small", 3, 3, 2)
+    record = wanted(store)
+    assert (record.live, record.hold, record.serve, record.follow, record.canary) == (3, (3,), (3,), (3,), None)
+    published = on(store, lambda fleet: fleet.versions())
+    assert [(one.version, one.published_at) for one in published] == [(3, 5.0)]
+    assert on(store, lambda fleet: fleet.fleet()) == FleetRecord(num_shards=2, sharding="hash", replicate_bytes=1 << 20)
+
+
+def test_afterwards_what_was_live_last_is_live_again(store: Path) -> None:
+    begun(store, versions={"small": 1})
+    before = wanted(store)
+    (one,) = begun(store)
+    assert (one.version, one.latest) == (1, 3)
+    assert wanted(store) == before
+
+
+def test_what_nobody_runs_may_begin_with_any_version_and_shape(store: Path) -> None:
+    begun(store)
+    (one,) = begun(store, versions={"small": 2}, shards=4)
+    assert (one.version, one.plan.num_shards) == (2, 4)
+    assert (wanted(store).live, wanted(store).hold, wanted(store).epoch) == (2, (2,), 2)
+    record = on(store, lambda fleet: fleet.fleet())
+    assert record is not None
+    assert record.num_shards == 4
+
+
+def test_running_nodes_are_neither_given_another_version_nor_another_shape(store: Path) -> None:
+    begun(store)
+    on(store, lambda fleet: fleet.announce_node(node("elsewhere"), 60))
+    with pytest.raises(FleetError, match=r"nodes run and have version 3 live; .* shardrank rollout start small 2"):
+        begun(store, versions={"small": 2})
+    with pytest.raises(FleetError, match=r"shard nodes run with .*'num_shards': 2.* not .*'num_shards': 3"):
+        begun(store, shards=3)
+    assert wanted(store).live == 3
+
+
+def test_a_rollout_that_was_interrupted_is_not_overruled(store: Path) -> None:
+    begun(store)
+    rollout = Rollout(
+        model="small", epoch=1, rollout_id="0" * 32, from_version=3, to_version=2, steps=("flip",), started_at=0,
+        step_began_at=0, delta_base=2, last_delta=0,
+    )  # fmt: skip
+    on(store, lambda fleet: fleet.registry.put(rollout_key("small"), encode_rollout(rollout), 0))
+    with pytest.raises(FleetError, match="a rollout from version 3 has not ended"):
+        begun(store, versions={"small": 1})
+    assert begun(store)[0].version == 3
+
+
+def test_a_second_fleet_of_the_same_nodes_is_refused(store: Path) -> None:
+    on(store, lambda fleet: fleet.announce_node(node("serve-0", "serving"), 60))
+    with pytest.raises(FleetError, match=r"a fleet with nodes \['serve-0'\] runs with registry .* already"):
+        begun(store)
+
+
+def test_nodes_of_a_killed_fleet_are_waited_for_until_they_have_expired(store: Path) -> None:
+    async def work(fleet: FleetRegistry) -> None:
+        await fleet.announce_node(node("shard-0-0"), 60)
+
+        async def sleep(seconds: float) -> None:
+            del seconds
+            await fleet.withdraw_node("shard-0-0")
+
+        await begin(fleet, FleetConfig(store=store, models=("small",)), sleep=sleep)
+
+    on(store, work)
+    assert wanted(store).live == 3
+
+
+def test_several_models_begin_each_with_its_own_version(store: Path) -> None:
+    write_snapshot(store, make_spec())
+    first, second = begun(store, models=("films", "small"), versions={"small": 2})
+    assert [(first.model, first.version), (second.model, second.version)] == [("films", 1), ("small", 2)]
+
+
+def test_a_division_that_a_snapshot_does_not_allow_is_refused_before_anything_is_written(store: Path) -> None:
+    with pytest.raises(PlanError, match="sharding 'range'"):
+        begun(store, sharding="range", replicate_bytes=0)
+    with pytest.raises(SnapshotNotFoundError, match="has no version 9"):
+        begun(store, versions={"small": 9})
+    assert on(store, lambda fleet: fleet.wanted()) == {}
+    assert on(store, lambda fleet: fleet.versions()) == []
+    assert on(store, lambda fleet: fleet.fleet()) is None

@@ -1,0 +1,190 @@
+"""How old rows may be, and what is said when they are too old."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.reader import Snapshot
+from router.plan import Plan
+from serving.loading import ModelSource, load_served_model
+from serving.served_model import ServedModel
+from serving.service import RankingService
+from serving.staleness import degraded_reason, staleness_s
+from shard_node.delta_position import DeltaPosition
+from shard_node.loading import load_tables
+from shard_node.node import ServedVersion, ShardNode
+from shard_node.shard import LocalShard
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
+
+
+def told(fresh_at: float | None) -> ServedVersion:
+    return ServedVersion(
+        model=MODEL,
+        version=3,
+        manifest_identity="",
+        plan_digest="",
+        state="live",
+        delta_fresh_at=fresh_at,
+    )
+
+
+@given(st.lists(st.floats(min_value=-10, max_value=100), min_size=1), st.floats(min_value=0.001, max_value=50))
+def test_a_model_is_degraded_exactly_when_its_stalest_node_is_too_stale(ages, limit_s):
+    nodes = [told(1000.0 - age) for age in ages]
+    # As floats have it: 1000 - (1000 - age) is not always age.
+    known = [staleness_s(one, 1000.0) for one in nodes]
+    reason = degraded_reason(nodes, limit_s, 1000.0)
+    assert bool(reason) == any(age > limit_s for age in known)
+    assert min(known) >= 0.0
+    assert not reason or f"on {sum(age > limit_s for age in known)} of {len(ages)} nodes" in reason
+
+
+def test_what_is_not_known_is_told_as_such():
+    assert staleness_s(told(None), 5.0) is None
+    assert "1 of 2 nodes with version 3 have not looked" in degraded_reason([told(5.0), told(None)], 30.0, 5.0)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, math.nan])
+def test_a_limit_that_can_not_be_kept_is_refused_by_its_model(limit_s):
+    with pytest.raises(ValueError, match="max_staleness_s of model 'films'"):
+        RankingService(max_staleness_s={"films": limit_s})
+
+
+def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:
+    """The model with its rows in this process, as far along its deltas as `position` says."""
+    snapshot = Snapshot.open(model.path)
+    plan = Plan.make(snapshot.spec)
+    node = ShardNode(plan.identity(0))
+    tables = load_tables(snapshot, plan.partition(0), plan.digest)
+    node.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
+    node.flip(MODEL, snapshot.version)
+    return ServedModel.load(
+        snapshot,
+        plan,
+        lambda on_retry: [LocalShard(node)],
+        dtype="float32",
+        metrics=service.metrics,
+        on_close=node.close,
+    )
+
+
+def delta_metric(text: str, name: str) -> float:
+    (value,) = re.findall(
+        rf'^shardrank_{name}\{{model="films",replica="local",shard="0",version="1"\}} (\S+)$', text, re.MULTILINE
+    )
+    return float(value)
+
+
+def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_stays_ready(api_model):
+    now = 1000.0
+    position = DeltaPosition(delta_base=1, last_delta=5)
+    service = RankingService(expected_models=[MODEL], max_staleness_s={MODEL: 30.0}, wall_clock=lambda: now)
+    service.install(following_model(api_model, service, position))
+
+    async def main() -> None:
+        nonlocal now
+        async with running_api(service) as api:
+
+            async def ready() -> dict:
+                await service.watch.refresh()
+                answer = await api.http.get("/readyz")
+                assert (answer.status_code, answer.json()["ready"], answer.json()["problems"]) == (200, True, {})
+                return answer.json()["degraded"]
+
+            assert "have not looked for deltas" in (await ready())[MODEL]
+            position.seen(stream_last=5, looked_at=1000.0)
+            assert await ready() == {}
+            now = 1029.0
+            assert await ready() == {}
+            position.seen(stream_last=8, looked_at=1029.0)
+            now = 1042.0
+            assert (await ready())[MODEL] == (
+                "rows of version 1 are 42.0 s behind on 1 of 1 nodes; max_staleness_s = 30"
+            )
+            text = (await api.http.get("/metrics")).text
+            assert 'shardrank_degraded{model="films"} 1.0' in text
+            assert delta_metric(text, "delta_sequence") == 5
+            assert delta_metric(text, "delta_lag") == 3
+            assert delta_metric(text, "delta_staleness_seconds") == 42.0
+            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+            assert answer.status_code == 200
+            for sequence in (6, 7, 8):
+                position.applied(sequence, published_at=1041.0, rows=1, now=1042.0)
+            assert await ready() == {}
+            assert delta_metric((await api.http.get("/metrics")).text, "delta_lag") == 0
+
+    run(main())
+    service.close()
+
+
+def test_a_model_without_a_limit_is_never_degraded_and_one_without_deltas_has_no_delta_metrics(api_model):
+    async def main() -> None:
+        service = RankingService(expected_models=[MODEL])
+        source = ModelSource(snapshot=api_model.path, dtype="float32")
+        service.install(await asyncio.to_thread(load_served_model, source, service))
+        await service.watch.refresh()
+        assert service.watch.degraded() == {}
+        assert "shardrank_delta_sequence{" not in service.metrics.render().decode()
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_retired(api_model, tmp_path):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    newer = write_api_model(tmp_path, version=2, seed=9)
+
+    async def main() -> None:
+        service = RankingService(expected_models=[MODEL])
+        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+        async with running_api(service) as api:
+            health = health_pb2_grpc.HealthStub(api.channel)
+
+            async def is_ready() -> bool:
+                served = await health.Check(health_pb2.HealthCheckRequest(service=""))
+                assert (served.status == health_pb2.HealthCheckResponse.SERVING) == (not service.watch.problems())
+                return (await api.http.get("/readyz")).status_code == 200
+
+            loading = asyncio.create_task(
+                asyncio.to_thread(load_served_model, ModelSource(snapshot=newer.path), service)
+            )
+            while not loading.done():
+                assert await is_ready()
+                await asyncio.sleep(0)
+            service.install_staged(await loading)
+            assert await is_ready()
+            service.set_canary(MODEL, 2, 0.5)
+            assert await is_ready()
+            service.flip(MODEL, 2)
+            assert await is_ready()
+            retiring = service.retire(MODEL, 1)
+            assert await is_ready()
+            await asyncio.to_thread(retiring.retired.wait, 10)
+            assert await is_ready()
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+def test_a_model_that_comes_later_does_not_make_what_serves_not_ready(api_model):
+    async def main() -> None:
+        service = RankingService(expected_models=["books"])
+        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+        assert service.watch.problems() == {"books": "no live version"}
+        await service.watch.refresh()
+        assert service.watch.problems() == {"books": "no live version"}
+        await asyncio.to_thread(service.close)
+        service = RankingService()
+        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+        assert service.watch.problems() == {}
+        await asyncio.to_thread(service.close)
+
+    run(main())

@@ -1,0 +1,191 @@
+"""A fleet in this process: a registry, shard nodes behind real sockets, and serving processes, each with its agent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loader.manifest import ModelSpec
+from loader.publishing import register
+from loader.reader import Snapshot
+from loader.registry.opening import open_registry
+from loader.registry.records import FleetRecord, NodeRecord, WantedModel
+from loader.registry.typed import FleetRegistry
+from router.plan import Plan
+from serving.limits import RequestLimits
+from serving.service import RankingService
+from serving.serving_agent import LocalRows, ServingConfig
+from serving.serving_node import ServingNode
+from shard_node.address import Address
+from shard_node.agent import Agent, AgentConfig
+from shard_node.node import NodeIdentity, Partition, ShardNode
+from shard_node.node_agent import NodeActions, NodeConfig, join_fleet
+from shard_node.server import NodeServer
+from shard_node.stagings import StagingConfig
+
+QUICK = AgentConfig(
+    poll_s=0.02,
+    heartbeat_s=0.2,
+    unannounce_grace_s=0.05,
+    staging=StagingConfig(jitter_s=0, retry_first_s=0.02, retry_max_s=0.1),
+)
+LOOK_S = 0.01
+
+
+@dataclass
+class RunningShardNode:
+    """A shard node with its agent."""
+
+    node: ShardNode
+    server: NodeServer
+    actions: NodeActions
+    agent: Agent
+    task: asyncio.Task[None]
+
+    async def leave(self) -> None:
+        """As on SIGTERM."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        await self.agent.leave()
+        await self.server.drain(5)
+        await self.die()
+
+    async def die(self) -> None:
+        """Without a word."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        await self.server.close()
+        await self.actions.close()
+        await asyncio.to_thread(self.node.close)
+
+
+@dataclass
+class AgentFleet:
+    """A fleet; `agent_fleet` makes one."""
+
+    folder: Path
+    store: Path
+    topology: FleetRecord
+    fleet: FleetRegistry
+    nodes: dict[str, RunningShardNode] = field(default_factory=dict)
+    servings: list[tuple[ServingNode, RankingService]] = field(default_factory=list)
+
+    async def publish(self, snapshot: Path) -> None:
+        """Puts a version that lies in the store on record."""
+        await register(self.fleet, Snapshot.open(snapshot), clock=time.time)
+
+    async def want(self, model: str, **changes: Any) -> WantedModel:
+        """Changes what is wanted of a model."""
+
+        def change(now: WantedModel | None) -> WantedModel:
+            now = now or WantedModel(model=model, epoch=1)
+            return now.model_copy(update=changes)
+
+        wanted = await self.fleet.update_wanted(model, change)
+        assert wanted is not None
+        return wanted
+
+    async def start_node(self, shard: int, replica: int = 0) -> RunningShardNode:
+        """Starts a shard node, or starts it again."""
+        name, topology = f"shard-{shard}-{replica}", self.topology
+        address = Address(path=str(self.folder / f"{name}.sock"))
+
+        def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
+            plan = plan_by(topology, spec)
+            return plan.partition(shard), plan.digest
+
+        await join_fleet(self.fleet, topology)
+        node = ShardNode(
+            NodeIdentity(shard_index=shard, num_shards=topology.num_shards, num_cards=1, sharding=topology.sharding)
+        )
+        server = NodeServer(node)
+        await server.start([address])
+        config = NodeConfig(
+            node_id=name, address=str(address), store=self.store, replicate_bytes=topology.replicate_bytes
+        )
+        actions = NodeActions(node, self.fleet, plan_of, config)
+        agent = Agent(self.fleet, actions, QUICK)
+        running = RunningShardNode(node, server, actions, agent, asyncio.create_task(agent.run()))
+        self.nodes[name] = running
+        return running
+
+    def serving(
+        self, models: tuple[str, ...] | None = None, local: bool = False, limits: RequestLimits | None = None
+    ) -> tuple[ServingNode, RankingService]:
+        """A serving process that has not begun to load."""
+        service = RankingService(limits, expected_models=models)
+        name = f"serve-{len(self.servings)}"
+        config = ServingConfig(node_id=name, store=self.store, dtype="float32", num_replicas=2)
+        agent = QUICK.model_copy(update={"models": models})
+        # It closes its registry when it leaves.
+        fleet = FleetRegistry(open_registry(self.fleet.registry.url))
+        node = ServingNode(fleet, service, config, agent, self._local(fleet, name) if local else None)
+        self.servings.append((node, service))
+        return node, service
+
+    async def until(self, node_id: str, is_so: Callable[[NodeRecord], bool]) -> NodeRecord:
+        """Waits until what a node announces is so."""
+        while True:
+            for node in await self.fleet.nodes():
+                if node.node_id == node_id and is_so(node):
+                    return node
+            await asyncio.sleep(LOOK_S)
+
+    async def until_state(self, node_id: str, model: str, version: int, state: str | None) -> NodeRecord:
+        """Waits until a node tells that a version is in a state; None: that it has it no more."""
+
+        def is_so(node: NodeRecord) -> bool:
+            report = node.report(model, version)
+            return (None if report is None else report.state) == state
+
+        return await self.until(node_id, is_so)
+
+    async def close(self) -> None:
+        for node, service in self.servings:
+            await node.leave()
+            await asyncio.to_thread(service.close)
+        for running in self.nodes.values():
+            await running.die()
+        await self.fleet.registry.close()
+
+    def _local(self, fleet: FleetRegistry, name: str) -> LocalRows:
+        topology = FleetRecord(num_shards=1, sharding="hash", replicate_bytes=0)
+        node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
+        config = NodeConfig(node_id=name, address="", store=self.store, replicate_bytes=0)
+
+        def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
+            plan = plan_by(topology, spec)
+            return plan.partition(0), plan.digest
+
+        return LocalRows(node, NodeActions(node, fleet, plan_of, config), lambda spec: plan_by(topology, spec))
+
+
+def plan_by(topology: FleetRecord, spec: ModelSpec) -> Plan:
+    """Who owns what in a fleet."""
+    return Plan.make(spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes)
+
+
+@asynccontextmanager
+async def agent_fleet(folder: Path, store: Path, shards: int = 2, replicas: int = 2) -> AsyncIterator[AgentFleet]:
+    """A fleet with its shard nodes, and without serving processes; a directory is its registry.
+
+    Args:
+        folder: for sockets and the registry; its path must be short.
+        store: where versions lie.
+        shards: of the fleet.
+        replicas: of each shard.
+    """
+    topology = FleetRecord(num_shards=shards, sharding="hash", replicate_bytes=0)
+    running = AgentFleet(folder, store, topology, FleetRegistry(open_registry(folder / "registry")))
+    try:
+        for shard in range(shards):
+            for replica in range(replicas):
+                await running.start_node(shard, replica)
+        yield running
+    finally:
+        await running.close()

@@ -1,0 +1,265 @@
+"""Agents in tests: a clock that is moved by hand, and actions that do what a test tells them to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loader.manifest import ModelSpec
+from loader.registry.opening import open_registry
+from loader.registry.records import NodeRecord, PublishedVersion, VersionReport, WantedModel
+from loader.registry.typed import FleetRegistry
+from router.plan import Plan
+from shard_node.agent import Agent, AgentConfig
+from shard_node.node import NodeIdentity, Partition, ShardNode
+from shard_node.node_agent import NodeActions, NodeConfig
+from shard_node.stagings import StagingConfig
+
+NEVER_S = 60.0
+PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
+
+
+class HandClock:
+    """Monotonic seconds that pass only when a test says so; who sleeps on it wakes up then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._sleepers: list[tuple[float, asyncio.Event]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, duration_s: float) -> None:
+        if duration_s <= 0:
+            await asyncio.sleep(0)
+            return
+        woken = asyncio.Event()
+        self._sleepers.append((self.now + duration_s, woken))
+        await woken.wait()
+
+    def advance(self, duration_s: float) -> None:
+        self.now += duration_s
+        for due, woken in self._sleepers:
+            if due <= self.now:
+                woken.set()
+        self._sleepers = [(due, woken) for due, woken in self._sleepers if due > self.now]
+
+
+@dataclass
+class ToldActions:
+    """Actions of a shard node that hold nothing but numbers. `gates` hold stagings up, `faults` make them fail."""
+
+    node_id: str = "shard-0-a"
+    ready: dict[tuple[str, int], VersionReport] = field(default_factory=dict)
+    gates: dict[tuple[str, int], asyncio.Event] = field(default_factory=dict)
+    faults: dict[tuple[str, int], list[BaseException]] = field(default_factory=dict)
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    cancelled: list[tuple[str, int]] = field(default_factory=list)
+    retired: list[tuple[str, int]] = field(default_factory=list)
+    settled: list[WantedModel] = field(default_factory=list)
+    settle_faults: dict[str, Exception] = field(default_factory=dict)
+    retire_gate: asyncio.Event | None = None
+
+    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+        return sorted(wanted.held_by(self.node_id), key=lambda version: (version != wanted.live, version))
+
+    def held(self) -> set[tuple[str, int]]:
+        return set(self.ready)
+
+    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+        key = (model, version)
+        self.begun.append(key)
+        tell(0.5)
+        try:
+            if (gate := self.gates.get(key)) is not None:
+                await gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(key)
+            raise
+        if self.faults.get(key):
+            raise self.faults[key].pop(0)
+        self.ready[key] = VersionReport(model=model, version=version, state="ready", progress=1.0, identity="i")
+
+    async def settle(self, wanted: WantedModel) -> bool:
+        if (fault := self.settle_faults.get(wanted.model)) is not None:
+            raise fault
+        self.settled.append(wanted)
+        return set(self.wanted_versions(wanted)) == {version for model, version in self.ready if model == wanted.model}
+
+    async def retire(self, model: str, version: int) -> None:
+        if self.retire_gate is not None:
+            await self.retire_gate.wait()
+        del self.ready[model, version]
+        self.retired.append((model, version))
+
+    def reports(self) -> Sequence[VersionReport]:
+        return list(self.ready.values())
+
+    def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
+        return NodeRecord(
+            node_id=self.node_id,
+            kind="shard",
+            process_id=1,
+            address="unix:/run/node.sock",
+            shard_index=0,
+            num_shards=1,
+            applied=dict(applied),
+            versions=tuple(reports),
+        )
+
+
+@dataclass
+class AgentUnderTest:
+    """An agent, and all that it works with."""
+
+    fleet: FleetRegistry
+    actions: ToldActions
+    clock: HandClock
+    agent: Agent
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Goes round until the condition holds. No time passes."""
+        async with asyncio.timeout(NEVER_S):
+            while True:
+                await self.agent.round()
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                if condition():
+                    return
+
+    async def pass_time(self, duration_s: float) -> None:
+        """Lets time pass, round by round."""
+        for _ in range(round(duration_s / 0.1)):
+            self.clock.advance(0.1)
+            await self.agent.round()
+            await asyncio.sleep(0)
+
+    async def record(self) -> NodeRecord | None:
+        """What it has announced."""
+        return next((one for one in await self.fleet.nodes() if one.node_id == self.actions.node_id), None)
+
+    async def report(self, model: str, version: int) -> VersionReport | None:
+        """What it has announced of a version."""
+        record = await self.record()
+        return None if record is None else record.report(model, version)
+
+    async def want(self, model: str, **changes: Any) -> WantedModel:
+        """Writes what is wanted."""
+
+        def change(now: WantedModel | None) -> WantedModel:
+            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
+
+        record = await self.fleet.update_wanted(model, change)
+        assert record is not None
+        return record
+
+
+@asynccontextmanager
+async def agent_on(
+    url: str, actions: ToldActions | None = None, config: AgentConfig = PROMPT
+) -> AsyncIterator[AgentUnderTest]:
+    """An agent on a real registry, whose own time is moved by hand."""
+    registry = open_registry(url)
+    fleet, clock, actions = FleetRegistry(registry), HandClock(), actions or ToldActions()
+    agent = Agent(fleet, actions, config, clock, clock.sleep, random.Random(7))
+    try:
+        yield AgentUnderTest(fleet, actions, clock, agent)
+    finally:
+        for gate in (*actions.gates.values(), actions.retire_gate):
+            if gate is not None:
+                gate.set()
+        await agent.close()
+        await registry.close()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a scenario, for a bounded time."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(NEVER_S):
+            await main
+
+    asyncio.run(bounded())
+
+
+def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
+    """A version's record."""
+    return PublishedVersion(
+        model=model, version=version, identity=identity, delta_base=version, last_delta=0, rows_bytes=0,
+        published_at=time.time(),
+    )  # fmt: skip
+
+
+SOON = AgentConfig(
+    poll_s=0.02, heartbeat_s=0.2, unannounce_grace_s=0.05, staging=StagingConfig(jitter_s=0.0, retry_first_s=0.02)
+)
+
+
+@dataclass
+class NodeUnderTest:
+    """A shard node without its socket whose agent runs."""
+
+    node: ShardNode
+    fleet: FleetRegistry
+    agent: Agent
+    actions: NodeActions
+
+    async def until(
+        self,
+        model: str,
+        version: int,
+        state: str | None,
+        holds: Callable[[VersionReport], bool] = lambda report: True,
+    ) -> VersionReport | None:
+        """Waits until it has announced a version in that state; None: until it tells of it no more."""
+        async with asyncio.timeout(NEVER_S):
+            while True:
+                records = [one for one in await self.fleet.nodes() if one.node_id == "node"]
+                report = records[0].report(model, version) if records else None
+                if records and (report.state if report else None) == state and (report is None or holds(report)):
+                    return report
+                await asyncio.sleep(0.01)
+
+    async def want(self, model: str, **changes: Any) -> WantedModel:
+        """Writes what is wanted."""
+
+        def change(now: WantedModel | None) -> WantedModel:
+            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
+
+        record = await self.fleet.update_wanted(model, change)
+        assert record is not None
+        return record
+
+
+@asynccontextmanager
+async def running_node(url: str, store: Path, **settings: Any) -> AsyncIterator[NodeUnderTest]:
+    """The only shard node of a fleet, called `node`. Settings are those of `NodeConfig`."""
+    registry = open_registry(url)
+    fleet = FleetRegistry(registry)
+    node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
+    config = NodeConfig(
+        node_id="node", address="unix:/run/node", store=store, replicate_bytes=0, stage_cpu_share=1.0, **settings
+    )
+    actions = NodeActions(node, fleet, plan_of, config)
+    agent = Agent(fleet, actions, SOON)
+    running = asyncio.create_task(agent.run())
+    try:
+        yield NodeUnderTest(node, fleet, agent, actions)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await actions.close()
+        await registry.close()
+        node.close()
+
+
+def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
+    """Of a fleet of one shard."""
+    plan = Plan.make(spec)
+    return plan.partition(0), plan.digest

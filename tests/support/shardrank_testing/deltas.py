@@ -1,0 +1,136 @@
+"""Deltas in tests: a published version, its loaded tables, and what rows are stored in them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.codecs import codec_for
+from loader.deltas.batch import DeltaBatch
+from loader.deltas.encoding import encode_rows
+from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
+from loader.publishing import register
+from loader.reader import Snapshot
+from loader.registry.registry import Registry
+from loader.registry.typed import FleetRegistry
+from loader.row_source import rows_of
+from loader.writer import export_snapshot
+from router.plan import Plan
+from shard_node.arena import row_bytes_of
+from shard_node.cpu_engine import CpuEngine
+from shard_node.delta_follower import DeltaFollower
+from shard_node.loading import load_tables
+from shard_node.node import LoadedTables
+
+MODEL = "fresh"
+
+
+def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), rows: int = 300) -> ModelSpec:
+    """One table per dtype, named after it, alternately in `hash` and `range` order, dims 4, 6, 8, …"""
+    tables = tuple(
+        TableSpec(
+            name=dtype,
+            num_embeddings=rows + 7 * number,
+            embedding_dim=4 + 2 * number,
+            feature_names=(f"f_{dtype}",),
+            dtype=dtype,
+            bucketing="hash" if number % 2 == 0 else "range",
+        )
+        for number, dtype in enumerate(dtypes)
+    )
+    return ModelSpec(
+        model=MODEL,
+        tables=tables,
+        features=tuple(FeatureSpec(name=table.feature_names[0], side="candidate") for table in tables),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+
+
+def export_state(
+    store: Path,
+    spec: ModelSpec,
+    state: dict[str, np.ndarray],
+    version: int,
+    last_delta: int | None = None,
+    delta_base: int | None = None,
+) -> Snapshot:
+    """A snapshot of these float32 rows."""
+    path = export_snapshot(
+        store,
+        spec,
+        rows={name: rows_of(rows) for name, rows in state.items()},
+        dense={"weight": torch.zeros(1)},
+        version=version,
+        last_delta=last_delta,
+        delta_base=delta_base,
+        rows_per_file=256,
+    )
+    return Snapshot.open(path)
+
+
+async def register_version(registry: Registry, snapshot: Snapshot) -> None:
+    """Puts a snapshot on record, as `shardrank publish` does."""
+    await register(FleetRegistry(registry), snapshot, clock=time.time)
+
+
+def load_version(snapshot: Snapshot, cards: int = 1, budget: int | None = None, shards: int = 1, shard: int = 0):
+    """Its tables on a node of so many cards; tables above `budget` bytes stay mapped."""
+    sharding = "table" if shards > 1 else "hash"
+    plan = Plan.make(snapshot.spec, num_shards=shards, sharding=sharding, cards_per_shard=cards, replicate_bytes=0)
+    return load_tables(snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=budget)
+
+
+def follow(registry: Registry, snapshot: Snapshot, tables: LoadedTables, **options) -> DeltaFollower:
+    """The follower of a version's tables."""
+    return DeltaFollower(
+        registry, snapshot.spec.model, snapshot.version, tables, *snapshot.manifest.delta_start, **options
+    )
+
+
+def stored_rows(engine: CpuEngine, table: str) -> npt.NDArray[np.uint8]:
+    """The bytes of all rows of a table as they lie in an engine's arenas, in row order; zeros where it has none."""
+    number = engine.layout.index[table]
+    spec = engine.layout.tables[number]
+    rows = np.arange(spec.num_embeddings, dtype=np.int64)
+    arena, slots = engine._placement.locate_rows(number, rows)
+    out = np.zeros((rows.size, row_bytes_of(spec.dtype, spec.embedding_dim)), np.uint8)
+    for index, one in enumerate(engine._arenas):
+        here = arena == index
+        if here.any():
+            out[here] = one._bytes[slots[here]]
+    return out
+
+
+def assert_stored(engine: CpuEngine, snapshot: Snapshot) -> None:
+    """Every row of an engine that holds all rows is, byte for byte, the snapshot's."""
+    for table in snapshot.spec.tables:
+        expected = snapshot.read_rows(table.name, 0, table.num_embeddings)
+        np.testing.assert_array_equal(stored_rows(engine, table.name), expected, err_msg=table.name)
+
+
+def make_batch(spec: ModelSpec, table: str, sequence: int, rows, values, **changes) -> DeltaBatch:
+    """A delta of a spec's table."""
+    one = next(one for one in spec.tables if one.name == table)
+    numbers, stored = encode_rows(one, rows, values)
+    fields = {
+        "model": spec.model,
+        "delta_base": 1,
+        "base_version": 1,
+        "sequence": sequence,
+        "published_at": 1000.0 + sequence,
+        "table": table,
+        "dtype": one.dtype,
+        "embedding_dim": one.embedding_dim,
+        "rows": numbers,
+        "stored": stored,
+    }
+    return DeltaBatch(**{**fields, **changes})
+
+
+def encoded(table: TableSpec, values: np.ndarray) -> npt.NDArray[np.uint8]:
+    """Rows as a table stores them."""
+    return codec_for(table.dtype, table.embedding_dim).encode(np.asarray(values, np.float32))
