@@ -1,46 +1,92 @@
-"""What training hands over, as files.
+"""What training hands over, as files and as streams, and what a fleet agrees on about it.
 
 Owns: the snapshot format (manifest, bucket order, row codecs, golden requests), its writer and reader, the store of
-versions, and the importers from checkpoints.
+versions, the importers from checkpoints, the registry of versions and nodes (`loader.registry`), rollouts
+(`loader.rollout`) and changed rows (`loader.deltas`).
 
-Must not know: who serves a snapshot. No sockets, no cards, no sharding plan, no ranking model, no request: it imports
-none of the other packages. It checks that golden requests fit the spec, not what a model answers to them.
+Must not know: who serves a snapshot. No cards, no sharding plan, no ranking model, no request, no socket but the
+registry's: it imports none of the other packages. It checks that golden requests fit the spec, not what a model
+answers to them, and moves versions without knowing what a node does with one.
 """
 
-from loader.checkpoint import Checkpoint, open_checkpoint
-from loader.checkpoint_match import match_checkpoint
-from loader.codecs import RowCodec, codec_for
-from loader.fingerprint import fingerprint_strings
-from loader.golden import GoldenRequests
-from loader.manifest import (
-    DenseInputs,
-    DenseModelSpec,
-    FeatureSpec,
-    HashMapping,
-    IdentityMapping,
-    Manifest,
-    ModelSpec,
-    TableSpec,
-    VocabularyMapping,
-)
-from loader.progress import Progress, no_progress
-from loader.reader import Snapshot
-from loader.row_source import (
-    ArrayRows,
-    IteratorRows,
-    RowSource,
-    SafetensorsRows,
-    TensorRows,
-    rows_from_blocks,
-    rows_of,
-)
-from loader.store import Store
-from loader.verify import VerifyReport, verify_snapshot
-from loader.writer import export_snapshot
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loader.checkpoint import Checkpoint, open_checkpoint
+    from loader.checkpoint_match import match_checkpoint
+    from loader.codecs import RowCodec, codec_for
+    from loader.deltas.publisher import DeltaPublisher
+    from loader.fingerprint import fingerprint_strings
+    from loader.golden import GoldenRequests
+    from loader.manifest import (
+        DenseInputs,
+        DenseModelSpec,
+        FeatureSpec,
+        HashMapping,
+        IdentityMapping,
+        Manifest,
+        ModelSpec,
+        TableSpec,
+        VocabularyMapping,
+    )
+    from loader.progress import Progress, no_progress
+    from loader.reader import Snapshot
+    from loader.row_source import (
+        ArrayRows,
+        IteratorRows,
+        RowSource,
+        SafetensorsRows,
+        TensorRows,
+        rows_from_blocks,
+        rows_of,
+    )
+    from loader.store import Store
+    from loader.verify import VerifyReport, verify_snapshot
+    from loader.writer import export_snapshot
+
+# Found when asked for: a coordinator needs no PyTorch, and importing that takes longer than all else that it does at a
+# start.
+_MODULE_OF = {
+    "Checkpoint": "loader.checkpoint",
+    "open_checkpoint": "loader.checkpoint",
+    "match_checkpoint": "loader.checkpoint_match",
+    "RowCodec": "loader.codecs",
+    "codec_for": "loader.codecs",
+    "DeltaPublisher": "loader.deltas.publisher",
+    "fingerprint_strings": "loader.fingerprint",
+    "GoldenRequests": "loader.golden",
+    "DenseInputs": "loader.manifest",
+    "DenseModelSpec": "loader.manifest",
+    "FeatureSpec": "loader.manifest",
+    "HashMapping": "loader.manifest",
+    "IdentityMapping": "loader.manifest",
+    "Manifest": "loader.manifest",
+    "ModelSpec": "loader.manifest",
+    "TableSpec": "loader.manifest",
+    "VocabularyMapping": "loader.manifest",
+    "Progress": "loader.progress",
+    "no_progress": "loader.progress",
+    "Snapshot": "loader.reader",
+    "ArrayRows": "loader.row_source",
+    "IteratorRows": "loader.row_source",
+    "RowSource": "loader.row_source",
+    "SafetensorsRows": "loader.row_source",
+    "TensorRows": "loader.row_source",
+    "rows_from_blocks": "loader.row_source",
+    "rows_of": "loader.row_source",
+    "Store": "loader.store",
+    "VerifyReport": "loader.verify",
+    "verify_snapshot": "loader.verify",
+    "export_snapshot": "loader.writer",
+}
 
 __all__ = [
     "ArrayRows",
     "Checkpoint",
+    "DeltaPublisher",
     "DenseInputs",
     "DenseModelSpec",
     "FeatureSpec",
@@ -70,3 +116,14 @@ __all__ = [
     "rows_of",
     "verify_snapshot",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

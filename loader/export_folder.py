@@ -25,11 +25,12 @@ from typing import IO
 
 from pydantic import ValidationError
 
+from loader.durable import fsync_path
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError
 from loader.manifest import FileEntry
 from loader.progress import Progress
 from loader.store import WORK_FOLDER_PREFIX
-from loader.tensor_files import fsync_path, hash_file
+from loader.tensor_files import hash_file
 
 _log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from loader.durable import fsync_path
 from loader.registry.keys import delta_stream, rollout_key
 from loader.registry.records import PublishedVersion, WantedModel
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import decode_rollout
 from loader.store import Store
-from loader.tensor_files import fsync_path
 
 logger = logging.getLogger(__name__)
 

@@ -209,12 +209,3 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) 
             digest.update(view[:count])
             on_bytes(count)
     return digest.hexdigest()
-
-
-def fsync_path(path: Path) -> None:
-    """Makes a file's bytes, or a folder's entries, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -220,12 +220,18 @@ class ServingActions:
             kind="serving",
             process_id=os.getpid(),
             address=self.address,
+            num_shards=None if self._local is not None else self._num_shards(),
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=self._available_bytes(),
             applied=dict(applied),
             live=self._service.versions.live_versions(),
             versions=tuple(reports),
         )
+
+    def _num_shards(self) -> int:
+        """Where rows are on shard nodes this is a number, if only to say so before any of them was seen."""
+        topology = self._directory.topology()
+        return 1 if topology is None else topology.num_shards
 
     async def _topology(self, model: str, version: int) -> FleetRecord:
         """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""

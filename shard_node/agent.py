@@ -257,8 +257,7 @@ class Agent:
         if self._has_left:
             return
         record = self._actions.record(self._reports(), dict(self._applied))
-        if self._leaving:
-            record = record.model_copy(update={"draining": True})
+        record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
         states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
         news = (states, record.applied, record.live, record.draining)
         now = self._clock()

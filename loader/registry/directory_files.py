@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from loader.durable import fsync_path
 from loader.errors import RegistryUnavailableError
-from loader.tensor_files import fsync_path
 
 VALUE_SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""

@@ -15,10 +15,10 @@ import os
 from pathlib import Path
 from typing import Final
 
+from loader.durable import fsync_path
 from loader.errors import RegistryRecordError, StreamSequenceError
 from loader.registry.directory_files import Area, file_of, read_file
 from loader.registry.registry import StreamBounds, StreamEntry
-from loader.tensor_files import fsync_path
 
 ENTRIES_PER_BLOCK: Final = 256
 

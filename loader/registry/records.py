@@ -151,8 +151,10 @@ class NodeRecord(Record):
         process_id: the process; another one has begun to count anew.
         address: where it is asked; a shard node's wire address, a serving process' HTTP address.
         shard_index: shard nodes only.
-        num_shards, sharding, replicate_bytes, num_cards: likewise.
+        num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
+        sharding, replicate_bytes, num_cards: shard nodes only.
         memory_total_bytes, memory_available_bytes: of the machine, or of the process' own limit.
+        models: the only models that it is for; None for all.
         draining: it is about to end and wants no new requests.
         applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
         live: by model, the version that it answers with; serving processes only.
@@ -170,10 +172,15 @@ class NodeRecord(Record):
     num_cards: int | None = None
     memory_total_bytes: int = 0
     memory_available_bytes: int = 0
+    models: tuple[Name, ...] | None = None
     draining: bool = False
     applied: dict[str, int] = Field(default_factory=dict)
     live: dict[str, int] = Field(default_factory=dict)
     versions: tuple[VersionReport, ...] = ()
+
+    def is_for(self, model: str) -> bool:
+        """Whether it takes part in what happens to a model."""
+        return self.models is None or model in self.models
 
     def report(self, model: str, version: int) -> VersionReport | None:
         """What it tells of a version; None if it does not have it."""

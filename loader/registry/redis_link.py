@@ -94,6 +94,17 @@ class RedisLink:
             self._loop = loop
         elif self._loop is not loop:
             raise RuntimeError(f"registry {self._url.name} belongs to another event loop: open one for each")
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
+        try:
+            return await self._answer(send, repeatable)
+        finally:
+            # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
+            # it waits for is done by then. Whoever cancelled would wait for ever.
+            if task is not None and task.cancelling() > cancels:
+                raise asyncio.CancelledError
+
+    async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 answer = await self._send(send, repeatable)

@@ -123,7 +123,7 @@ class Coordinator:
                 runner = self._runners.get(model)
                 if runner is None:
                     runner = self._runners[model] = StepRunner(self._fleet, self._config, self._clock)
-                moved = await runner.move(on_record, wanted, view)
+                moved = await runner.move(on_record, wanted, view.for_model(model))
             if moved is not None:
                 self._rollouts[model] = moved
         except RegistryConflictError as error:

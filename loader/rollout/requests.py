@@ -52,15 +52,14 @@ async def start_rollout(
         model: whose live version is replaced.
         version: the published version that replaces it.
         canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
-        bake_s: how long it is held against the live version, in seconds; without one there is no bake.
+        bake_s: seconds for which it is held against the live version, if there is one.
         strategy: `beside`, or `by-replica` where no shard node can hold two versions.
         guards: what the comparison allows; None for the defaults.
         clock: seconds since the epoch.
         rollout_id: 32 random hexadecimal digits.
 
     Raises:
-        RolloutError: one is running, the version is not published or is live already, no nodes are there, or the
-            strategy can't be carried out; the message says which.
+        RolloutError: one is running, or this one can't be carried out; the message says why.
         RegistryError: the registry does not answer, or a record can't be read.
     """
     # First the rollout, then what is wanted: while the first is not running nobody changes the second.
@@ -74,7 +73,7 @@ async def start_rollout(
         versions = [record.version for record in await fleet.versions(model)]
         raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
     wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet())
+    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
     _check_nodes(view, model, wanted)
     live = wanted.live if wanted is not None else None
     if live == version:

@@ -30,6 +30,11 @@ class FleetView:
         told = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
         return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
 
+    def for_model(self, model: str) -> FleetView:
+        """Without the nodes that are for other models."""
+        nodes = tuple(node for node in self.nodes if node.is_for(model))
+        return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
+
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
         """Shard nodes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)

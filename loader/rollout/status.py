@@ -122,7 +122,7 @@ async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
     """
     on_record = await read_rollout(fleet, model)
     wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet())
+    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
     return status_of(model, on_record.rollout if on_record is not None else None, wanted, view)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.golden import GoldenRequests
+from loader.manifest_file import MANIFEST_NAME
 from loader.progress import Progress, no_progress
 from loader.publishing import publish
+from loader.registry.records import PublishedVersion
 from loadtest.drill.broken_report import Attempt, BrokenReport, Refusal, make_broken_report
 from loadtest.drill.damage import (
     DamageKind,
@@ -91,7 +94,7 @@ async def run_broken_drill(
         load = await stack.enter_async_context(running_load(fleet.load_config(folder / "broken.answers")))
         await asyncio.sleep(config.warmup_s)
         in_files = config.truncations + config.bit_flips
-        course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + len(_forgeries(fleet)) + 3)
+        course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(_forgeries(fleet)) + 3)
         means = await _full_disk(course, folder)
         await _damaged_before(config, course)
         load.check()
@@ -207,8 +210,26 @@ async def _wrong_golden_scores(course: _Course) -> None:
 
 
 async def _forged(course: _Course, what: str, forge: Callable[[Path], None]) -> None:
-    snapshot = await asyncio.to_thread(_export, course.fleet)
+    """Handed over by training, and then put on record without the checks of `publish`: nodes check for themselves."""
+    fleet = course.fleet
+    snapshot = await asyncio.to_thread(_export, fleet)
     forge(snapshot)
-    refused_by, reason = await _try(course.fleet, snapshot)
+    refused_by, reason = await _try(fleet, snapshot)
     course.add(what, what, refused_by, reason)
     await asyncio.to_thread(shutil.rmtree, snapshot)
+    source = await asyncio.to_thread(_export, fleet)
+    published = await publish(fleet.registry, source, fleet.store, clock=time.time)
+    shutil.rmtree(published.folder)
+    forge(source)
+    source.rename(published.folder)
+    await _put_on_record(fleet, published.record, published.folder)
+    refused_by, reason = await _roll_out(fleet, published.record.version)
+    course.add(f"{what}, on record unchecked", what, refused_by, reason)
+
+
+async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: Path) -> None:
+    """Makes the record of a version that of the snapshot which lies there now."""
+    await fleet.registry.drop_version(record.model, record.version)
+    identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
+    await fleet.registry.put_spec(record.model, record.version, fleet.writer.spec.model_dump_json())
+    await fleet.registry.put_version(record.model_copy(update={"identity": identity}))

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 
 BYTES_PER_MB = 1e6
+MIN_SAMPLES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,13 @@ def sample_memory(after_swaps: int, process_ids: Mapping[str, int]) -> MemorySam
     )
 
 
-def slope_mb_per_swap(samples: Sequence[MemorySample]) -> float:
-    """How much the sum of all processes' RSS grows from swap to swap: least squares; 0 for fewer than two samples."""
-    if len(samples) < 2:
-        return 0.0
+def slope_mb_per_swap(samples: Sequence[MemorySample]) -> float | None:
+    """How much the sum of all processes' RSS grows from swap to swap, by least squares.
+
+    None for fewer than `MIN_SAMPLES`: over a few swaps, what an allocator keeps for later looks like growth.
+    """
+    if len(samples) < MIN_SAMPLES:
+        return None
     swaps = np.array([one.after_swaps for one in samples], np.float64)
     totals = np.array([one.total_rss_mb for one in samples])
     return float(np.polyfit(swaps, totals, 1)[0])

@@ -262,7 +262,12 @@ async def oracle_fleet(
 
         progress("starting processes", 0, total)
         local = await stack.enter_async_context(running_fleet(_fleet_config(config, store, registry), on_ready))
-        yield OracleFleet(config, local, store, folder / "source", writer, redis)
+        try:
+            yield OracleFleet(config, local, store, folder / "source", writer, redis)
+        finally:
+            # The fleet removes its own when it ends.
+            for log in local.supervisor.run_directory.glob("*.log"):
+                shutil.copy(log, folder)
 
 
 def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> FleetConfig:

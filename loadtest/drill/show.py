@@ -25,7 +25,7 @@ def show_swap(console: Console, report: SwapReport) -> None:
         ("time of a swap, median and longest", f"{_seconds(report.swap_s_median)}, {_seconds(report.swap_s_max)}"),
         ("memory (RSS) before, after", f"{report.rss_mb_before:.0f} MB, {report.rss_mb_after:.0f} MB"),
         ("memory (USS) before, after", f"{report.uss_mb_before:.0f} MB, {report.uss_mb_after:.0f} MB"),
-        ("growth per swap; rows of a version", f"{report.rss_mb_per_swap:.3f} MB; {report.rows_mb:.1f} MB"),
+        ("growth per swap; rows of a version", f"{_mb(report.rss_mb_per_swap)}; {_mb(report.rows_mb)}"),
     ]
     _facts(console, "swap drill", rows)
     _end(console, report.problems, report.details)
@@ -98,6 +98,10 @@ def _counts(report: SwapReport) -> str:
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} ms"
+
+
+def _mb(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} MB"
 
 
 def _seconds(value: float | None) -> str:

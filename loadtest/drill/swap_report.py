@@ -58,7 +58,7 @@ class SwapReport(BaseModel):
         load_lag_p99_ms: how late the load itself sent requests; it is part of every latency.
         by_api: answers, failures and both p99 of each API and method.
         uss_mb_before, uss_mb_after: as rss_mb, shared pages not counted.
-        rss_mb_per_swap: slope of the sum of RSS over the swaps after the warm-up, by least squares.
+        rss_mb_per_swap: slope of the sum of RSS over the swaps after the warm-up, by least squares; None for few swaps.
         rss_mb_by_process: first and last sample of each process.
         swap_s_median, swap_s_max: how long rollouts took.
         rows_mb: of one copy of one version.
@@ -92,7 +92,7 @@ class SwapReport(BaseModel):
     by_api: dict[str, dict[str, float | int | None]]
     uss_mb_before: float
     uss_mb_after: float
-    rss_mb_per_swap: float
+    rss_mb_per_swap: float | None
     rss_mb_by_process: dict[str, tuple[float, float]]
     swap_s_median: float | None
     swap_s_max: float | None
@@ -239,7 +239,7 @@ def _problems(report: SwapReport, max_ratio_p99: float) -> list[str]:
     elif report.ratio_p99 > max_ratio_p99:
         found.append(f"p99 during swaps is {report.ratio_p99:.2f} times the steady one, allowed is {max_ratio_p99:g}")
     # A version that is not freed adds its rows, once for each replica, with every swap.
-    if report.rss_mb_per_swap > report.rows_mb / 2:
+    if report.rss_mb_per_swap is not None and report.rss_mb_per_swap > report.rows_mb / 2:
         found.append(
             f"memory grows by {report.rss_mb_per_swap:.2f} MB with every swap; one version has {report.rows_mb:.2f} MB"
         )

@@ -71,10 +71,8 @@ def test_every_service_of_the_compose_file_is_a_command_of_this_release():
             assert one["advertise"] == f"{services[name]['hostname']}:7000"
 
 
-def test_the_tools_of_the_compose_file_are_commands_of_this_release():
-    parse_command_line(
-        [*compose()["services"]["publish"]["entrypoint"][1:], "/models/incoming/films/3", "--store", "/models"]
-    )
+def test_the_tools_of_the_compose_file_are_commands_of_this_release(tmp_path):
+    parse_command_line([*compose()["services"]["publish"]["entrypoint"][1:], str(tmp_path), "--store", "/models"])
     parse_command_line([*compose()["services"]["rollout"]["entrypoint"][1:], "start", "films", "3"])
 
 

@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 
 from loader import export_folder
 from loader.checkpoint import open_checkpoint
+from loader.durable import fsync_path
 from loader.errors import ExportError
 from loader.reader import Snapshot
 from loader.row_source import SafetensorsRows, rows_from_blocks, rows_of
 from loader.store import Store
-from loader.tensor_files import fsync_path
 from loader.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
 

@@ -97,7 +97,7 @@ class World:
 
 
 @given(st.lists(STEPS, max_size=20))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_after_any_interleaving_the_bytes_are_those_of_a_fresh_export(steps):
     async def scenario(folder: Path) -> None:
         world = World(folder)

@@ -95,11 +95,15 @@ def test_a_writer_that_is_killed_again_and_again_leaves_nothing_half_done(url):
 
     for _ in range(20):
         process, told = start_writer(write_until_killed, url)
-        assert told.poll(WAIT_S)
-        process.join(moments.uniform(0.0, 0.05))
+        heard = []
+        for _ in range(moments.randint(6, 24)):
+            assert told.poll(WAIT_S)
+            heard.append(told.recv())
+        # Into whatever it does now, not always the moment after it told something.
+        process.join(moments.uniform(0.0, 0.003))
         process.kill()
         process.join(WAIT_S)
-        heard = everything_told(told)
+        heard += everything_told(told)
         put = max([put, *(number for what, number in heard if what == "is put")])
         appended = max([appended, *(number for what, number in heard if what == "is appended")])
         value, last = with_open(url, look)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loader.registry.records import FleetRecord, NodeRecord, VersionReport
@@ -186,3 +188,12 @@ def test_a_node_that_said_it_would_go_is_not_missed_and_a_clock_set_back_begins_
     assert (view.missing, view.num_shards) == ((), 2)
     view = roster.observe((), None, 5.0)
     assert (view.missing, view.settled, view.num_shards) == ((), False, None)
+
+
+def test_a_node_for_other_models_only_holds_up_no_rollout():
+    mine = NodeRecord(node_id="a", kind="shard", process_id=1, address="a:1", num_shards=1, models=("films",))
+    other = NodeRecord(node_id="b", kind="shard", process_id=2, address="b:1", num_shards=1, models=("books",))
+    every = NodeRecord(node_id="c", kind="serving", process_id=3, address="c:1")
+    view = replace(FleetView.of([mine, other, every], None), missing=(other,)).for_model("films")
+    assert [node.node_id for node in view.nodes] == ["a", "c"]
+    assert (view.missing, view.num_shards) == ((), 1)

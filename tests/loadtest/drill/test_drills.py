@@ -60,10 +60,12 @@ def test_broken_snapshots_are_refused_and_the_old_version_serves_on(tmp_path: Pa
     )
     report = asyncio.run(run_broken_drill(config, tmp_path))
     assert report.problems == ()
-    assert report.tried == report.refused == 5 + 20 + 2 + 6 + 1 + 2
+    assert report.tried == report.refused == 5 + 20 + 2 + 12 + 1 + 2
     assert report.groups["wrong golden scores"].refused_by_rollout == 1
     assert report.groups["bit flipped in the store"].refused_by_rollout == 1
     assert report.groups["bit flipped before publishing"].refused_by_publish == 20
+    unchecked = [group for name, group in report.groups.items() if name.endswith("on record unchecked")]
+    assert [group.refused_by_rollout for group in unchecked] == [1] * 6
     assert report.control_went_live
 
 

@@ -118,31 +118,32 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def test_the_fleet_of_the_deploy_page_serves(tmp_path: Path) -> None:
+def test_the_fleet_of_the_deploy_page_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         version = train_version(small_interactions(num_ratings=2000), tmp_path / "models", seed=0, epochs=1)
     assert version.folder.name == "3"
-    fleet = commands((ROOT / "deploy/README.md").read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDRANK_REGISTRY", str(tmp_path / "registry"))
     ports = dict(zip(("7000", "7001", "7002"), map(str, free_ports(3)), strict=True))
-
-    def here(command: list[str]) -> list[str]:
-        parts = [re.sub(r"700[0-2]", lambda port: ports[port[0]], part) for part in command[1:]]
-        return [str(tmp_path / "models") if part == "models" else part for part in parts]
-
-    *nodes, serve = map(here, fleet)
+    page = (ROOT / "deploy/README.md").read_text(encoding="utf-8")
+    *fleet, publish, rollout = [
+        [re.sub(r"700[0-2]", lambda port: ports[port[0]], part) for part in command[1:]] for command in commands(page)
+    ]
+    (serve,) = [command for command in fleet if command[0] == "serve"]
+    # Not the fixed ports of a real fleet, nor all interfaces.
+    serve[serve.index("--host") + 1] = "127.0.0.1"
+    http_port, grpc_port = free_ports(2)
+    serve += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     with ExitStack() as stack:
-        for node in nodes:
-            stack.enter_context(running(*node))
-        arguments = list(serve)
-        # Not the fixed ports of a real fleet, nor all interfaces.
-        arguments[arguments.index("--host") + 1] = "127.0.0.1"
-        program = stack.enter_context(running(*arguments, "--http-port", "0", "--grpc-port", "0"))
-        url = program.read_until(r"(http://127.0.0.1:\d+)")[1]
+        programs = {command[0]: stack.enter_context(running(*command)) for command in fleet}
+        for command in (publish, rollout):
+            subprocess.run([sys.executable, "-m", "serving.cli", *command], check=True, timeout=60)
         document = {
             "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
             "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
         }
-        answer = httpx.post(f"{url}/v1/models/films:rank", json=document, timeout=20)
+        url = f"http://127.0.0.1:{http_port}/v1/models/films:rank"
+        answer = httpx.post(url, json=document, timeout=20)
         assert answer.status_code == 200
         assert answer.json()["version"] == 3
-        assert program.stop() == 0
+        assert programs["serve"].stop() == 0

@@ -140,6 +140,21 @@ class AgentUnderTest:
             await self.agent.round()
             await asyncio.sleep(0)
 
+    async def told(self, model: str, version: int, state: str | None) -> VersionReport | None:
+        """Goes round until it has announced a version in that state; None: until it tells of it no more."""
+        async with asyncio.timeout(NEVER_S):
+            while True:
+                await self.until(lambda: True)
+                report = await self.report(model, version)
+                if (report.state if report else None) == state:
+                    return report
+
+    async def pass_time_until(self, condition: Callable[[], bool]) -> None:
+        """Lets as much time pass as it takes."""
+        async with asyncio.timeout(NEVER_S):
+            while not condition():
+                await self.pass_time(0.1)
+
     async def record(self) -> NodeRecord | None:
         """What it has announced."""
         return next((one for one in await self.fleet.nodes() if one.node_id == self.actions.node_id), None)
