@@ -51,8 +51,10 @@ class Wish:
         return checked
 
 
-async def in_background(work: Callable[[Wish], Result], name: str, free: Callable[[Result], None]) -> Result:
-    """Runs `work` in a thread of its own with a lowered priority.
+async def in_background(
+    work: Callable[[Wish], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
+) -> Result:
+    """Runs `work` in a thread of its own.
 
     When the caller is cancelled, the work is called off, and this ends only once the work has; a result that came
     nevertheless is given to `free`.
@@ -61,6 +63,9 @@ async def in_background(work: Callable[[Wish], Result], name: str, free: Callabl
         work: looks at the wish now and then.
         name: of the thread.
         free: of a result that nobody takes.
+        low_priority: lower the thread's priority. Right for work that copies and hashes without the interpreter's lock;
+            wrong for work in Python: where cores are busy, a thread of low priority that has the lock is kept waiting
+            with it, and every request of the process with that thread.
 
     Raises:
         Exception: as `work`.
@@ -70,7 +75,8 @@ async def in_background(work: Callable[[Wish], Result], name: str, free: Callabl
     wish = Wish()
 
     def run() -> None:
-        lower_own_priority()
+        if low_priority:
+            lower_own_priority()
         try:
             result = work(wish)
         except BaseException as error:

@@ -253,7 +253,9 @@ class ServingActions:
         start_thread = _started_on(asyncio.get_running_loop())
         work = partial(self._load_now, published, topology, tell, start_thread)
         began = time.monotonic()
-        served = await in_background(work, f"load-{published.model}-{published.version}", _close_beside)
+        served = await in_background(
+            work, f"load-{published.model}-{published.version}", _close_beside, low_priority=False
+        )
         try:
             self._service.install_staged(served)
         except BaseException:

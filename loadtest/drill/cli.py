@@ -131,6 +131,13 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
     multiple=True,
     help="What is killed; repeatable. redis-emptied comes back without its data. Default: all that there is.",
 )
+@click.option(
+    "--max-kill-delay-s",
+    type=click.FloatRange(0, 60),
+    metavar="S",
+    help="Kill at a random moment up to so long after a step is on record. Default: 0.3.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of these moments.")
 @click.option("--step", "only_steps", multiple=True, metavar="NAME", help="Only in this step; repeatable.")
 @click.pass_context
 def crash(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ class CrashDrillConfig(OracleFleetConfig):
         courses: kinds of rollouts that are interrupted.
         victims: what is killed; None for the three kinds of processes, and Redis if it is the registry.
         only_steps: only at these steps; empty for all.
+        max_kill_delay_s: the kill comes at a random moment up to so long after a step was seen on record: before what
+            it wants is written, or while nodes are at it.
+        seed: of these moments.
         redis_down_s: how long a killed Redis stays away.
         restart_timeout_s: a process that is not started again by then ends the drill.
         give_up_s: how long a fleet is waited for after a restart. More than 10 s, to tell how late it was.
@@ -43,10 +47,12 @@ class CrashDrillConfig(OracleFleetConfig):
 
     workers: int = Field(default=2, ge=1, le=64)
     rate: float = Field(default=100.0, gt=0, le=100_000)
-    step_delay_s: float = Field(default=0.25, gt=0, le=60)
+    step_delay_s: float = Field(default=0.15, gt=0, le=60)
     courses: tuple[Course, ...] = COURSES
     victims: tuple[Victim, ...] | None = None
     only_steps: tuple[str, ...] = ()
+    max_kill_delay_s: float = Field(default=0.3, ge=0, le=60)
+    seed: int = 0
     redis_down_s: float = Field(default=2.0, ge=0, le=60)
     restart_timeout_s: float = Field(default=30.0, gt=0)
     give_up_s: float = Field(default=4 * MAX_SETTLE_S, gt=0)
@@ -95,9 +101,10 @@ async def run_crash_drill(
         cases = config.cases([n for n in names if n.startswith("shard-")], [n for n in names if n.startswith("serve-")])
         await asyncio.sleep(config.warmup_s)
         courses: list[CrashCourse] = []
+        draw = random.Random(config.seed)
         for number, case in enumerate(cases):
             progress("kills", number, len(cases))
-            courses.append(await _run_case(config, fleet, case))
+            courses.append(await _run_case(config, fleet, case, config.max_kill_delay_s * draw.random()))
             load.check()
             if courses[-1].settled_at is None:
                 # What a further kill would find says nothing about that kill.
@@ -110,13 +117,15 @@ async def run_crash_drill(
         return make_crash_report(courses, answers, {**shape, "details": tuple(load.details())})
 
 
-async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -> CrashCourse:
+async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashCourse:
     live = await fleet.live_version()
     version = live
     if case.step:
         version = await fleet.publish_next(differs_from=live)
         await _begin_rollout(fleet, case, version)
         await _until_step(config, fleet, case)
+    seen_at = time.monotonic()
+    await asyncio.sleep(delay_s)
     killed_at = time.monotonic()
     await _kill(config, fleet, case)
     restarted_at = time.monotonic()
@@ -127,6 +136,7 @@ async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCas
     rollout = await fleet.rollout()
     return CrashCourse(
         case=case,
+        after_s=killed_at - seen_at,
         killed_at=killed_at,
         restarted_at=restarted_at,
         settled_at=settled_at,

@@ -24,6 +24,7 @@ class CrashCourse:
 
     Attributes:
         case: what was killed, and when.
+        after_s: how long after the step was seen on record.
         killed_at, restarted_at: when it was killed, and when its successor was started.
         settled_at: when the fleet was exactly in one version again; None if that did not come about.
         watched_until: the end of a time after that in which all answers must be of that version.
@@ -34,6 +35,7 @@ class CrashCourse:
     """
 
     case: CrashCase
+    after_s: float
     killed_at: float
     restarted_at: float
     settled_at: float | None
@@ -50,6 +52,7 @@ class CrashResult(BaseModel):
 
     Attributes:
         course, step, victim, process: of `CrashCase`.
+        after_s: from when the step was seen on record to the kill.
         ended_in: `old` or `new` version, or `neither`.
         rollout: how the rollout ended; "" without one.
         restart_s: from the kill to the start of the successor.
@@ -65,6 +68,7 @@ class CrashResult(BaseModel):
     step: str
     victim: str
     process: str
+    after_s: float
     ended_in: str
     rollout: str
     restart_s: float
@@ -136,12 +140,14 @@ def crash_result(course: CrashCourse, answers: Answers) -> CrashResult:
         settled_s = course.settled_at - course.restarted_at
         after = own[(own["intended"] >= course.settled_at) & (own["kind"] == Kind.OK)]
         stale = int((after["version"] != course.live_version).sum())
-    ended_in = {course.from_version: "old", course.to_version: "new"}.get(course.live_version, "neither")
+    # Without a rollout there is one version, the old one.
+    ended_in = {course.to_version: "new", course.from_version: "old"}.get(course.live_version, "neither")
     return CrashResult(
         course=course.case.course,
         step=course.case.step,
         victim=course.case.victim,
         process=course.case.child,
+        after_s=course.after_s,
         ended_in="neither" if settled_s is None else ended_in,
         rollout=course.rollout_state,
         restart_s=course.restarted_at - course.killed_at,

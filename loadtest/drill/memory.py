@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 
 BYTES_PER_MB = 1e6
-MIN_SAMPLES = 10
+MIN_SAMPLES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,13 @@ def sample_memory(after_swaps: int, process_ids: Mapping[str, int]) -> MemorySam
 
 
 def slope_mb_per_swap(samples: Sequence[MemorySample]) -> float | None:
-    """How much the sum of all processes' RSS grows from swap to swap, by least squares.
+    """How much the sum of all processes' RSS grows from swap to swap: least squares over the later half of the samples.
 
-    None for fewer than `MIN_SAMPLES`: over a few swaps, what an allocator keeps for later looks like growth.
+    In the first swaps of a process its allocator grows to what a swap needs. None for fewer than `MIN_SAMPLES`.
     """
     if len(samples) < MIN_SAMPLES:
         return None
-    swaps = np.array([one.after_swaps for one in samples], np.float64)
-    totals = np.array([one.total_rss_mb for one in samples])
+    later = samples[len(samples) // 2 :]
+    swaps = np.array([one.after_swaps for one in later], np.float64)
+    totals = np.array([one.total_rss_mb for one in later])
     return float(np.polyfit(swaps, totals, 1)[0])

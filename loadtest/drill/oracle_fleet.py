@@ -34,6 +34,7 @@ from loadtest.drill.redis_process import RedisProcess, running_redis
 from loadtest.drill.settled import unsettled
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import LocalFleet, running_fleet
+from serving.fleet.supervisor import SupervisionConfig
 
 RegistryKind = Literal["directory", "redis"]
 POLL_S = 0.1
@@ -284,6 +285,8 @@ def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> Flee
         replicate_bytes=REPLICATE_BYTES,
         http_port=0,
         grpc_port=0,
+        # What is killed again and again on purpose shall not be taken for a process that can't live.
+        supervision=SupervisionConfig(ready_timeout_s=config.ready_timeout_s, healthy_after_s=1.0),
         # Scores are compared to a hundred-thousandth.
         serve_arguments=("--dtype", "float32"),
         coordinator_arguments=delay,

@@ -56,6 +56,7 @@ def test_redis_is_killed_only_where_it_is_the_registry():
 
 def course(case: CrashCase, **change: Any) -> CrashCourse:
     settled: dict[str, Any] = {
+        "after_s": 0.1,
         "killed_at": 10.0,
         "restarted_at": 10.5,
         "settled_at": 14.0,
@@ -103,6 +104,8 @@ def test_a_fleet_that_is_late_or_in_neither_version_is_a_problem():
     assert never.problems == (
         "beside, step flip, shard-0-0 killed: ended neither in the old nor in the new version: serve-0: has nothing",
     )
+    idle = report_of(course(CrashCase("idle", "", "shard-node", "shard-0-0"), to_version=1, live_version=1), version=1)
+    assert idle.ended_old == 1
     third = report_of(course(SHARD_NODE, live_version=7), version=7)
     assert third.ended_neither == 1
 
