@@ -14,6 +14,7 @@ import uvloop
 from pydantic import Field
 
 from loader.manifest import Frozen
+from loader.settled_heap import settle_heap
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.grpc_api.server import GrpcServer
 from serving.http.server import HttpServer
@@ -124,6 +125,7 @@ async def serve(
             on_listening(listening)
             try:
                 await load()
+                settle_heap()
                 if probe_port is None:
                     await service.watch.refresh()
                 else:

@@ -105,6 +105,7 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
 async def _program(config: RegisteredNodeConfig, node: ShardNode) -> None:
     from loader.registry.opening import open_registry
     from loader.registry.typed import FleetRegistry
+    from loader.settled_heap import settle_heap
     from shard_node.agent import Agent, AgentConfig
     from shard_node.node_agent import NodeActions
     from shard_node.server import NodeServer, ServerLimits
@@ -121,6 +122,7 @@ async def _program(config: RegisteredNodeConfig, node: ShardNode) -> None:
         await _join(fleet, config)
         actions = NodeActions(node, fleet, _plan_of(config), _node_config(config, server.addresses))
         agent = Agent(fleet, actions, AgentConfig(models=config.models or None))
+        settle_heap()
         await _serve(agent, actions, server.drain)
     finally:
         await server.close()

@@ -253,6 +253,7 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
     import torch
     import uvloop
 
+    from loader.settled_heap import settle_heap
     from serving.cli.registered_node import DRAIN_TIMEOUT_S
     from serving.fleet.signals import StopRequestedError, run_until_signalled
     from shard_node.server import NodeServer
@@ -265,6 +266,7 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
         server = NodeServer(node, _limits(node, threads))
         try:
             await server.start(addresses)
+            settle_heap()
             for address in server.addresses:
                 click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
             await asyncio.Event().wait()
