@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loader.errors import ShardrankError
 from loader.pace import lower_own_priority
@@ -90,14 +90,17 @@ async def in_background(
         return await asyncio.shield(done)
     except asyncio.CancelledError:
         wish.call_off()
-        await _ended(done)
+        await ended(done)
         if not done.cancelled() and done.exception() is None:
             free(done.result())
         raise
 
 
-async def _ended(done: asyncio.Future[Result]) -> None:
-    """Waits for it, however often the waiting itself is cancelled."""
+async def ended(done: asyncio.Future[Any]) -> None:
+    """Waits until it is done, however often the waiting itself is cancelled; looks at no result.
+
+    Whoever calls something off may say so again and again, and what lets go of memory must come to its end.
+    """
     while not done.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([done])

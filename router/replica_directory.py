@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from pydantic import ValidationError
+
 from loader.registry.records import FleetRecord, NodeRecord
 from shard_node.address import Address
 from shard_node.errors import AddressError
@@ -32,6 +34,8 @@ class _View:
 @dataclass(slots=True)
 class _Known:
     record: NodeRecord
+    address: Address
+    topology: FleetRecord | None
     missing_since: float | None = None
 
 
@@ -52,20 +56,35 @@ class ReplicaDirectory:
         self._forget_after_s = forget_after_s
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
+        self._unusable: dict[str, str] = {}
         self._view = _View(0, {}, None)
 
     def update(self, nodes: Iterable[NodeRecord]) -> None:
-        """Takes in the whole list of announced nodes; those that are no shard nodes are passed over."""
-        announced = {node.node_id: node for node in nodes if node.kind == "shard" and node.shard_index is not None}
+        """Takes in the whole list of announced nodes; those that are no shard nodes are passed over.
+
+        An announcement that nobody could use, of another release perhaps, is logged and counts as missing: the other
+        nodes must not suffer from it.
+        """
+        shard_nodes = [node for node in nodes if node.kind == "shard" and node.shard_index is not None]
+        announced: dict[str, _Known] = {}
+        unusable: dict[str, str] = {}
+        for node in shard_nodes:
+            try:
+                announced[node.node_id] = _Known(node, Address.parse(node.address), _divided_by(node))
+            except (AddressError, ValidationError) as error:
+                unusable[node.node_id] = str(error)
         with self._lock:
+            for node_id in [one for one, reason in unusable.items() if self._unusable.get(one) != reason]:
+                logger.warning("shard node %s: its announcement can't be used: %s", node_id, unusable[node_id])
+            self._unusable = unusable
             now = self._clock()
             for node_id, known in self._known.items():
                 if node_id not in announced and known.missing_since is None:
                     known.missing_since = now
-            self._known |= {node_id: _Known(record) for node_id, record in announced.items()}
+            self._known |= announced
             self._forget(now)
-            records = [self._known[node_id].record for node_id in sorted(self._known)]
-            replicas, topology = _replicas(records), _topology(records)
+            in_order = [self._known[node_id] for node_id in sorted(self._known)]
+            replicas, topology = _replicas(in_order), _topology(in_order)
             if (replicas, topology) != (self._view.replicas, self._view.topology):
                 self._view = _View(self._view.epoch + 1, replicas, topology)
 
@@ -97,33 +116,26 @@ class ReplicaDirectory:
                 del self._known[node_id]
 
 
-def _replicas(records: Sequence[NodeRecord]) -> dict[_Key, tuple[Address, ...]]:
+def _replicas(nodes: Sequence[_Known]) -> dict[_Key, tuple[Address, ...]]:
     found: dict[_Key, list[Address]] = defaultdict(list)
-    for record in records:
+    for node in nodes:
+        record = node.record
         if record.draining or record.shard_index is None:
-            continue
-        try:
-            address = Address.parse(record.address)
-        except AddressError as error:
-            logger.warning("shard node %s is not asked: %s", record.node_id, error)
             continue
         for report in record.versions:
             addresses = found[report.model, report.version, record.shard_index]
             # A node that was restarted under another name may still be announced under its old one.
-            if report.state == "ready" and address not in addresses:
-                addresses.append(address)
+            if report.state == "ready" and node.address not in addresses:
+                addresses.append(node.address)
     return {key: tuple(addresses) for key, addresses in found.items() if addresses}
 
 
-def _topology(records: Sequence[NodeRecord]) -> FleetRecord | None:
-    told = {
-        (one.num_shards, one.sharding, one.replicate_bytes)
-        for one in records
-        if one.num_shards is not None and one.sharding is not None and one.replicate_bytes is not None
-    }
-    if len(told) != 1:
-        return None
-    num_shards, sharding, replicate_bytes = told.pop()
-    return FleetRecord.model_validate(
-        {"num_shards": num_shards, "sharding": sharding, "replicate_bytes": replicate_bytes}
-    )
+def _topology(nodes: Sequence[_Known]) -> FleetRecord | None:
+    told = {node.topology for node in nodes if node.topology is not None}
+    return told.pop() if len(told) == 1 else None
+
+
+def _divided_by(record: NodeRecord) -> FleetRecord | None:
+    """How a node divides rows; None if it does not tell. Raises ValidationError for what no fleet can have."""
+    told = {"num_shards": record.num_shards, "sharding": record.sharding, "replicate_bytes": record.replicate_bytes}
+    return None if None in told.values() else FleetRecord.model_validate(told)

@@ -199,7 +199,12 @@ class ReplicatedShard:
     ) -> list[Float32Array]:
         with self._replicas.use(member) as replica:
             await self._check(member, model, version, deadline)
-            blocks = await replica.pool(model, version, bags, deadline)
+            try:
+                blocks = await replica.pool(model, version, bags, deadline)
+            except GenerationNotFoundError:
+                # What comes back under this number may be another snapshot.
+                member.checked = -1
+                raise
             if not member.is_checked:
                 raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
             return blocks
@@ -241,8 +246,12 @@ class ReplicatedShard:
 
     async def close(self) -> None:
         """Closes the connections to all replicas."""
-        for task in list(self._introductions.values()):
+        introductions = list(self._introductions.values())
+        for task in introductions:
             task.cancel()
+        if introductions:
+            # A newcomer that has left meanwhile is closed by the last one who uses it.
+            await asyncio.wait(introductions)
         await self._replicas.close()
 
     async def _told(self, member: Member) -> NodeInfo:

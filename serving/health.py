@@ -82,7 +82,7 @@ class NodeWatch:
 
         Such a process is ready: it answers, from rows that lag behind.
         """
-        live = {one.model: one.version for one in self._generations.all() if one.state == "live"}
+        live = self._generations.live_versions()
         reasons: dict[str, str] = {}
         for model, limit_s in self._max_staleness_s.items():
             told = [

@@ -67,7 +67,7 @@ class ServedModel:
         schema: RequestSchema,
         description: ModelDescription,
         batcher: Batcher,
-        replicas: Sequence[Replica],
+        replicas: list[Replica],
         on_close: Callable[[], None],
         counter: VersionCounter,
         checked: CheckedVersion,
@@ -203,7 +203,10 @@ def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
     return int(bags.values_per_key()[is_none].max(initial=0))
 
 
-def _stop(batcher: Batcher, replicas: Sequence[Replica]) -> None:
+def _stop(batcher: Batcher, replicas: list[Replica]) -> None:
     batcher.close()
     for replica in replicas:
         replica.join()
+    # They know each other by this list: emptied, the last reference frees the dense model and the vocabularies at once
+    # and not when the interpreter next looks for cycles, which a large process rarely does.
+    replicas.clear()

@@ -283,6 +283,9 @@ class RankingService:
         if call.counter is not None and outcome is not None:
             call.counter.count(outcome, now - call.leased)
             self.metrics.version_answered(call.model, call.version, outcome)
+            # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
+            if not self.generations.has(call.model, call.version):
+                self._forget(call.model, call.version)
 
     def _lease_for(self, call: Call, model: str, version: int | None, key: Callable[[], str]) -> Lease[ServedModel]:
         lease = self.versions.lease_for(model, version, key)

@@ -1,8 +1,8 @@
 """What a serving process does when its agent says so: loads versions, flips, sets the canary, retires.
 
-A load is in a thread of lowered priority and reads only what a router needs; rows are on shard nodes, or staged into
-this process first. A version is ready when its golden requests have gone through every ranking replica, over
-connections that requests will use. Flip, canary and retirement are pointers of the service.
+A load is in a thread of its own and reads only what a router needs; rows are on shard nodes, or staged into this
+process first, at a lower priority. A version is ready when its golden requests have gone through every ranking replica,
+over connections that requests will use. Flip, canary and retirement are pointers of the service.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from loader.background import Wish, in_background
+from loader.background import Wish, ended, in_background
+from loader.errors import SnapshotCorruptError
 from loader.manifest import Frozen, ModelSpec
 from loader.pace import Pace
+from loader.reader import Snapshot
 from loader.registry.records import (
     FleetRecord,
     NodeId,
@@ -151,8 +153,11 @@ class ServingActions:
         try:
             await self._load(published, topology, tell)
         except BaseException:
-            if self._local is not None:
-                await self._local.actions.retire(model, version)
+            if self._local is not None and (model, version) in self._local.actions.held():
+                # Nobody else knows of these rows: they go, however often this is called off meanwhile.
+                going = asyncio.ensure_future(self._local.actions.retire(model, version))
+                await ended(going)
+                going.result()
             raise
 
     async def settle(self, wanted: WantedModel) -> bool:
@@ -254,12 +259,12 @@ class ServingActions:
         work = partial(self._load_now, published, topology, tell, start_thread)
         began = time.monotonic()
         served = await in_background(
-            work, f"load-{published.model}-{published.version}", _close_beside, low_priority=False
+            work, f"load-{published.model}-{published.version}", self._discard, low_priority=False
         )
         try:
             self._service.install_staged(served)
         except BaseException:
-            _close_beside(served)
+            self._discard(served)
             raise
         taken_s = time.monotonic() - began
         logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
@@ -281,6 +286,7 @@ class ServingActions:
         snapshot = open_published(config.store, published, verify=config.verify, progress=paced)
         wish.check()
         if self._local is not None:
+            _check_rows(self._local.node, snapshot)
             plan = self._local.plan_of(snapshot.spec)
             shards = local_shards([self._local.node])
         else:
@@ -300,6 +306,16 @@ class ServingActions:
             clock=service.clock,
             start_thread=start_thread,
         )
+
+    def _discard(self, served: ServedModel) -> None:
+        """Frees a version that nobody used, in a thread of its own."""
+
+        def discard() -> None:
+            served.close()
+            if not self._service.generations.has(served.model, served.version):
+                self._service.metrics.forget_version(served.model, served.version)
+
+        threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
 
     def _is_here(self, model: str, version: int) -> bool:
         return any(
@@ -321,9 +337,16 @@ def _shards(numbers: Sequence[int]) -> str:
     return f"shard {shown}" if len(numbers) == 1 else f"shards {shown}"
 
 
-def _close_beside(served: ServedModel) -> None:
-    """Frees a version that nobody used, in a thread of its own."""
-    threading.Thread(target=served.close, name=f"discard-{served.model}-{served.version}").start()
+def _check_rows(node: ShardNode, snapshot: Snapshot) -> None:
+    """Raises SnapshotCorruptError unless the rows in this process are of the same snapshot as what ranks with them."""
+    model, version = snapshot.spec.model, snapshot.version
+    with node.generations.lease(model, version) as lease:
+        identity = lease.payload.manifest_identity
+    if identity != snapshot.identity:
+        raise SnapshotCorruptError(
+            f"{snapshot.path}: its manifest has SHA-256 {snapshot.identity}, but the rows of version {version} of "
+            f"model {model!r} are of the snapshot with {identity}: a version must not be published as something else"
+        )
 
 
 def _started_on(loop: asyncio.AbstractEventLoop) -> StartThread:

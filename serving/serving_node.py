@@ -110,6 +110,10 @@ class ServingNode:
                 if not is_silent:
                     logger.warning("nodes are those that are known: %s", error)
                 is_silent = True
+            except Exception:  # a fault of ours must not leave this process with the nodes of today for good
+                if not is_silent:
+                    logger.exception("looking for nodes failed; they are those that are known")
+                is_silent = True
             else:
                 is_silent = False
             await self._sleep(LOOK_S * self._random.uniform(0.75, 1.25))

@@ -44,11 +44,11 @@ class VersionCollector(Collector):
             labels = [one.model, str(one.version)]
             state.add_metric([*labels, one.state], 1.0)
             leases.add_metric(labels, one.leases)
-            if one.state != "live":
-                continue
-            live.add_metric([one.model], one.version)
-            degraded.add_metric([one.model], float(one.model in reasons))
-            choice = self._versions.canary(one.model)
+        # All as of one moment: a scrape during a flip must not find a model without a live version.
+        for model, version in self._versions.live_versions().items():
+            live.add_metric([model], version)
+            degraded.add_metric([model], float(model in reasons))
+            choice = self._versions.canary(model)
             if choice is not None:
-                canary.add_metric([one.model, str(choice.version)], choice.share)
+                canary.add_metric([model, str(choice.version)], choice.share)
         return [live, state, leases, canary, degraded]

@@ -27,7 +27,7 @@ class ServedVersions:
         expected_models: Sequence[str] | None = (),
         on_freed: Callable[[str, int], None] = lambda model, version: None,
     ) -> None:
-        self.generations: Generations[ServedModel] = Generations(self._free)
+        self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
         self._on_freed = on_freed
         self._expected = frozenset(expected_models or ())
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class ServedVersions:
 
     def live_versions(self) -> dict[str, int]:
         """The live version of every model that has one."""
-        return {one.model: one.version for one in self.generations.all() if one.state == "live"}
+        return self.generations.live_versions()
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
         """Sends a share of a model's requests to a version, or to none.

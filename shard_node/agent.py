@@ -86,7 +86,7 @@ class AgentConfig(Frozen):
         heartbeat_s: an announcement that says nothing new is repeated this often.
         ttl_s: how long an announcement is good for.
         unannounce_grace_s: from announcing that a version drains to withdrawing it, so that nobody asks for it then.
-        settle_timeout_s: an `Actions.settle` that takes longer is cancelled, and called again.
+        settle_timeout_s: an `Actions.settle` that takes longer is cancelled, and called again; the heartbeat waits.
         models: only these; None for all that the registry names.
         staging: of versions.
     """
@@ -95,7 +95,7 @@ class AgentConfig(Frozen):
     heartbeat_s: float = Field(default=1.0, gt=0, le=60)
     ttl_s: float = Field(default=3.0, gt=0, le=600)
     unannounce_grace_s: float = Field(default=0.5, ge=0, le=60)
-    settle_timeout_s: float = Field(default=5.0, gt=0, le=600)
+    settle_timeout_s: float = Field(default=1.0, gt=0, le=600)
     models: tuple[Name, ...] | None = None
     staging: StagingConfig = StagingConfig()
 
@@ -185,7 +185,8 @@ class Agent:
         if not self._leaving:
             for wanted in self.wanted.values():
                 self._make_so(wanted)
-                await self._settle(wanted)
+            # All at once: those that hang cost the others, and the heartbeat, one timeout and not one each.
+            await asyncio.gather(*map(self._settle, self.wanted.values()))
             # After the pointers: what they leave may go now.
             self._begin_retiring()
             await self._look_again()
@@ -226,6 +227,8 @@ class Agent:
             async with asyncio.timeout(self._config.settle_timeout_s):
                 if await self._actions.settle(wanted):
                     self._applied[wanted.model] = wanted.epoch
+        except TimeoutError:
+            self._tell_problem(name, TimeoutError(f"not done within {self._config.settle_timeout_s:g} s"))
         except Exception as error:
             self._tell_problem(name, error)
         else:

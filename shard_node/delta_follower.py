@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loader.background import ended
 from loader.deltas.batch import DeltaBatch
 from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
 from loader.registry.keys import delta_stream
@@ -197,7 +198,8 @@ class DeltaFollower:
             self._refuse(f"{self._where} has delta {sequence}, but {self._stream} ends with {bounds.last}")
             self._looked_at_end = None
             return False
-        self._position.seen(bounds.last, now)
+        # What was there once and is not applied is missing, whatever a registry that was emptied says now.
+        self._position.seen(max(bounds.last, self._position.snapshot().stream_last), now)
         return True
 
     def _refuse(self, reason: str) -> None:
@@ -212,9 +214,5 @@ class DeltaFollower:
         except asyncio.CancelledError:
             # The rows are about to be freed: the thread must not write to them any more.
             self._stopping = True
-            while not work.done():
-                try:
-                    await asyncio.wait([work])
-                except asyncio.CancelledError:
-                    continue
+            await ended(work)
             raise

@@ -85,10 +85,12 @@ class Generations(Generic[Payload]):
 
     Args:
         free: frees a payload after its last lease; called in a thread of its own.
+        low_priority: lower that thread's priority; as for `loader.background.in_background`, wrong for work in Python.
     """
 
-    def __init__(self, free: Callable[[Payload], None]) -> None:
+    def __init__(self, free: Callable[[Payload], None], *, low_priority: bool = True) -> None:
         self._free_payload = free
+        self._low_priority = low_priority
         self._lock = threading.Lock()
         self._by_key: dict[tuple[str, int], Generation[Payload]] = {}
         self._live: dict[str, Generation[Payload]] = {}
@@ -116,7 +118,8 @@ class Generations(Generic[Payload]):
         with self._lock:
             generation = self._find(model, version)
             before = self._live.get(model)
-            if before is not None:
+            # States are read without the lock: the one that stays live is never seen as anything else.
+            if before is not None and before is not generation:
                 before.state = "staged"
             generation.state = "live"
             self._live[model] = generation
@@ -178,6 +181,16 @@ class Generations(Generic[Payload]):
         with self._lock:
             return sorted(self._live)
 
+    def live_versions(self) -> dict[str, int]:
+        """The live version of every model that has one, all as of one moment."""
+        with self._lock:
+            return {model: one.version for model, one in sorted(self._live.items())}
+
+    def has(self, model: str, version: int) -> bool:
+        """Whether a version is here and not freed: live, staged, or draining."""
+        with self._lock:
+            return (model, version) in self._by_key
+
     def all(self) -> list[Generation[Payload]]:
         """Every generation that is here, by model and version."""
         with self._lock:
@@ -208,7 +221,8 @@ class Generations(Generic[Payload]):
         threading.Thread(target=self._free_now, args=(generation,), name=name, daemon=False).start()
 
     def _free_now(self, generation: Generation[Payload]) -> None:
-        lower_own_priority()
+        if self._low_priority:
+            lower_own_priority()
         try:
             self._free_payload(generation.payload)
         except Exception:

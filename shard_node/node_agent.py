@@ -26,7 +26,7 @@ from loader.registry.typed import FleetRegistry
 from loader.store import Store
 from shard_node.available_memory import available_memory_bytes, total_memory_bytes
 from shard_node.errors import FleetMismatchError
-from shard_node.followers import Followers
+from shard_node.followers import Followers, catch_up
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.row_memory import RowMemory
@@ -108,6 +108,7 @@ class NodeActions:
         self._store = Store(config.store)
         self._followers = Followers(fleet.registry, clock)
         self._live: dict[str, int | None] = {}
+        self._retiring: set[tuple[str, int]] = set()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
         """The live one first: without it this node answers nobody."""
@@ -118,13 +119,12 @@ class NodeActions:
         return set(self._held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads this shard's rows, in a thread of its own.
+        """Loads this shard's rows, in a thread of its own; a version that is followed already catches up on deltas.
 
         Raises:
             SnapshotNotFoundError: the version was not published, or is not in the store.
             ShardrankError: as `stage_tables`.
         """
-        del wanted
         published = await self._fleet.version(model, version)
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
@@ -143,7 +143,13 @@ class NodeActions:
             )
 
         tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
-        self._node.stage(model, version, tables)
+        try:
+            if version in wanted.follow:
+                await catch_up(self._fleet.registry, model, version, tables, self._sleep)
+            self._node.stage(model, version, tables)
+        except BaseException:
+            tables.close()
+            raise
 
     async def settle(self, wanted: WantedModel) -> bool:
         """Starts and stops followers, and marks the live version."""
@@ -152,14 +158,20 @@ class NodeActions:
         here = {version: one for (model, version), one in held.items() if model == wanted.model}
         if wanted.live in here and here[wanted.live].state != "live":
             self._node.flip(wanted.model, wanted.live)
-        follow = {version: here[version].payload for version in wanted.follow if version in here}
+        # By replica, what the others go on following may be on its way out here.
+        goes = {version for model, version in self._retiring if model == wanted.model}
+        follow = {version: here[version].payload for version in wanted.follow if version in here.keys() - goes}
         await self._followers.settle(wanted.model, follow)
         return set(self.wanted_versions(wanted)) == set(here)
 
     async def retire(self, model: str, version: int) -> None:
         """Stops following, withdraws, and waits until the last lease has ended and the rows are freed."""
-        await self._followers.stop(model, version)
-        generation = self._node.retire(model, version)
+        self._retiring.add((model, version))
+        try:
+            await self._followers.stop(model, version)
+            generation = self._node.retire(model, version)
+        finally:
+            self._retiring.discard((model, version))
         while not generation.retired.is_set():
             await self._sleep(_LOOK_S)
 

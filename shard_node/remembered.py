@@ -43,16 +43,26 @@ class Remembered:
             known = self.wanted.get(model)
             if (self._models is None or model in self._models) and (known is None or record.epoch >= known.epoch):
                 self.wanted[model] = record
-        for model, known in self.wanted.items():
-            now = found.get(model)
-            if (now is None or now.epoch < known.epoch) and await self._fleet.restore_wanted(known):
-                logger.warning("the registry had lost what is wanted of %s: epoch %d restored", model, known.epoch)
-        if self._looked_at is None or self._clock() - self._looked_at >= self._look_every_s:
-            await self._remember_division()
-            await self._remember_published()
-            for model in self.wanted:
-                await self._remember_rollout(model)
-            self._looked_at = self._clock()
+        lost = [known for known in self.wanted.values() if _is_lost(known, found.get(known.model))]
+        due = self._looked_at is None or self._clock() - self._looked_at >= self._look_every_s
+        try:
+            if lost or due:
+                # Before what is wanted: while that is missing nobody starts a rollout, and the plan of one that was
+                # started would be overwritten by an older one that is given back after it.
+                await self._look()
+        finally:
+            for known in lost:
+                if await self._fleet.restore_wanted(known):
+                    logger.warning(
+                        "the registry had lost what is wanted of %s: epoch %d restored", known.model, known.epoch
+                    )
+
+    async def _look(self) -> None:
+        await self._remember_division()
+        await self._remember_published()
+        for model in self.wanted:
+            await self._remember_rollout(model)
+        self._looked_at = self._clock()
 
     async def _remember_division(self) -> None:
         there = await self._fleet.fleet()
@@ -94,6 +104,10 @@ class Remembered:
             self._rollouts[model] = (epoch, entry.value)
         elif epoch < known_epoch and await self._fleet.restore_raw(key, known, known_epoch):
             logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
+
+
+def _is_lost(known: WantedModel, now: WantedModel | None) -> bool:
+    return now is None or now.epoch < known.epoch
 
 
 def _in_use(wanted: WantedModel) -> set[int]:

@@ -57,7 +57,7 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
 
 
 def _row_numbers(where: str, rows: Any) -> Int64Array:
-    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else _array(f"{where}: rows", rows)
     if numbers.size == 0 and numbers.ndim == 1:
         return np.zeros(0, np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -73,11 +73,18 @@ def _floats(where: str, values: Any) -> Float32Array:
             raise DeltaFormatError(f"{where}: values must be floats, got {values.dtype}")
         floats: Float32Array = values.detach().to("cpu", torch.float32).numpy()
         return floats
-    array = np.asarray(values)
+    array = _array(f"{where}: values", values)
     if array.dtype.kind != "f":
         raise DeltaFormatError(f"{where}: values must be floats, got {array.dtype}")
     with np.errstate(over="ignore"):  # what overflows becomes inf and is named by its row
         return array.astype(np.float32, copy=False)
+
+
+def _array(what: str, given: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except ValueError as error:  # lists of different lengths
+        raise DeltaFormatError(f"{what} are no array: {error}") from error
 
 
 def _last_of_each(numbers: Int64Array) -> Int64Array:

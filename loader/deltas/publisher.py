@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -240,18 +241,31 @@ class DeltaPublisher:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"deltas-{model}", daemon=True)
         self._thread.start()
         self._registry: Registry | None = None
+        # Between the look whether it is closed and the start of work, so that closing finds all work there is.
+        self._lock = threading.Lock()
         self._closed = False
         try:
-            self._publisher = self._wait_for(self._open(url, model, base_version, store, options))
+            self._publisher = self._start(self._open(url, model, base_version, store, options)).result()
         except BaseException:
             self.close()
             raise
 
     def publish(self, table: str, rows: Any, values: Any) -> int:
-        """As `AsyncDeltaPublisher.publish`; waits until the rows are durable. Raises DeltaError once it is closed."""
-        if self._closed:
-            raise DeltaError("the publisher is closed")
-        return self._wait_for(self._publisher.publish(table, rows, values))
+        """As `AsyncDeltaPublisher.publish`; waits until the rows are durable.
+
+        Raises:
+            DeltaError: it is closed, or another thread closes it meanwhile; then the rows may be published or not.
+        """
+        with self._lock:
+            if self._closed:
+                raise DeltaError("the publisher is closed")
+            publishing = self._start(self._publisher.publish(table, rows, values))
+        try:
+            return publishing.result()
+        except concurrent.futures.CancelledError:
+            raise DeltaError(
+                f"the publisher was closed while it published to table {table!r}; these rows may be published or not"
+            ) from None
 
     @property
     def sequence(self) -> int:
@@ -259,13 +273,14 @@ class DeltaPublisher:
         return self._publisher.sequence
 
     def close(self) -> None:
-        """Ends the connection and the thread. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Ends what other threads are publishing, the connection and the thread. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ending = self._start(self._end())
         try:
-            if self._registry is not None:
-                self._wait_for(self._registry.close())
+            ending.result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -287,5 +302,14 @@ class DeltaPublisher:
         await publisher.open()
         return publisher
 
-    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
+        if self._registry is not None:
+            await self._registry.close()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)

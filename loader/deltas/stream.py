@@ -8,7 +8,7 @@ from collections import deque
 from itertools import pairwise
 from typing import Final
 
-from loader.errors import DeltaError, DeltaGapError, StreamSequenceError
+from loader.errors import DeltaError, DeltaGapError, RegistryRecordError, StreamSequenceError
 from loader.publishing import stream_end
 from loader.registry.keys import delta_stream, rollout_key
 from loader.registry.records import PublishedVersion, WantedModel
@@ -147,11 +147,15 @@ class DeltaStream:
         return min((one.last_delta for one in _held(published, named)), default=self.sequence) + 1
 
     async def _named_by_rollout(self) -> set[int]:
-        entry = await self._fleet.raw(rollout_key(self._model))
+        entry = await self._fleet.raw(key := rollout_key(self._model))
         if entry is None:
             return set()
-        record = json.loads(entry.value)
-        versions = (record.get("from_version"), record.get("to_version"))
+        try:
+            record = json.loads(entry.value)
+            versions = (record.get("from_version"), record.get("to_version"))
+        except (ValueError, AttributeError) as error:
+            # Which versions it names is not known, so nothing may be dropped.
+            raise RegistryRecordError(f"{key} is no record of a rollout: {error}") from error
         return {version for version in versions if isinstance(version, int)}
 
 

@@ -133,6 +133,11 @@ class Coordinator:
         except RegistryRecordError as error:
             self._tell(model, f"{model}: its rollout pauses: {error}")
             return False
+        except RegistryUnavailableError:
+            raise
+        except Exception as error:  # a plan of another release, or a fault of ours, must not end those of other models
+            self._tell(model, f"{model}: its rollout pauses: {type(error).__name__}: {error}", error)
+            return False
         self._tell(model, "")
         return moved is not None
 
@@ -164,13 +169,13 @@ class Coordinator:
         for runner in self._runners.values():
             runner.lose_sight()
 
-    def _tell(self, subject: str, problem: str) -> None:
-        """Logs a problem when it appears, and when it is gone."""
+    def _tell(self, subject: str, problem: str, error: Exception | None = None) -> None:
+        """Logs a problem when it appears, with the traceback of `error`, and when it is gone."""
         if problem == self._problems.get(subject, ""):
             return
         if problem:
             self._problems[subject] = problem
-            logger.warning("%s", problem)
+            logger.warning("%s", problem, exc_info=error)
         else:
             logger.info("no longer: %s", self._problems.pop(subject))
 

@@ -7,7 +7,7 @@ answer for the model yet holds up no flip: it stages what is live first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loader.registry.records import NodeRecord, VersionReport
 from loader.rollout.record import Rollout
@@ -33,7 +33,7 @@ class Lag:
 
     Attributes:
         text: who lags, and with what.
-        staging: it is loading a version, which may take long.
+        staging: it is loading a version, or replaying its deltas, which may take long.
     """
 
     text: str
@@ -66,9 +66,9 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
     if step == REPLAY:
         return _behind_in_deltas(rollout, view)
     if step == CANARY:
-        return _not_applied(view, model, new, wanted_epoch)
+        return _not_applied(view, model, new, wanted_epoch) + _lost_shards(rollout, view)
     if step in (FLIP, BAKE):
-        return _elsewhere(view, model, new)
+        return _elsewhere(view, model, new) + _lost_shards(rollout, view)
     if step == UNFLIP:
         return _elsewhere(view, model, old)
     if step == RETIRE_SERVING:
@@ -95,17 +95,15 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
     """Why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
 
-    Each shard must keep a node outside of it with the version that is live.
+    Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
+    take away: it has the old version, which nobody asks for any more, and may be all that can replace a lost node.
     """
-    if not rollout.step.startswith(ROLL):
+    if not rollout.step.startswith(ROLL) or rollout.committed:
         return ()
     if not view.settled:
         return (Lag("nodes are listened to first"),)
-    live = rollout.to_version if rollout.committed else rollout.from_version
-    begun = rollout.steps[: rollout.step_index + 1]
-    out = set(group_of(rollout, rollout.step))
-    if not rollout.committed:
-        out.update(node_id for step in begun for node_id in group_of(rollout, step))
+    live = rollout.from_version
+    out = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
     there = {node.shard_index for node in _ready(view.shard_nodes(), rollout.model, live) if node.node_id not in out}
     return tuple(
         Lag(f"shard {shard} would be left without a node that has version {live} ready")
@@ -146,7 +144,11 @@ def _told(version: int, report: VersionReport | None) -> str:
 
 def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[Lag]:
     return [
-        Lag(f"{node.node_id}: version {version} is {report.state} still, with {report.leases} leases")
+        # What is told of a version that drains is from when it began to.
+        Lag(
+            f"{node.node_id}: version {version} is {report.state} still"
+            f"{f', with {report.leases} leases' if report.state == 'ready' else ''}"
+        )
         for node, report in _reports(nodes, model, version)
         if report is not None
     ]
@@ -163,6 +165,15 @@ def _bare_shards(view: FleetView, model: str, version: int) -> list[Lag]:
         for shard in range(view.num_shards)
         if shard not in there
     ]
+
+
+def _lost_shards(rollout: Rollout, view: FleetView) -> list[Lag]:
+    """Shards that have lost the new version since it was staged. Until they have it back the old one stays."""
+    bare = _bare_shards(view, rollout.model, rollout.to_version)
+    if rollout.from_version is None or _bare_shards(view, rollout.model, rollout.from_version):
+        return bare
+    # The old version answers everything now: a node that is lost is not waited for as long as one that loads.
+    return [replace(lag, staging=False) for lag in bare]
 
 
 def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
@@ -185,7 +196,12 @@ def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[Lag]:
     until = rollout.replay_until or 0
     # A serving process that holds rows itself tells by which plan; one that asks shard nodes applies no deltas.
     found = [
-        Lag(f"{node.node_id}: applied delta {report.delta_sequence} of {until}")
+        Lag(
+            f"{node.node_id}: applied delta {report.delta_sequence} of {until}"
+            f"{f': {report.reason}' if report.reason else ''}",
+            # A long replay is loading as well, unless something keeps it from going on.
+            staging=not report.reason,
+        )
         for node, report in _reports((*view.shard_nodes(), *view.serving()), rollout.model, rollout.to_version)
         if report is not None and report.delta_sequence < until and (node.kind == "shard" or report.plan_digest)
     ]

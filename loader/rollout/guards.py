@@ -197,7 +197,8 @@ def at_least(successes: int, trials: int, probability: float) -> float:
     for count in range(successes, trials + 1):
         term = math.exp(log_term)
         total += term
-        if count >= probability * trials and term < total * 1e-12:
+        # Both are 0 where the first term is too small for a float, and so are all that follow.
+        if count >= probability * trials and term <= total * 1e-12:
             break
         log_term += math.log(trials - count) - math.log(count + 1) + log_odds if count < trials else 0.0
     return min(total, 1.0)

@@ -127,6 +127,8 @@ async def roll_back(
 ) -> Rollout:
     """Returns to the version before the live one, by a rollout of it; while one is running, aborts that instead.
 
+    It has the strategy of the last one: nodes that could not hold two versions on the way there can't on the way back.
+
     Raises:
         RolloutError: there is no such version, or a running rollout can no longer be aborted.
         RegistryError: the registry does not answer, or a record can't be read.
@@ -135,9 +137,10 @@ async def roll_back(
     if last is not None and last.rollout.active:
         return await abort_rollout(fleet, model, "rolled back by hand", clock=clock)
     target = last.rollout.rollback_target if last is not None else None
-    if target is None:
+    if last is None or target is None:
         raise RolloutError(f"{model}: there is no earlier version to go back to")
-    return await start_rollout(fleet, model, target, clock=clock, rollout_id=rollout_id)
+    strategy = last.rollout.strategy
+    return await start_rollout(fleet, model, target, strategy=strategy, clock=clock, rollout_id=rollout_id)
 
 
 def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:

@@ -82,9 +82,11 @@ def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
     """What is wanted of the fleet in the step that a rollout is in."""
     if rollout.undo_index is None:
         return _forward(rollout, rollout.step_index, epoch)
-    undone = rollout.steps[rollout.undo_index : rollout.step_index + 1]
+    begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]
     old = _versions(rollout.from_version)
-    if RETIRE_SHARDS in undone:
+    # Before serving processes were told of the new version, shard nodes can let go of it at once. They must: the last
+    # step that was begun may never have been written, because it would have taken away a shard's last node.
+    if RETIRE_SHARDS in undone or STAGE_SERVING not in begun:
         return WantedModel(
             model=rollout.model,
             epoch=epoch,

@@ -15,7 +15,6 @@ from serving.cli.registries import registry_url, with_registry
 
 if TYPE_CHECKING:
     from loader.registry.typed import FleetRegistry
-    from loader.rollout.record import Rollout
 
 
 @click.command(cls=WithExamples)
@@ -27,7 +26,8 @@ def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None,
     """Return to the version that was live before the last rollout.
 
     While a rollout runs, this is `shardrank rollout abort`. After one, the earlier version is rolled out again: staged,
-    checked and flipped to like any other, so no answer fails.
+    checked and flipped to like any other, so no answer fails. Its strategy is that of the last rollout; for another one
+    use `shardrank rollout start`.
 
     Examples:
       shardrank rollback films --store models --follow
@@ -36,14 +36,16 @@ def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None,
     from loader.rollout.requests import roll_back
     from serving.cli.rollout_watch import follow_rollout
 
-    async def work(fleet: FleetRegistry) -> Rollout:
+    async def work(fleet: FleetRegistry) -> bool:
         begun = await roll_back(fleet, model, clock=time.time, rollout_id=secrets.token_hex(16))
         back = begun.to_version if begun.state == "running" else begun.from_version
         click.echo(f"{model}: going back to {'no version' if back is None else f'version {back}'}")
-        return await follow_rollout(fleet, begun) if follow else begun
+        if not follow:
+            click.echo(f"see: shardrank rollout status {model} --watch")
+            return True
+        # One that was running is back once it is aborted; a rollout of the earlier version must come to its end.
+        wished = "done" if begun.state == "running" else "aborted"
+        return (await follow_rollout(fleet, begun)).state == wished
 
-    ended = with_registry(registry_url(registry, store), work)
-    if not follow:
-        click.echo(f"see: shardrank rollout status {model} --watch")
-    elif ended.state not in ("done", "aborted"):
+    if not with_registry(registry_url(registry, store), work):
         ctx.exit(1)

@@ -65,13 +65,17 @@ async def watch_status(fleet: FleetRegistry, model: str | None, sleep: Sleep = a
             while True:
                 live.update(await _looked(fleet, model), refresh=True)
                 await sleep(POLL_S)
-    shown: tuple[object, ...] = ()
+    shown: object = None
     while True:
-        found = await read_statuses(fleet, model)
-        now = tuple((one.model, one.live, one.rollout_id, one.state, one.step, one.reason) for one in found)
+        try:
+            found = await read_statuses(fleet, model)
+            now: object = [(one.model, one.live, one.rollout_id, one.state, one.step, one.reason) for one in found]
+            drawn = await _drawn(fleet, found)
+        except RegistryUnavailableError as error:
+            now, drawn = "waiting", _waiting(error)
         if now != shown:
             shown = now
-            console.print(await _drawn(fleet, found))
+            console.print(drawn)
         await sleep(POLL_S)
 
 
@@ -79,7 +83,11 @@ async def _looked(fleet: FleetRegistry, model: str | None) -> Group:
     try:
         return await _drawn(fleet, await read_statuses(fleet, model))
     except RegistryUnavailableError as error:
-        return Group(Text(f"waiting: {error}", style="red"))
+        return _waiting(error)
+
+
+def _waiting(error: RegistryUnavailableError) -> Group:
+    return Group(Text(f"waiting: {error}", style="red"))
 
 
 async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = asyncio.sleep) -> Rollout:
@@ -101,7 +109,8 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
                 teller.tell(on_record.rollout)
                 if not on_record.rollout.active:
-                    _tell_end(on_record.rollout)
+                    wanted = await fleet.wanted_model(begun.model)
+                    _tell_end(on_record.rollout, None if wanted is None else wanted.live)
                     return on_record.rollout
                 if teller.stands_still():
                     await _remind(fleet, begun.model)
@@ -147,12 +156,12 @@ async def _remind(fleet: FleetRegistry, model: str) -> None:
         click.echo(f"  waiting for {lag}")
 
 
-def _tell_end(rollout: Rollout) -> None:
+def _tell_end(rollout: Rollout, live: int | None) -> None:
     lasted = human_time(rollout.events[-1].at - rollout.started_at) if rollout.events else ""
     if rollout.state == "done":
         click.echo(f"{rollout.model}: version {rollout.to_version} is live, after {lasted}")
         return
-    left = "no version is live" if rollout.from_version is None else f"version {rollout.from_version} is live"
+    left = "no version is live" if live is None else f"version {live} is live"
     ended = rollout.state.replace("_", " ")
     click.echo(f"{rollout.model}: version {rollout.to_version} was {ended}: {rollout.reason}; {left}", err=True)
 

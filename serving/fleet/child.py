@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -135,8 +136,9 @@ class Child:
     def kill(self) -> None:
         """SIGKILL to the process and everything it started."""
         if (pid := self.pid) is not None:
-            # Its session was made for it alone, so the group is its own.
-            os.killpg(pid, signal.SIGKILL)
+            # Its session was made for it alone, so the group is its own; it may be gone before we are told.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
     def last_error(self) -> str | None:
         """The error on purpose that its log ends with; None if it ended in another way."""

@@ -117,7 +117,7 @@ class Supervisor:
 
         Args:
             child: has just been spawned.
-            on_refused: told why it will not serve; it is asked again until the time is over, unless this raises.
+            on_refused: told why it will not serve. Unless this raises, it is asked again, for as long as it says so.
 
         Raises:
             ChildFailedError: it ended, or was not ready in time.
@@ -135,6 +135,7 @@ class Supervisor:
                 except RefusedError as refused:
                     reason = str(refused)
                     on_refused(reason)
+                    deadline = self._clock() + self._config.ready_timeout_s
                 except TimeoutError:
                     reason = f"no answer within {self._config.probe_timeout_s:g} s"
                 else:

@@ -186,3 +186,20 @@ def test_readers_never_see_an_epoch_with_the_addresses_of_another():
     stop.set()
     reader.join()
     assert seen <= {(0, (address(0),)), (1, (address(1),))}
+
+
+def test_an_announcement_that_nobody_can_use_is_logged_once_and_harms_no_other_node(caplog):
+    directory = ReplicaDirectory(Clock())
+    good, other = node(0, v1="ready"), node(1, v1="ready")
+    bad = [
+        good.model_copy(update={"node_id": "no-shards", "num_shards": 0}),
+        good.model_copy(update={"node_id": "nowhere", "address": "not an address"}),
+    ]
+    for _ in range(3):
+        directory.update([*bad, good, other])
+    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
+    assert directory.topology() == FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
+    assert [line.split(":")[0] for line in caplog.messages] == ["shard node no-shards", "shard node nowhere"]
+    # A node that was known before is still asked, as one whose announcement is missing.
+    directory.update([good, other.model_copy(update={"num_shards": 5000})])
+    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))

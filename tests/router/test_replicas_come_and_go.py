@@ -17,6 +17,7 @@ from router.replicas import ReplicatedShard
 from shard_node.address import Address
 from shard_node.bags import KeyedBags
 from shard_node.client import ShardClient
+from shard_node.loading import load_tables
 from shard_node.node import NodeInfo, ShardNode
 from shard_node.server import NodeServer
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
@@ -280,5 +281,53 @@ def test_a_node_that_was_restarted_is_checked_again_beside_the_requests(snapshot
         for _ in range(10):
             await fleet.ask(shard)
         assert client.pools > pools
+
+    run(scenario, tmp_path, snapshot)
+
+
+def test_closing_closes_a_newcomer_that_left_while_it_was_being_connected_to(snapshot, tmp_path):
+    async def scenario(fleet: Fleet, shard: ReplicatedShard) -> None:
+        await fleet.start(0)
+        connected, end = asyncio.Event(), asyncio.Event()
+
+        async def never_answers(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set()
+            await end.wait()
+            writer.close()
+
+        silent = await asyncio.start_unix_server(never_answers, str(fleet.address(1).path))
+        fleet.announce(0, 1)
+        await fleet.ask(shard)
+        await connected.wait()
+        fleet.announce()
+        with pytest.raises(ShardUnavailableError):
+            await fleet.ask(shard)
+        await fleet.clients[0][0].closed.wait()
+        assert not fleet.clients[1][0].closed.is_set()
+        await shard.close()
+        assert fleet.clients[1][0].closed.is_set()
+        end.set()
+        silent.close()
+
+    run(scenario, tmp_path, snapshot)
+
+
+def test_a_version_that_went_and_came_back_as_another_snapshot_is_not_asked(snapshot, tmp_path):
+    async def scenario(fleet: Fleet, shard: ReplicatedShard) -> None:
+        node = make_node(snapshot, fleet.plan, 0)
+        await fleet.start(0, node)
+        fleet.announce(0)
+        await fleet.ask(shard)
+        model, version = snapshot.spec.model, snapshot.version
+        assert await asyncio.to_thread(node.retire(model, version).retired.wait, 30)
+        with pytest.raises(ShardUnavailableError, match="is not here"):
+            await fleet.ask(shard)
+        path, _ = write_snapshot(tmp_path / "again", one_table_spec(100), seed=2)
+        another = Snapshot.open(path)
+        assert another.version == version
+        node.stage(model, version, load_tables(another, fleet.plan.partition(0), fleet.plan.digest))
+        # Over the same connection, whose node was found to hold the right thing before.
+        with pytest.raises(ShardUnavailableError, match="is another snapshot"):
+            await fleet.ask(shard)
 
     run(scenario, tmp_path, snapshot)

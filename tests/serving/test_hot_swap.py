@@ -217,6 +217,7 @@ def test_a_version_with_wrong_golden_scores_is_refused_and_the_live_one_serves_o
                 await load.some_more()
                 await load.stop()
                 assert load.wrong == []
-                assert (await api.http.get("/readyz")).status_code == STATUS_OK
+                await service.watch.refresh()
+                assert (await api.http.get("/readyz")).json()["problems"] == {}
 
     run(main())

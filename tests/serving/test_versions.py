@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -359,3 +361,39 @@ def test_the_metrics_tell_which_version_is_what(api_model, newer):
             'shardrank_stage_seconds_count{method="rank",model="films",stage="total"} 1.0',
         ):
             assert line in text.splitlines()
+
+
+def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metrics(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.flip(MODEL, 2)
+        with service.call("embedded", "rank") as call:
+            service.rank_in_thread(service.parse_rank(call, MODEL, api_request(1) | {"version": 1}))
+            # Its lease has ended with the batch; what is left to do is writing the answer.
+            assert service.retire(MODEL, 1).retired.wait(30.0)
+        rank(service)
+        text = service.metrics.render().decode()
+        assert 'version="1"' not in text
+        assert 'shardrank_version_requests_total{model="films",outcome="ok",version="2"} 1.0' in text
+
+
+def test_what_a_version_took_is_free_when_it_is_retired_and_waits_for_no_garbage_collection(api_model, newer):
+    gc.collect()
+    gc.disable()
+    try:
+        with two_versions(api_model, newer) as service:
+            rank(service)
+            (served,) = [one.payload for one in service.generations.all() if one.version == 1]
+            (replica,) = served._replicas
+            ranking = replica._ranking
+            parts = (served, replica, ranking, ranking.router, ranking.parts.model, ranking.parts.assembler)
+            watched = {type(one).__name__: weakref.ref(one) for one in parts}
+            del served, replica, ranking, parts
+            service.flip(MODEL, 2)
+            assert service.retire(MODEL, 1).retired.wait(30.0)
+            # The thread that freed it lets go of it last.
+            for thread in threading.enumerate():
+                if thread.name.startswith("retire-"):
+                    thread.join(30.0)
+            assert [name for name, one in watched.items() if one() is not None] == []
+    finally:
+        gc.enable()

@@ -256,6 +256,37 @@ def test_a_pointer_that_can_not_be_set_is_told_and_stops_no_other_model(url):
     run(main())
 
 
+def test_models_whose_pointers_hang_hold_up_neither_others_nor_the_heartbeat(url):
+    async def main():
+        config = AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0))
+        async with agent_on(url, config=config) as under:
+            for model in ("a", "b", "c", "songs"):
+                await under.want(model, hold=(1,))
+            await under.until(lambda: len(under.actions.ready) == 4)
+            under.actions.settled.clear()
+            for model in ("a", "b", "c"):
+                under.actions.settle_gates[model] = asyncio.Event()
+            cut: list[str] = []
+            rounds = asyncio.create_task(under.agent.round())
+            while "songs" not in {wanted.model for wanted in under.actions.settled}:
+                await asyncio.sleep(0.001)
+                cut = under.agent.problems()
+            # None of the others was waited for until its time was over.
+            assert cut == []
+            await rounds
+            late = "TimeoutError: not done within 0.2 s"
+            assert under.agent.problems() == [f"settling {model}: {late}" for model in ("a", "b", "c")]
+            assert (await under.record()).applied["songs"] > 0
+
+    run(main())
+
+
+def test_a_heartbeat_that_waits_for_pointers_is_in_time_nevertheless():
+    config = AgentConfig()
+    longest = config.settle_timeout_s + 1.25 * config.poll_s + config.heartbeat_s
+    assert longest < config.ttl_s
+
+
 def test_only_the_models_that_it_is_for_are_staged(url):
     async def main():
         async with agent_on(url, config=AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0))) as under:

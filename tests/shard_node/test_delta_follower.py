@@ -275,6 +275,42 @@ def test_a_stream_that_has_gone_back_is_not_followed_until_it_is_whole_again(tmp
     play("directory", tmp_path, scenario)
 
 
+def test_what_was_published_and_is_lost_is_still_missing(tmp_path):
+    class LosesItsStream(Unsteady):
+        """Tells of three deltas, gives two, and is emptied after that."""
+
+        emptied = False
+
+        async def read(self, stream, after, *limits):
+            return [] if self.emptied else (await super().read(stream, after, *limits))[: 2 - after]
+
+        async def bounds(self, stream):
+            return StreamBounds(0, 0) if self.emptied else await super().bounds(stream)
+
+    async def scenario(scene):
+        registry = LosesItsStream(scene.registry)
+        await scene.publish(3)
+        looks = iter(range(1, 10**9))
+        follower = follow(registry, scene.snapshot, scene.tables, config=FAST, clock=lambda: 2e9 + next(looks))
+        task = asyncio.create_task(follower.run())
+        position = scene.tables.deltas
+        await until(lambda: position.sequence == 2)
+        assert (position.snapshot().stream_last, position.snapshot().lag) == (3, 1)
+        registry.emptied = True
+        fresh, now = position.snapshot().fresh_at, next(looks)
+        await until(lambda: next(looks) > now + 50)
+        # Nobody says that there is a delta 3 any more, but its rows were changed, and not here.
+        assert (position.snapshot().lag, position.snapshot().fresh_at) == (1, fresh)
+        registry.emptied = False
+        registry.read = scene.registry.read
+        await until(lambda: position.sequence == 3)
+        await until(lambda: position.snapshot().fresh_at > 2e9)
+        assert position.snapshot().lag == 0
+        await cancel(task)
+
+    play("directory", tmp_path, scenario)
+
+
 def test_a_follower_that_is_cancelled_has_stopped_writing_when_it_ends(tmp_path):
     async def scenario(scene):
         await scene.publish(3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import pytest
 
+from loader.pace import BACKGROUND_NICENESS
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations
 
@@ -53,6 +55,36 @@ def test_a_retired_version_gives_no_new_lease_and_is_freed_when_the_last_one_end
     assert retiring.retired.wait(WAIT_S)
     assert freed == ["v1"]
     generations.stage("films", 1, "again")
+
+
+def test_what_is_live_and_what_is_here_is_told_until_it_is_freed():
+    generations, _ = make(1, 2)
+    assert generations.live_versions() == {}
+    generations.flip("films", 2)
+    generations.flip("films", 2)
+    assert generations.live_versions() == {"films": 2}
+    assert [one.state for one in generations.all()] == ["staged", "live"]
+    lease = generations.lease("films")
+    retiring = generations.retire("films", 2)
+    assert generations.live_versions() == {}
+    assert generations.has("films", 2)
+    lease.release()
+    assert retiring.retired.wait(WAIT_S)
+    assert not generations.has("films", 2)
+    assert generations.has("films", 1)
+    assert not generations.has("books", 1)
+
+
+def test_freeing_has_a_lower_priority_unless_it_is_work_in_python():
+    normal, found = os.getpriority(os.PRIO_PROCESS, 0), []
+    for low_priority in (True, False):
+        generations: Generations[str] = Generations(
+            lambda _: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+            low_priority=low_priority,
+        )
+        generations.stage("films", 1, "v1")
+        assert generations.retire("films", 1).retired.wait(WAIT_S)
+    assert found == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS
 
 
 def test_a_version_that_nobody_uses_is_freed_at_once():

@@ -15,7 +15,7 @@ from loader.errors import SnapshotNotFoundError
 from loader.publishing import register
 from loader.reader import Snapshot
 from loader.registry.keys import delta_stream
-from loader.registry.records import FleetRecord
+from loader.registry.records import FleetRecord, WantedModel
 from shard_node.arena import row_bytes_of
 from shard_node.bags import KeyedBags
 from shard_node.errors import FleetMismatchError
@@ -195,6 +195,46 @@ def test_deltas_are_applied_to_versions_that_follow_and_to_no_other(url, store):
     run(main())
 
 
+def test_a_version_that_is_followed_already_is_asked_for_only_with_the_deltas_published_by_then(url, store):
+    """A node that comes back, or whose turn comes late in a rollout by replica, must not answer with old rows."""
+
+    async def main():
+        async with running_node(url, store) as under:
+            under.agent_runs.cancel()
+            await asyncio.wait([under.agent_runs])
+            await publish(under, store, 1)
+            for sequence in (1, 2, 3):
+                await append(under, sequence)
+            wanted = WantedModel(model="films", epoch=1, live=1, hold=(1,), follow=(1,))
+            await under.actions.stage("films", 1, wanted, lambda share: None)
+            assert under.actions.reports()[0].delta_sequence == 3
+            assert user_3(under) == [3.0] * 16
+            # From here on it follows as any other does.
+            await under.actions.settle(wanted)
+            await append(under, 4)
+            await reached(under, 4)
+
+    run(main())
+
+
+def test_a_version_whose_deltas_are_lost_is_staged_without_them_for_its_node_may_be_the_only_one(url, store, caplog):
+    async def main():
+        async with running_node(url, store) as under:
+            under.agent_runs.cancel()
+            await asyncio.wait([under.agent_runs])
+            await publish(under, store, 1)
+            for sequence in (1, 2, 3):
+                await append(under, sequence)
+            await under.fleet.registry.trim(delta_stream("films", 1), 3)
+            wanted = WantedModel(model="films", epoch=1, live=1, hold=(1,), follow=(1,))
+            await under.actions.stage("films", 1, wanted, lambda share: None)
+            report = under.actions.reports()[0]
+            assert (report.state, report.delta_sequence) == ("ready", 0)
+
+    run(main())
+    assert "version 1 of films is staged without deltas 1 to 3" in caplog.text
+
+
 async def reached(under: NodeUnderTest, sequence: int) -> None:
     await until(lambda: under.actions.reports()[0].delta_sequence == sequence)
 
@@ -233,6 +273,26 @@ def test_rows_are_freed_only_after_the_last_lease_on_them(url, store):
                 await until(lambda: under.node.generations.all()[0].state == "draining")
                 assert_same(lease.payload.engine.pool(bags), before)
             await under.until("films", 1, None)
+
+    run(main())
+
+
+def test_a_version_that_is_being_retired_follows_no_deltas_any_more_whatever_is_wanted_to_follow(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            await publish(under, store, 1)
+            await under.want("films", hold=(1,), live=1, follow=(1,))
+            await under.until("films", 1, "ready")
+            # By replica: this node's turn has come, and the others go on following what is live.
+            wanted = WantedModel(model="films", epoch=9, live=1, hold=(1,), follow=(1,), node_hold={"node": (2,)})
+            under.agent_runs.cancel()
+            await asyncio.wait([under.agent_runs])
+            retiring = asyncio.create_task(under.actions.retire("films", 1))
+            await asyncio.sleep(0)
+            assert ("films", 1) in under.actions.held()
+            await under.actions.settle(wanted)
+            await retiring
+            assert "deltas films 1" not in {task.get_name() for task in asyncio.all_tasks()}
 
     run(main())
 

@@ -66,6 +66,8 @@ def test_tensors_and_other_floats_are_taken():
         ([4, 9], np.array([[0] * 4, [0, np.nan, 0, 0]], np.float32), "row 9 holds NaN, inf"),
         ([4, 9], np.array([[0, 0, np.inf, 0], [0] * 4], np.float32), "row 4 holds NaN, inf"),
         ([4], np.full((1, 4), 1e300), "row 4 holds NaN, inf"),
+        ([1, 2], [[0.0] * 4, [0.0] * 3], "values are no array: .*inhomogeneous"),
+        ([[1], [2, 3]], np.zeros((2, 4), np.float32), "rows are no array: .*inhomogeneous"),
     ],
 )
 def test_what_is_no_row_of_the_table_is_refused_by_name(rows, values, message):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
-from loader.registry.keys import delta_stream, version_key
+from loader.errors import (
+    DeltaBaseError,
+    DeltaError,
+    DeltaFormatError,
+    DeltaGapError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+)
+from loader.registry.keys import delta_stream, rollout_key, version_key
 from loader.registry.opening import open_registry
 from loader.registry.records import NodeRecord, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry, spec_key
@@ -23,6 +32,7 @@ from shardrank_testing.snapshots import random_tables
 SPEC = delta_spec(("int8", "fp32"), rows=20_000)
 STREAM = delta_stream(MODEL, 1)
 ONES = np.ones((1, 4), np.float32)
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture(params=REGISTRY_KINDS)
@@ -223,6 +233,19 @@ def test_a_full_stream_drops_what_no_held_version_needs_and_nothing_else(url, sn
     with_registry(url, snapshot, scenario)
 
 
+@pytest.mark.parametrize("value", [b"{", b"[]"])
+def test_a_rollout_that_can_not_be_read_drops_nothing_and_is_named(value, tmp_path, snapshot):
+    async def scenario(registry):
+        await registry.put(rollout_key(MODEL), value, 0)
+        publisher = AsyncDeltaPublisher(registry, MODEL, 1, max_stream_entries=1)
+        await publisher.publish("int8", [1], ONES)
+        with pytest.raises(RegistryRecordError, match=f"rollouts/{MODEL} is no record of a rollout"):
+            await publisher.publish("int8", [2], ONES)
+        assert len(await published(registry)) == 1
+
+    with_registry(tmp_path, snapshot, scenario)
+
+
 @pytest.mark.parametrize(
     ("table", "rows", "values", "message"),
     [
@@ -280,6 +303,23 @@ def test_a_trainer_without_an_event_loop_publishes_from_any_thread(url, snapshot
     with pytest.raises(DeltaError, match="the publisher is closed"):
         publisher.publish("int8", [1], ONES)
     assert len(with_registry(url, None, published)) == 2
+
+
+def test_closing_ends_what_another_thread_is_publishing_with_an_error(tmp_path, snapshot):
+    with_registry(tmp_path, snapshot, lambda _registry: asyncio.sleep(0))
+    publisher, begun = DeltaPublisher(tmp_path, MODEL, 1), threading.Event()
+
+    async def silent(_stream):
+        begun.set()
+        raise RegistryUnavailableError("nobody there")
+
+    publisher._registry.bounds = silent
+    with ThreadPoolExecutor(1) as thread:
+        publishing = thread.submit(publisher.publish, "int8", [1], ONES)
+        assert begun.wait(TIMEOUT_S)
+        publisher.close()
+        with pytest.raises(DeltaError, match="closed while it published to table 'int8'; these rows may be"):
+            publishing.result(TIMEOUT_S)
 
 
 def test_a_registry_that_never_answers_ends_in_an_error_that_says_so(tmp_path):

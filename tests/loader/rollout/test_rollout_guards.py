@@ -99,6 +99,10 @@ def test_a_percentile_is_the_bound_of_the_bucket_it_lies_in(latencies, quantile)
     assert percentile_ms(counts, quantile) in (bound, _next(bound))
 
 
+def test_the_chance_of_a_great_excess_over_very_many_requests_is_told_without_adding_up_each_count():
+    assert at_least(20_000_000_000, 1_000_000_000_000, 0.01) == 0.0
+
+
 def _next(bound):
     return LATENCY_BOUNDS_MS[min(LATENCY_BOUNDS_MS.index(bound) + 1, len(LATENCY_BOUNDS_MS) - 1)]
 

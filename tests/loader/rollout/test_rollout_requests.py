@@ -9,6 +9,7 @@ import pytest
 
 from loader.errors import RolloutError
 from loader.registry.keys import rollout_key
+from loader.rollout.record import Rollout, encode_rollout
 from loader.rollout.requests import abort_rollout, read_rollout, roll_back, start_rollout
 from loader.rollout.status import RolloutStatus, read_status
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
@@ -95,6 +96,18 @@ def test_after_a_rollout_that_failed_a_rollback_goes_to_what_was_live_before_the
     play(scenario)
 
 
+def test_a_fleet_whose_nodes_hold_one_version_goes_back_as_it_came(play):
+    async def scenario(fleet):
+        await fleet.begin(1, 2, 1)
+        await begin(fleet, strategy="by-replica")
+        assert (await fleet.until_ended()).state == "done"
+        back = await roll_back(fleet.fleet, MODEL, clock=fleet.clock, rollout_id="0" * 32)
+        assert (back.to_version, back.strategy, len(back.groups)) == (OLD, "by-replica", 2)
+        assert (await fleet.until_ended()).state == "done"
+
+    play(scenario)
+
+
 def test_a_record_that_can_not_be_read_pauses_its_model_only(play, caplog):
     async def scenario(fleet):
         await fleet.begin(1, 1, 1)
@@ -105,6 +118,30 @@ def test_a_record_that_can_not_be_read_pauses_its_model_only(play, caplog):
 
     play(scenario)
     assert sum("rollouts/broken" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_plan_that_this_release_can_not_carry_out_ends_no_coordinator_and_pauses_its_model_only(play, caplog):
+    async def scenario(fleet):
+        await fleet.begin(1, 1, 1)
+        later = Rollout(
+            model="later",
+            epoch=1,
+            rollout_id="0" * 32,
+            from_version=1,
+            to_version=2,
+            delta_base=2,
+            last_delta=0,
+            steps=("roll:7", "retire_shards"),
+            started_at=1.0,
+            step_began_at=1.0,
+        )
+        await fleet.registry.put(rollout_key("later"), encode_rollout(later), 0)
+        await begin(fleet)
+        assert (await fleet.until_ended()).state == "done"
+        assert fleet.coordinator.problems() == ("later: its rollout pauses: IndexError: tuple index out of range",)
+
+    play(scenario)
+    assert sum("later: its rollout pauses" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_status_shows_steps_nodes_and_who_is_waited_for(play):

@@ -167,6 +167,19 @@ def test_a_rollback_of_a_running_rollout_is_an_abort_and_that_is_success(tmp_pat
         assert status(tmp_path)["state"] == "aborted"
 
 
+def test_a_rollback_that_somebody_aborts_is_no_success(tmp_path: Path) -> None:
+    def stage_slowly(fleet: PlayedFleet) -> None:
+        fleet.node("shard-0-1").stage_rounds = 100
+
+    with played_fleet(tmp_path, prepare=stage_slowly):
+        assert shardrank(tmp_path, "rollout", "start", MODEL, 2, "--follow").exit_code == 0
+        with running("rollback", MODEL, "--follow", "--registry", str(tmp_path)) as going_back:
+            going_back.read_until("films: going back to version 1")
+            assert shardrank(tmp_path, "rollout", "abort", MODEL).exit_code == 0
+            assert going_back.process.wait(timeout=20) == 1
+        assert status(tmp_path)["live"] == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -7,12 +7,13 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from serving.fleet.child import ChildSpec, NotReadyError, RefusedError
+from serving.fleet.child import Child, ChildSpec, NotReadyError, RefusedError
 from serving.fleet.errors import ChildFailedError, FleetError
 from serving.fleet.supervisor import SupervisionConfig, Supervisor
 
@@ -159,6 +160,22 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) 
     assert not alive(asyncio.run(run()))
 
 
+def test_killing_a_child_that_has_just_ended_is_no_error(tmp_path: Path) -> None:
+    async def run() -> int:
+        child = Child(spec("a", tmp_path), tmp_path / "log")
+        await child.spawn()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        # Reaped by a thread of asyncio's, and the event loop has not been told.
+        until = time.monotonic() + 5
+        while alive(child.pid) and time.monotonic() < until:
+            time.sleep(0.01)  # noqa: ASYNC251
+        child.kill()
+        return await child.wait()
+
+    assert asyncio.run(run()) == -signal.SIGKILL
+
+
 def test_groups_are_stopped_in_reverse(tmp_path: Path) -> None:
     order = tmp_path / "order"
     script = GOOD.replace("sys.exit(0)", f"(open({str(order)!r}, 'a').write(sys.argv[1][-5]), sys.exit(0))")
@@ -225,3 +242,36 @@ def test_a_restarted_child_that_refuses_is_left_running_until_it_can_serve(
     assert [record.getMessage() for record in caplog.records if "failed" in record.message] == [
         "restart 1 of a failed: a file is damaged"
     ]
+
+
+def test_a_restarted_child_that_goes_on_refusing_one_model_is_not_killed_for_it(tmp_path: Path) -> None:
+    """It serves others meanwhile."""
+    now, refusals = 0.0, 0
+
+    async def probe(process_id: int) -> None:
+        nonlocal now, refusals
+        if not (tmp_path / "a.pid").exists() or process_id != int((tmp_path / "a.pid").read_text()):
+            raise NotReadyError("no pid file")
+        if refusals:
+            refusals -= 1
+            now += QUICK.ready_timeout_s / 2
+            raise RefusedError("a file is damaged")
+
+    async def run() -> tuple[int | None, int]:
+        nonlocal refusals
+        fleet = Supervisor(tmp_path, QUICK, clock=lambda: now)
+        try:
+            await fleet.start([ChildSpec("a", spec("a", tmp_path).command, probe)])
+            child = fleet.children["a"]
+            refusals = 10
+            child.kill()
+            async with asyncio.timeout(20):
+                while refusals or child.state != "ready":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            return child.pid, child.restarts
+        finally:
+            await fleet.stop()
+
+    pid, restarts = asyncio.run(run())
+    assert restarts == 1
+    assert pid == int((tmp_path / "a.pid").read_text())

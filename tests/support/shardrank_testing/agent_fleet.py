@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from shard_node.node import NodeIdentity, Partition, ShardNode
 from shard_node.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.server import NodeServer
 from shard_node.stagings import StagingConfig
+from shardrank_testing.serving_api import MODEL, ApiModel
 
 QUICK = AgentConfig(
     poll_s=0.02,
@@ -168,6 +169,18 @@ class AgentFleet:
 def plan_by(topology: FleetRecord, spec: ModelSpec) -> Plan:
     """Who owns what in a fleet."""
     return Plan.make(spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes)
+
+
+async def with_live(
+    fleet: AgentFleet, versions: Mapping[int, ApiModel], **options: Any
+) -> tuple[ServingNode, RankingService]:
+    """A serving process with version 1 live, and all versions published; `options` as of `AgentFleet.serving`."""
+    for model in versions.values():
+        await fleet.publish(model.path)
+    await fleet.want(MODEL, live=1, hold=(1,), serve=(1,), follow=(1,))
+    node, service = fleet.serving(**options)
+    await node.load()
+    return node, service
 
 
 @asynccontextmanager

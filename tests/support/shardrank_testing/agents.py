@@ -64,6 +64,7 @@ class ToldActions:
     retired: list[tuple[str, int]] = field(default_factory=list)
     settled: list[WantedModel] = field(default_factory=list)
     settle_faults: dict[str, Exception] = field(default_factory=dict)
+    settle_gates: dict[str, asyncio.Event] = field(default_factory=dict)
     retire_gate: asyncio.Event | None = None
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
@@ -89,6 +90,8 @@ class ToldActions:
     async def settle(self, wanted: WantedModel) -> bool:
         if (fault := self.settle_faults.get(wanted.model)) is not None:
             raise fault
+        if (gate := self.settle_gates.get(wanted.model)) is not None:
+            await gate.wait()
         self.settled.append(wanted)
         return set(self.wanted_versions(wanted)) == {version for model, version in self.ready if model == wanted.model}
 
@@ -218,12 +221,13 @@ SOON = AgentConfig(
 
 @dataclass
 class NodeUnderTest:
-    """A shard node without its socket whose agent runs."""
+    """A shard node without its socket whose agent runs, in the task `agent_runs`."""
 
     node: ShardNode
     fleet: FleetRegistry
     agent: Agent
     actions: NodeActions
+    agent_runs: asyncio.Task[None]
 
     async def until(
         self,
@@ -265,7 +269,7 @@ async def running_node(url: str, store: Path, **settings: Any) -> AsyncIterator[
     agent = Agent(fleet, actions, SOON)
     running = asyncio.create_task(agent.run())
     try:
-        yield NodeUnderTest(node, fleet, agent, actions)
+        yield NodeUnderTest(node, fleet, agent, actions, running)
     finally:
         running.cancel()
         await asyncio.wait([running])

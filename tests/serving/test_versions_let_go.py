@@ -1,0 +1,159 @@
+"""What a serving process lets go of: versions that are retired, that could not be installed, or were called off."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+from loader.errors import SnapshotCorruptError
+from shard_node.errors import GenerationStateError
+from shardrank_testing.agent_fleet import agent_fleet, with_live
+from shardrank_testing.golden import golden_of
+from shardrank_testing.serving_api import MODEL, ApiModel, run, write_api_model
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory) -> dict[int, ApiModel]:
+    found = {}
+    store = tmp_path_factory.mktemp("store")
+    for version in (1, 2):
+        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
+        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
+    return found
+
+
+@pytest.fixture
+def store(versions) -> Path:
+    return versions[1].path.parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("f")
+
+
+def test_a_retired_version_is_free_without_a_garbage_collection(versions, store, folder):
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=2) as fleet:
+            gc.collect()
+            gc.disable()
+            _, service = await with_live(fleet, versions)
+            (served,) = [one.payload for one in service.generations.all()]
+            rankings = [replica._ranking for replica in served._replicas]
+            parts = [served, *served._replicas, *rankings, served.schema, rankings[0].parts.model]
+            parts += [rankings[0].router, rankings[0].router._mapper, *rankings[0]._shards]
+            watched = [(type(one).__name__, weakref.ref(one)) for one in parts]
+            del served, rankings, parts
+            await fleet.want(MODEL, live=2, hold=(1, 2), serve=(1, 2))
+            await fleet.until("serve-0", lambda told: told.live == {MODEL: 2})
+            await fleet.want(MODEL, hold=(2,), serve=(2,), follow=(2,))
+            await fleet.until_state("serve-0", MODEL, 1, None)
+            assert [name for name, one in watched if one() is not None] == []
+
+    try:
+        run(main())
+    finally:
+        gc.enable()
+
+
+def test_a_version_that_could_not_be_put_beside_the_live_one_is_told_of_nowhere(versions, store, folder, monkeypatch):
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
+            node, service = await with_live(fleet, versions)
+            wanted = await fleet.want(MODEL, hold=(1, 2))
+            await fleet.until_state("shard-0-0", MODEL, 2, "ready")
+
+            def no_room(served) -> None:
+                raise GenerationStateError("no room")
+
+            monkeypatch.setattr(service, "install_staged", no_room)
+            with pytest.raises(GenerationStateError, match="no room"):
+                await node.actions.stage(MODEL, 2, wanted, lambda share: None)
+            for thread in threading.enumerate():
+                if thread.name.startswith("discard-"):
+                    await asyncio.to_thread(thread.join)
+            text = service.metrics.render().decode()
+            assert not [line for line in text.splitlines() if "dtype_fallback" in line and 'version="2"' in line]
+            assert [line for line in text.splitlines() if "dtype_fallback" in line and 'version="1"' in line]
+
+    run(main())
+
+
+def test_a_load_that_is_called_off_again_and_again_leaves_no_rows_behind(versions, store, folder, monkeypatch):
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+            node, _ = await with_live(fleet, versions, local=True)
+            local, loading = node.actions._local, asyncio.Event()
+
+            async def never_loads(*_) -> None:
+                loading.set()
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(node.actions, "_load", never_loads)
+            wanted = await fleet.want(MODEL, live=1, hold=(1,), serve=(1,), follow=(1, 2))
+            staging = asyncio.create_task(node.actions.stage(MODEL, 2, wanted, lambda share: None))
+            await loading.wait()
+            # It follows its deltas: that has to end before its rows can go.
+            await local.actions.settle(wanted)
+            for _ in range(5):
+                staging.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await staging
+            assert [(one.version, one.state) for one in local.node.generations.all()] == [(1, "live")]
+
+    run(main())
+
+
+def test_a_version_is_retired_when_its_last_request_has_ended_and_not_before(versions, store, folder):
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
+            others = set(threading.enumerate())
+            _, service = await with_live(fleet, versions)
+            replicas = [one for one in set(threading.enumerate()) - others if one.name.startswith(f"rank-{MODEL}-1")]
+            assert len(replicas) == 2
+            await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
+            await fleet.until_state("serve-0", MODEL, 2, "ready")
+            lease = service.lease(MODEL)
+            await fleet.want(MODEL, live=2)
+            await fleet.until("serve-0", lambda told: told.live == {MODEL: 2})
+            await fleet.want(MODEL, serve=(2,))
+            await fleet.until_state("serve-0", MODEL, 1, "draining")
+            (old,) = [one for one in service.generations.all() if one.version == 1]
+            while old.state != "draining":  # noqa: ASYNC110  # a state that no event tells
+                await asyncio.sleep(0.01)
+            assert not old.retired.is_set()
+            assert all(one.is_alive() for one in replicas)
+            lease.release()
+            await fleet.until_state("serve-0", MODEL, 1, None)
+            assert old.retired.is_set()
+            assert not any(one.is_alive() for one in replicas)
+
+    run(main())
+
+
+def test_rows_of_another_snapshot_of_the_same_number_are_not_ranked_with(versions, folder, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(versions[1].path, store / MODEL / "1")
+    before = write_api_model(store, 2, seed=2)
+
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+            node, _ = await with_live(fleet, {1: versions[1], 2: before}, local=True)
+            wanted = await fleet.fleet.wanted_model(MODEL)
+            await node.actions._local.actions.stage(MODEL, 2, wanted, lambda share: None)
+            # Withdrawn, and published again as something else.
+            await fleet.fleet.drop_version(MODEL, 2)
+            shutil.rmtree(before.path)
+            after = write_api_model(store, 2, seed=3)
+            await fleet.publish(after.path)
+            with pytest.raises(SnapshotCorruptError, match="rows of version 2 of model 'films' are of the snapshot"):
+                await node.actions.stage(MODEL, 2, wanted, lambda share: None)
+
+    run(main())
