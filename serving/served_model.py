@@ -172,7 +172,8 @@ class ServedModel:
         """What the nodes of all shards tell of themselves now, each with its address.
 
         Raises:
-            NotReadyError: if a replica has ended, or a shard does not answer in time.
+            NotReadyError: if a replica has ended, a shard does not answer in time, or no node of a shard has this
+                version any more: the fleet went on without this process, which lost sight of the registry.
             RouterError, ShardNodeError: if a shard can't be asked.
         """
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
@@ -183,9 +184,16 @@ class ServedModel:
 
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                return await asyncio.wrap_future(self._replicas[0].call(ask))
+                told = await asyncio.wrap_future(self._replicas[0].call(ask))
         except TimeoutError:
             raise NotReadyError(f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s") from None
+        asked = {info.identity.shard_index for _, info in told}
+        have = {info.identity.shard_index for _, info in told if info.has(self.model, self.version)}
+        if asked != have:
+            raise NotReadyError(
+                f"no node of shard {min(asked - have)} that answers has version {self.version} of model {self.model!r}"
+            )
+        return told
 
     def close(self) -> None:
         """Ends the replicas and frees what they hold. Not from a replica's own thread; no lease may be out."""

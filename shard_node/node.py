@@ -109,6 +109,10 @@ class NodeInfo(Message):
     memory: tuple[MemoryReport, ...]
     lookups: tuple[LookupReport, ...] = ()
 
+    def has(self, model: str, version: int) -> bool:
+        """Whether it answers for a version."""
+        return any((one.model, one.version, one.state != "draining") == (model, version, True) for one in self.versions)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedTables:

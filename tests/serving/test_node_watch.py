@@ -91,6 +91,33 @@ def test_each_replica_of_a_shard_counts_its_rows_for_itself(api_model, addresses
     run(main())
 
 
+def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, addresses):
+    snapshot = Snapshot.open(api_model.path)
+    nodes = [make_node(snapshot, Plan.make(snapshot.spec, 1, "hash", 1, 0), 0) for _ in addresses]
+
+    async def main() -> None:
+        servers = [NodeServer(node) for node in nodes]
+        for server, address in zip(servers, addresses, strict=True):
+            await server.start([address])
+        service = RankingService(expected_models=[MODEL])
+        source = ModelSource(snapshot=snapshot.path, shards=(tuple(addresses),), replicate_bytes=0, dtype="float32")
+        service.install(await asyncio.to_thread(load_served_model, source, service))
+        problems = []
+        for node in nodes:
+            node.generations.retire(MODEL, snapshot.version)
+            await service.watch.refresh()
+            problems.append(service.watch.problems())
+        # One replica without it is the other one's work; with none, no request could be answered.
+        assert problems[0] == {}
+        told = f"not_ready: no node of shard 0 that answers has version {snapshot.version} of model {MODEL!r}"
+        assert problems[1] == {MODEL: told}
+        await asyncio.to_thread(service.close)
+        for server in servers:
+            await server.close()
+
+    run(main())
+
+
 def rows_by_replica(service: RankingService, table: str) -> dict[str, float]:
     text = service.metrics.render().decode()
     pattern = r'rows_looked_up_total\{model="films",replica="([^"]+)",shard="0",table="' + table + r'".*\} (\S+)'
