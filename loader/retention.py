@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from loader.durable import fsync_path
-from loader.registry.keys import delta_stream, rollout_key
-from loader.registry.records import PublishedVersion, WantedModel
+from loader.registry.keys import delta_stream
+from loader.registry.records import PublishedVersion
 from loader.registry.typed import FleetRegistry
-from loader.rollout.record import decode_rollout
+from loader.rollout.requests import read_rollout
 from loader.store import Store
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,10 @@ async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Re
 
 async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
     """Versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
-    used = await _named_by_rollout(fleet, model)
+    on_record = await read_rollout(fleet, model)
+    used = set() if on_record is None else set(on_record.rollout.named())
     if (wanted := await fleet.wanted_model(model)) is not None:
-        used |= _named_by(wanted)
+        used |= wanted.named()
     for node in await fleet.nodes():
         used |= {report.version for report in node.versions if report.model == model}
         if (live := node.live.get(model)) is not None:
@@ -93,25 +94,6 @@ async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
 async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:
     highest = sorted(record.version for record in published)[-keep:]
     return {*highest, *await versions_in_use(fleet, model)}
-
-
-def _named_by(wanted: WantedModel) -> set[int]:
-    named = {*wanted.hold, *wanted.serve, *wanted.follow}
-    named.update(version for held in wanted.node_hold.values() for version in held)
-    if wanted.live is not None:
-        named.add(wanted.live)
-    if wanted.canary is not None:
-        named.add(wanted.canary.version)
-    return named
-
-
-async def _named_by_rollout(fleet: FleetRegistry, model: str) -> set[int]:
-    entry = await fleet.raw(rollout_key(model))
-    if entry is None:
-        return set()
-    rollout = decode_rollout(model, entry.value)
-    named = {rollout.from_version, rollout.to_version, rollout.previous_version}
-    return {version for version in named if version is not None}
 
 
 def _take_lock(folder: Path) -> IO[str]:

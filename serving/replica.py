@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 RankingFactory: TypeAlias = Callable[[], Ranking]
-StartThread: TypeAlias = Callable[[threading.Thread], None]
 
 # Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
 _OF_THE_WHOLE_BATCH = (503, 504)
@@ -46,8 +45,6 @@ class Replica:
         metrics: told how long requests waited.
         clock: monotonic seconds.
         on_failure: called on the thread when it ends by anything but the batcher's closing.
-        start_thread: starts the thread. It gets the priority of the thread that starts it (clone(2)): one that loads in
-            the background must leave this to another.
     """
 
     def __init__(
@@ -58,14 +55,12 @@ class Replica:
         metrics: ServingMetrics,
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[], None] = lambda: None,
-        start_thread: StartThread = threading.Thread.start,
     ) -> None:
         self._batcher = batcher
         self._make_ranking = ranking
         self._metrics = metrics
         self._clock = clock
         self._on_failure = on_failure
-        self._start_thread = start_thread
         self._loop = uvloop.new_event_loop()
         self._ranking: Ranking | None = None
         self._ready = threading.Event()
@@ -74,7 +69,7 @@ class Replica:
 
     def start(self) -> None:
         """Starts the thread, and returns when its router is made. Raises what making it raised."""
-        self._start_thread(self._thread)
+        self._thread.start()
         self._ready.wait()
         if self._failure is not None:
             raise self._failure

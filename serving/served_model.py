@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
 from serving.pending import Pending
 from serving.ranking import Ranking
-from serving.replica import Replica, StartThread
+from serving.replica import Replica
 from serving.request import RankRequest
 from serving.version_check import CheckedVersion, check_version, ranking_parts
 from serving.version_stats import VersionCounter
@@ -98,7 +97,6 @@ class ServedModel:
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
-        start_thread: StartThread = threading.Thread.start,
     ) -> ServedModel:
         """Makes a version servable: connects, checks it against its golden requests, warms every replica. Blocks.
 
@@ -112,7 +110,6 @@ class ServedModel:
             metrics: where times are counted.
             clock: monotonic seconds.
             on_close: called when the version is unloaded, after its replicas have ended.
-            start_thread: starts a replica's thread; see `Replica`.
 
         Raises:
             GoldenMismatchError: as `check_version`.
@@ -143,7 +140,7 @@ class ServedModel:
 
         name = f"rank-{snapshot.spec.model}-{snapshot.version}"
         replicas += [
-            Replica(f"{name}-{number}", batcher, ranking, metrics, clock, replica_failed, start_thread)
+            Replica(f"{name}-{number}", batcher, ranking, metrics, clock, replica_failed)
             for number in range(num_replicas)
         ]
         try:

@@ -8,7 +8,6 @@ over connections that requests will use. Flip, canary and retirement are pointer
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import threading
@@ -40,7 +39,6 @@ from router.replica_directory import ReplicaDirectory
 from serving.errors import NotReadyError
 from serving.loading import fleet_shards, local_shards, open_published
 from serving.models.factory import DtypeChoice
-from serving.replica import StartThread
 from serving.served_model import ServedModel
 from serving.service import RankingService
 from shard_node.available_memory import available_memory_bytes, total_memory_bytes
@@ -255,8 +253,7 @@ class ServingActions:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        start_thread = _started_on(asyncio.get_running_loop())
-        work = partial(self._load_now, published, topology, tell, start_thread)
+        work = partial(self._load_now, published, topology, tell)
         began = time.monotonic()
         served = await in_background(
             work, f"load-{published.model}-{published.version}", self._discard, low_priority=False
@@ -274,7 +271,6 @@ class ServingActions:
         published: PublishedVersion,
         topology: FleetRecord | None,
         tell: Callable[[float], None],
-        start_thread: StartThread,
         wish: Wish,
     ) -> ServedModel:
         """In the load's thread."""
@@ -304,7 +300,6 @@ class ServingActions:
             dtype=config.dtype,
             metrics=service.metrics,
             clock=service.clock,
-            start_thread=start_thread,
         )
 
     def _discard(self, served: ServedModel) -> None:
@@ -347,23 +342,3 @@ def _check_rows(node: ShardNode, snapshot: Snapshot) -> None:
             f"{snapshot.path}: its manifest has SHA-256 {snapshot.identity}, but the rows of version {version} of "
             f"model {model!r} are of the snapshot with {identity}: a version must not be published as something else"
         )
-
-
-def _started_on(loop: asyncio.AbstractEventLoop) -> StartThread:
-    """Has threads started by the loop's thread: on Linux a thread begins with the priority of the one it is from."""
-
-    def start(thread: threading.Thread) -> None:
-        started: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def start_now() -> None:
-            try:
-                thread.start()
-            except BaseException as error:
-                started.set_exception(error)
-            else:
-                started.set_result(None)
-
-        loop.call_soon_threadsafe(start_now)
-        started.result()
-
-    return start

@@ -73,7 +73,7 @@ class Remembered:
 
     async def _remember_published(self) -> None:
         """Of versions in use only: others may be dropped on purpose."""
-        used = {(model, version) for model, wanted in self.wanted.items() for version in _in_use(wanted)}
+        used = {(model, version) for model, wanted in self.wanted.items() for version in wanted.named()}
         self._published = {key: record for key, record in self._published.items() if key in used}
         published = {(record.model, record.version): record for record in await self._fleet.versions()}
         for key in sorted(used):
@@ -108,15 +108,3 @@ class Remembered:
 
 def _is_lost(known: WantedModel, now: WantedModel | None) -> bool:
     return now is None or now.epoch < known.epoch
-
-
-def _in_use(wanted: WantedModel) -> set[int]:
-    versions = {
-        *wanted.hold,
-        *wanted.serve,
-        *wanted.follow,
-        *(one for held in wanted.node_hold.values() for one in held),
-    }
-    if wanted.live is not None:
-        versions.add(wanted.live)
-    return versions

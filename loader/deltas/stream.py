@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from itertools import pairwise
 from typing import Final
 
-from loader.errors import DeltaError, DeltaGapError, RegistryRecordError, StreamSequenceError
+from loader.errors import DeltaError, DeltaGapError, StreamSequenceError
 from loader.publishing import stream_end
-from loader.registry.keys import delta_stream, rollout_key
-from loader.registry.records import PublishedVersion, WantedModel
+from loader.registry.keys import delta_stream
+from loader.registry.records import PublishedVersion
 from loader.registry.typed import FleetRegistry
+from loader.rollout.requests import read_rollout
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 MAX_REMEMBERED_BYTES: Final = 64 << 20
@@ -143,27 +143,11 @@ class DeltaStream:
     async def _first_needed(self) -> int:
         """The first delta that must stay so that every version that is held, or rolled back to, can be staged anew."""
         published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
-        named = _named(await self._fleet.wanted_model(self._model)) | await self._named_by_rollout()
+        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
+        named = set() if wanted is None else set(wanted.named())
+        if on_record is not None:
+            named |= on_record.rollout.named()
         return min((one.last_delta for one in _held(published, named)), default=self.sequence) + 1
-
-    async def _named_by_rollout(self) -> set[int]:
-        entry = await self._fleet.raw(key := rollout_key(self._model))
-        if entry is None:
-            return set()
-        try:
-            record = json.loads(entry.value)
-            versions = (record.get("from_version"), record.get("to_version"))
-        except (ValueError, AttributeError) as error:
-            # Which versions it names is not known, so nothing may be dropped.
-            raise RegistryRecordError(f"{key} is no record of a rollout: {error}") from error
-        return {version for version in versions if isinstance(version, int)}
-
-
-def _named(wanted: WantedModel | None) -> set[int]:
-    if wanted is None:
-        return set()
-    held = {*wanted.hold, *wanted.serve, *(one for versions in wanted.node_hold.values() for one in versions)}
-    return held | ({wanted.live} if wanted.live is not None else set())
 
 
 def _held(published: list[PublishedVersion], named: set[int]) -> list[PublishedVersion]:

@@ -85,6 +85,13 @@ class WantedModel(Record):
     canary: Canary | None = None
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
 
+    def named(self) -> frozenset[int]:
+        """Every version that it names: none of them may be dropped."""
+        named = {*self.hold, *self.serve, *self.follow}
+        named.update(version for held in self.node_hold.values() for version in held)
+        pointers = (self.live, None if self.canary is None else self.canary.version)
+        return frozenset(named.union(version for version in pointers if version is not None))
+
     def held_by(self, node_id: str) -> tuple[int, ...]:
         """The versions that a shard node shall hold."""
         return self.node_hold.get(node_id, self.hold)

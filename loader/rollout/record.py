@@ -128,6 +128,11 @@ class Rollout(Record):
         """The step it is in."""
         return self.steps[self.step_index]
 
+    def named(self) -> frozenset[int]:
+        """Every version that it names, and those that a rollback after it would go to: none of them may be dropped."""
+        named = (self.from_version, self.to_version, self.previous_version)
+        return frozenset(version for version in named if version is not None)
+
     @property
     def active(self) -> bool:
         """It has not ended."""

@@ -239,7 +239,7 @@ def test_a_rollout_that_can_not_be_read_drops_nothing_and_is_named(value, tmp_pa
         await registry.put(rollout_key(MODEL), value, 0)
         publisher = AsyncDeltaPublisher(registry, MODEL, 1, max_stream_entries=1)
         await publisher.publish("int8", [1], ONES)
-        with pytest.raises(RegistryRecordError, match=f"rollouts/{MODEL} is no record of a rollout"):
+        with pytest.raises(RegistryRecordError, match=f"rollouts/{MODEL}: not a rollout"):
             await publisher.publish("int8", [2], ONES)
         assert len(await published(registry)) == 1
 
