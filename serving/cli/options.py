@@ -241,3 +241,33 @@ def fleet_options(function: Decorated) -> Decorated:
         help="The fleet's store, if its registry lies in it.",
     )(function)
     return registry_option(function)
+
+
+def member_options(function: Decorated) -> Decorated:
+    """`--registry`, `--store`, `--model` (several), `--version`, `--snapshot`: what it serves."""
+    function = click.option(
+        "--snapshot",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Without --registry: the snapshot's own folder, in place of --store, --model and --version.",
+    )(function)
+    function = click.option(
+        "--version",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Without --registry: the version; by default the store's latest.",
+    )(function)
+    function = click.option(
+        "--model",
+        "models",
+        multiple=True,
+        metavar="NAME",
+        help="With --registry only this model, repeatable; by default all. Without, the model; default: the only one.",
+    )(function)
+    function = click.option(
+        "--store",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="The folder that holds <model>/<version>/ snapshots.",
+    )(function)
+    return registry_option(function)

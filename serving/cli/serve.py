@@ -15,10 +15,10 @@ from serving.cli.examples import WithExamples
 from serving.cli.options import (
     Assignment,
     cards_option,
+    member_options,
     memory_budget_option,
     port_options,
     ranking_options,
-    registry_option,
     replicate_option,
     sharding_option,
     verify_option,
@@ -41,32 +41,7 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
 
 
 @click.command(cls=WithExamples)
-@registry_option
-@click.option(
-    "--store",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="The folder that holds <model>/<version>/ snapshots.",
-)
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    metavar="NAME",
-    help="With --registry only this model, repeatable; by default all. Without, the model; by default the only one.",
-)
-@click.option(
-    "--version",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Without --registry: the version; by default the store's latest.",
-)
-@click.option(
-    "--snapshot",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="Without --registry: the snapshot's own folder, in place of --store, --model and --version.",
-)
+@member_options
 @click.option(
     "--shard",
     "shards",

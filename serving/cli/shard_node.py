@@ -15,8 +15,8 @@ from serving.cli.options import (
     Sharding,
     ShardNumber,
     cards_option,
+    member_options,
     memory_budget_option,
-    registry_option,
     replicate_option,
     sharding_option,
     verify_option,
@@ -35,32 +35,7 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
 
 
 @click.command("shard-node", cls=WithExamples)
-@registry_option
-@click.option(
-    "--store",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="The folder that holds <model>/<version>/ snapshots.",
-)
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    metavar="NAME",
-    help="With --registry only this model, repeatable; by default all. Without, the model; by default the only one.",
-)
-@click.option(
-    "--version",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Without --registry: the version; by default the store's latest.",
-)
-@click.option(
-    "--snapshot",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="Without --registry: the snapshot's own folder, in place of --store, --model and --version.",
-)
+@member_options
 @click.option(
     "--shard",
     "shard",
