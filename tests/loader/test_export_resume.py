@@ -186,7 +186,7 @@ def test_rows_of_another_training_run_start_over_though_the_dense_model_is_the_s
         return export_snapshot(tmp_path, spec, rows={"items": source}, dense=dense, version=1, clock=clock)
 
     for source in (first, first, second):
-        with caplog.at_level(logging.INFO), pytest.raises(TrainingDiedError):
+        with caplog.at_level(logging.INFO, logger="loader"), pytest.raises(TrainingDiedError):
             run(source, dies)
     own = [record.message for record in caplog.records if record.name == "loader.export_folder"]
     assert [("resuming" in message, "starting over" in message) for message in own] == [(True, False), (False, True)]

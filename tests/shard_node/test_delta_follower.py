@@ -241,7 +241,7 @@ def test_a_registry_that_is_silent_is_waited_for_and_logged_once(tmp_path, caplo
         registry.silent = True
         await scene.publish(2)
         follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO, logger="shard_node"):
             task = asyncio.create_task(follower.run())
             await until(lambda: "until the registry answers: nobody there" in caplog.text)
             registry.silent = False
