@@ -1,0 +1,177 @@
+"""What the engine asks of cards: memory, streams, launches, graphs. CuPy's are in `cupy_cards.py`.
+
+A card is what the engine partitions rows over. Several logical cards may lie on one device; the engine does not see the
+difference. Calls that take a stream return before the work is done; each is in order with what was put on that stream
+before. Addresses are valid on every card with access to its peers, and pinned memory's on all cards and the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class Memory(Protocol):
+    """Bytes of one card. Not zeroed."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """How many."""
+        ...
+
+    def free(self) -> None:
+        """Gives it back. Nothing that uses it may be under way. Idempotent."""
+        ...
+
+
+class PinnedMemory(Memory, Protocol):
+    """Page-locked memory of the host, which cards read and write in place."""
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """uint8 [size_bytes], writable."""
+        ...
+
+
+class Event(Protocol):
+    """A moment on a stream."""
+
+    def synchronize(self) -> None:
+        """Blocks until it has passed, without the interpreter lock."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it has passed."""
+        ...
+
+
+class Stream(Protocol):
+    """Work of one card, in order."""
+
+    @property
+    def pointer(self) -> int:
+        """cudaStream_t."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until all of it is done, without the interpreter lock."""
+        ...
+
+    def record(self) -> Event:
+        """The moment when all that was put on it is done."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What comes after waits for the event, of any card."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work that is launched as one."""
+
+    def replay(self, stream: Stream) -> None:
+        """Puts it on the stream."""
+        ...
+
+
+class Card(Protocol):
+    """One card. Thread-safe, but for what is said of graphs."""
+
+    @property
+    def number(self) -> int:
+        """Its place among the cards, from 0."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where torch sees its memory."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that can still be allocated; logical cards of one device see the same."""
+        ...
+
+    @property
+    def device_index(self) -> int:
+        """The device that it lies on."""
+        ...
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+        ...
+
+    def allocate(self, size_bytes: int) -> Memory:
+        """Raises MemoryBudgetError, with the numbers, if the device has not as much."""
+        ...
+
+    def stream(self) -> Stream:
+        """A new one, which does not wait for the default stream."""
+        ...
+
+    def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
+        """Launches `grid` blocks of THREADS_PER_BLOCK threads. The structures are copied at once."""
+        ...
+
+    def copy_to_card(self, target: int, source: PinnedMemory, first: int, size_bytes: int, stream: Stream) -> None:
+        """Copies source.array[first : first + size_bytes] to the address `target`."""
+        ...
+
+    def copy_to_host(self, target: PinnedMemory, first: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Copies from the address `source` to target.array[first : first + size_bytes]."""
+        ...
+
+    def zero(self, target: int, size_bytes: int, stream: Stream) -> None:
+        """Fills bytes from the address `target` on with zeros."""
+        ...
+
+    def tensor(self, memory: Memory, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous view of memory from byte `first` on, on `torch_device`; it does not keep the memory alive."""
+        ...
+
+    def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Within it, this thread's torch operations go to the stream."""
+        ...
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+        """Records what `work` puts on the stream, which must be no allocation of this class and no synchronisation.
+
+        `work` has run once outside before, so that nothing is compiled or chosen during the capture. Addresses and
+        launch shapes are fixed by it; only what lies in memory may change between replays.
+        """
+        ...
+
+
+class Cards(Protocol):
+    """All cards of a process, and pinned memory."""
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """By number."""
+        ...
+
+    @property
+    def peer_access(self) -> bool:
+        """Whether every card reads every other's memory. If not, no row may be on only one card."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What they are, for people: `8 x NVIDIA H100 80GB HBM3`."""
+        ...
+
+    def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
+        """Raises MemoryBudgetError if the host has not as much."""
+        ...
