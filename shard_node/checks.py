@@ -79,25 +79,33 @@ class TableLimits:
             raise InvalidBagsError(f"bags_per_key must be within 0..{num_bags}, the bags that offsets describes")
         return int(np.dot(self._row_bytes[keys], counts))
 
-    def check(self, bags: KeyedBags) -> None:
+    def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
         """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
 
         What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of
         few vector operations; only if it fails is it asked what is wrong.
 
+        Args:
+            bags: to be checked.
+            tables: int64 [S], the table of each key, where keys number something else; known to be tables.
+
         Raises:
             InvalidBagsError: naming the array, or the table, the row and the limit.
         """
         _check_arrays(bags)
-        if self._is_right(bags):
+        if tables is not None and tables.size != bags.keys.size:
+            raise InvalidBagsError(f"the batch has {bags.keys.size} keys, there must be {tables.size}")
+        if self._is_right(bags, tables):
             return
         bags.validate()
-        self._check_keys(bags.keys)
-        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[bags.keys])
+        if tables is None:
+            self._check_keys(bags.keys)
+            tables = bags.keys.astype(np.int64)
+        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[tables])
         if outside is None:
             raise InvalidBagsError("the arrays do not describe bags of this model's tables")
         segment, position = outside
-        table = self.layout.tables[int(bags.keys[segment])]
+        table = self.layout.tables[int(tables[segment])]
         raise InvalidBagsError(
             f"row {int(bags.values[position])} (value {position}) is not in 0..{table.num_embeddings - 1} "
             f"of table {table.name!r}"
@@ -126,7 +134,7 @@ class TableLimits:
             wrong = rows[0] if rows[0] < 0 else rows[-1]
             raise InvalidBagsError(f"{where}: row {wrong} is not in 0..{spec.num_embeddings - 1}")
 
-    def _is_right(self, bags: KeyedBags) -> bool:
+    def _is_right(self, bags: KeyedBags, tables: Int64Array | None) -> bool:
         keys, counts, offsets, weights = bags.keys, bags.bags_per_key, bags.offsets, bags.weights
         num_keys, num_bags, num_values = keys.size, offsets.size - 1, bags.values.size
         if counts.size != num_keys or num_bags < 0 or offsets[0] != 0 or offsets[num_bags] != num_values:
@@ -138,11 +146,14 @@ class TableLimits:
         # Each is checked before it is summed or used as an index: counts can't wrap around, offsets stay inside.
         if int(np.maximum.reduce(counts.view(np.uint64))) > num_bags or (offsets[1:] < offsets[:-1]).any():
             return False
-        if keys[0] < 0 or keys[-1] >= len(self.layout.tables) or (keys[1:] <= keys[:-1]).any():
+        if keys[0] < 0 or (keys[1:] <= keys[:-1]).any():
+            return False
+        if tables is None and keys[-1] >= len(self.layout.tables):
             return False
         if bags.bag_starts()[-1] != num_bags:
             return False
-        return first_outside(bags.values, bags.value_starts(), self._num_embeddings[keys]) is None
+        limits = self._num_embeddings[keys if tables is None else tables]
+        return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _check_keys(self, keys: Int32Array) -> None:
         num_tables = len(self.layout.tables)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shard_node.arena import Arena
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.checks import TableLimits
-from shard_node.engine import LookupCount, MemoryUse, Tier
+from shard_node.engine import CardsUse, LookupCount, MemoryUse, Tier
 from shard_node.placement import NOT_HERE, Placement
 from shard_node.row_lock import RowLock
 from shard_node.split import add, split
@@ -112,6 +112,19 @@ class CpuEngine:
                 self._row_lock.end_write()
         return sum(part_slots.size for _, part_slots, _ in parts)
 
+    def touch_rows(self, table: int, rows: Int64Array) -> None:
+        """Has the pages of these rows in memory, so that a `write_rows` that follows is but a copy.
+
+        For whoever keeps readers out around `write_rows`. Nobody else may write meanwhile.
+
+        Args:
+            table: its number in the layout.
+            rows: int64 [n], rows of that table, on this engine.
+        """
+        arena, slots = self._placement.locate_rows(table, rows)
+        for number in np.unique(arena).tolist():
+            self._arenas[number].touch(slots[arena == number])
+
     def _pool_groups(self, bags: KeyedBags, values_per_key: Int64Array) -> list[Float32Array]:
         bag_starts = bags.bag_starts()
         blocks = []
@@ -154,6 +167,10 @@ class CpuEngine:
             LookupCount(table.name, tier, count)
             for table, tier, count in zip(self._layout.tables, self._tiers, counts, strict=True)
         )
+
+    def cards(self) -> CardsUse | None:
+        """None: it pools on the CPU."""
+        return None
 
     def close(self) -> None:
         """Gives the arenas' memory back to the system."""

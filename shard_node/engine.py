@@ -11,7 +11,8 @@ import numpy.typing as npt
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.table_layout import TableLayout
 
-Tier = Literal["ram", "mapped"]
+Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
+"""Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,25 @@ class LookupCount:
     table: str
     tier: Tier
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardsUse:
+    """The cards that an engine's rows lie on, and what their kernels found wrong.
+
+    Attributes:
+        name: what they are, for people.
+        num_cards: how many.
+        peer_access: whether each reads every other's memory.
+        outside_table, not_here: values, since the engine was made, that named no row of their table, or one that is on
+            no card. Checks before the kernels keep both at 0; such a value pools as zeros.
+    """
+
+    name: str
+    num_cards: int
+    peer_access: bool
+    outside_table: int
+    not_here: int
 
 
 class Engine(Protocol):
@@ -80,6 +100,10 @@ class Engine(Protocol):
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
         """Counters by table and tier."""
+        ...
+
+    def cards(self) -> CardsUse | None:
+        """The cards that its rows lie on; None if it pools on the CPU."""
         ...
 
     def close(self) -> None:

@@ -13,7 +13,11 @@ ShardNodeError
 ├── StagingBusyError          503 UNAVAILABLE        as many stagings run in the fleet as may
 ├── DeadlineExceededError     504 DEADLINE_EXCEEDED
 ├── FleetMismatchError        409 FAILED_PRECONDITION  a node that divides rows otherwise than its fleet
+├── PeerAccessError           409 FAILED_PRECONDITION  cards that can't read each other's memory, where that is required
 ├── MemoryBudgetError         507 RESOURCE_EXHAUSTED the rows do not fit
+├── DeviceChoiceError         400 INVALID_ARGUMENT   devices that can't be read, or do not fit the number of cards
+├── CardsUnavailableError     503 UNAVAILABLE        CuPy, a driver or a device is missing
+├── CardError                 500 INTERNAL           CUDA refused or failed at something
 └── RemoteError               500 INTERNAL           the node failed; its own message is carried
 ```
 """
@@ -121,6 +125,36 @@ class MemoryBudgetError(ShardNodeError):
     http_status = 507
     grpc_status = "RESOURCE_EXHAUSTED"
     kind = "memory_budget"
+
+
+class PeerAccessError(ShardNodeError):
+    """Cards that can't read each other's memory, where that is required."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "peer_access"
+
+
+class DeviceChoiceError(ShardNodeError):
+    """Devices that can't be read, that are not there, or that do not fit the number of cards."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "device_choice"
+
+
+class CardsUnavailableError(ShardNodeError):
+    """This process can't use a GPU. The message names what is missing and how to get it."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    kind = "cards_unavailable"
+
+
+class CardError(ShardNodeError):
+    """CUDA refused or failed at something. The message names the call, the device and CUDA's own error."""
+
+    kind = "card"
 
 
 class RemoteError(ShardNodeError):

@@ -15,7 +15,7 @@ from shard_node.delta_position import DeltaPosition
 from shard_node.engine import Engine
 from shard_node.errors import InvalidBagsError
 from shard_node.generation import Generation, Generations
-from shard_node.row_memory import MemoryClaim
+from shard_node.row_memory import Claim
 from shard_node.table_layout import TableLayout
 
 Sharding = Literal["hash", "range", "table"]
@@ -101,13 +101,33 @@ class LookupReport(Message):
     rows: int
 
 
+class CardsReport(Message):
+    """The cards that the rows of a model version lie on.
+
+    Attributes:
+        name: what they are, for people.
+        num_cards: how many.
+        peer_access: whether each reads every other's memory.
+        outside_table, not_here: values that kernels found to name no row of their table, or one that is on no card.
+    """
+
+    model: str
+    version: int
+    name: str
+    num_cards: int
+    peer_access: bool
+    outside_table: int = 0
+    not_here: int = 0
+
+
 class NodeInfo(Message):
-    """What a node tells of itself."""
+    """What a node tells of itself. `cards` has only the versions whose rows are on some."""
 
     identity: NodeIdentity
     versions: tuple[ServedVersion, ...]
     memory: tuple[MemoryReport, ...]
     lookups: tuple[LookupReport, ...] = ()
+    cards: tuple[CardsReport, ...] = ()
 
     def has(self, model: str, version: int) -> bool:
         """Whether it answers for a version."""
@@ -130,7 +150,7 @@ class LoadedTables:
     manifest_identity: str
     plan_digest: str
     deltas: DeltaPosition = field(default_factory=DeltaPosition)
-    claim: MemoryClaim | None = None
+    claim: Claim | None = None
 
     def close(self) -> None:
         """Frees the rows, in pieces. Nobody may be using them."""
@@ -188,6 +208,7 @@ class ShardNode:
                 for one in generations
                 for count in one.payload.engine.rows_looked_up()
             ),
+            cards=tuple(report for one in generations if (report := _cards_report(one)) is not None),
         )
 
     def retire(self, model: str, version: int) -> Generation[LoadedTables]:
@@ -216,4 +237,19 @@ def _served_version(generation: Generation[LoadedTables]) -> ServedVersion:
         delta_published_at=deltas.published_at,
         delta_fresh_at=deltas.fresh_at,
         delta_lag=deltas.lag,
+    )
+
+
+def _cards_report(generation: Generation[LoadedTables]) -> CardsReport | None:
+    use = generation.payload.engine.cards()
+    if use is None:
+        return None
+    return CardsReport(
+        model=generation.model,
+        version=generation.version,
+        name=use.name,
+        num_cards=use.num_cards,
+        peer_access=use.peer_access,
+        outside_table=use.outside_table,
+        not_here=use.not_here,
     )

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -28,9 +29,13 @@ from shard_node.available_memory import available_memory_bytes, total_memory_byt
 from shard_node.errors import FleetMismatchError
 from shard_node.followers import Followers, catch_up
 from shard_node.generation import Generation
+from shard_node.loading import ObservedCounts
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.row_memory import RowMemory
 from shard_node.stager import PlanOf, share_of, stage_tables
+
+if TYPE_CHECKING:
+    from shard_node.cuda.card_set import CardSet
 
 _LOOK_S = 0.02
 
@@ -87,6 +92,8 @@ class NodeActions:
         config: what it is told of itself.
         memory: takes account of RAM.
         sleep: waits.
+        clock: monotonic seconds.
+        card_set: where rows go; None to pool on the CPU.
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class NodeActions:
         memory: RowMemory | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
+        card_set: CardSet | None = None,
     ) -> None:
         self._node = node
         self._fleet = fleet
@@ -105,6 +113,7 @@ class NodeActions:
         self._config = config
         self._memory = memory or RowMemory(config.memory_cap_bytes)
         self._sleep = sleep
+        self._card_set = card_set
         self._store = Store(config.store)
         self._followers = Followers(fleet.registry, clock)
         self._live: dict[str, int | None] = {}
@@ -137,6 +146,8 @@ class NodeActions:
                 self._plan_of,
                 memory=self._memory,
                 memory_budget_bytes=config.memory_budget_bytes,
+                card_set=self._card_set,
+                observed=self._observed(model),
                 verify=config.verify,
                 pace=Pace(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest),
                 progress=wish.over(share_of(tell)),
@@ -202,6 +213,16 @@ class NodeActions:
         """Stops all followers. Idempotent."""
         await self._followers.close()
 
+    def _observed(self, model: str) -> ObservedCounts | None:
+        """How often rows of the live version were looked up, if it is on cards and was asked."""
+        if self._card_set is None:
+            return None
+        from shard_node.cuda.card_engine import CardEngine
+
+        live = (one for one in self._node.generations.all() if (one.model, one.state) == (model, "live"))
+        engines = (one.payload.engine for one in live)
+        return next((engine.observed_counts() for engine in engines if isinstance(engine, CardEngine)), None)
+
     def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:
         return {(one.model, one.version): one for one in self._node.generations.all() if one.state != "draining"}
 
@@ -217,7 +238,7 @@ class NodeActions:
             reason=cut_reason(gap or deltas.reason),
             identity=tables.manifest_identity,
             plan_digest=tables.plan_digest,
-            memory_bytes=sum(use.size_bytes for use in tables.engine.memory() if use.tier == "ram"),
+            memory_bytes=sum(use.size_bytes for use in tables.engine.memory() if use.tier != "mapped"),
             leases=generation.leases,
             delta_sequence=deltas.sequence,
             delta_published_at=deltas.published_at,

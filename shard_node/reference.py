@@ -11,7 +11,7 @@ from loader.codecs import codec_for
 from loader.manifest import ModelSpec
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.checks import TableLimits
-from shard_node.engine import LookupCount, MemoryUse
+from shard_node.engine import CardsUse, LookupCount, MemoryUse
 from shard_node.row_lock import RowLock
 from shard_node.table_layout import TableLayout
 
@@ -91,6 +91,10 @@ class ReferenceEngine:
             LookupCount(table.name, "ram", count)
             for table, count in zip(self._layout.tables, self._counts, strict=True)
         )
+
+    def cards(self) -> CardsUse | None:
+        """None: it pools on the CPU."""
+        return None
 
     def close(self) -> None:
         """Drops the tables."""

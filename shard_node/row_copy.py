@@ -10,7 +10,7 @@ import numpy.typing as npt
 from loader.codecs import codec_for
 from loader.errors import SnapshotCorruptError, file_error
 from loader.layout import bucket_start_in_file
-from loader.manifest import NUM_BUCKETS, TableFiles, TableSpec
+from loader.manifest import NUM_BUCKETS, FileEntry, TableFiles, TableSpec
 from loader.pace import PIECE_BYTES
 from loader.progress import Progress
 from loader.reader import Snapshot
@@ -109,7 +109,7 @@ class RowCopy:
             SnapshotCorruptError: a row decodes to NaN or inf, or the file can't be read.
         """
         rows_per_file = self._files[table.name].rows_per_file
-        for first, end in _runs(here):
+        for first, end in runs_of(here):
             begin = bucket_start_in_file(table, rows_per_file, index, first)
             stop = bucket_start_in_file(table, rows_per_file, index, end)
             for piece_begin, piece_end in _pieces(begin, stop, source.shape[1]):
@@ -146,12 +146,16 @@ class RowCopy:
         if bad is not None:
             files = self._files[table.name]
             row = row_at_position(table, files.rows_per_file, index, begin + bad)
-            path = self._snapshot.path / files.rows[index].path
-            raise SnapshotCorruptError(f"{path}: table {table.name!r}, row {row}: decodes to NaN or inf")
+            raise not_finite(self._snapshot, table.name, files.rows[index], row)
 
     def _tell(self) -> None:
         self._told_bytes = self._done_bytes
         self._progress("load", self._done_bytes, self._total_bytes)
+
+
+def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> SnapshotCorruptError:
+    """The error that says which row, in which file, decodes to NaN or inf."""
+    return SnapshotCorruptError(f"{snapshot.path / entry.path}: table {table!r}, row {row}: decodes to NaN or inf")
 
 
 def _pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -160,7 +164,7 @@ def _pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + rows, end)
 
 
-def _runs(buckets: list[int]) -> Iterator[tuple[int, int]]:
+def runs_of(buckets: list[int]) -> Iterator[tuple[int, int]]:
     """Ascending numbers as [first, end) of what follows one another."""
     edges = np.flatnonzero(np.diff(buckets) != 1) + 1 if buckets else np.zeros(0, np.int64)
     for part in np.split(np.array(buckets, np.int64), edges):

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from shard_node.available_memory import available_memory_bytes
 from shard_node.errors import MemoryBudgetError
 
 # What is left for everything else.
 MEMORY_RESERVE_BYTES = 512 << 20
+
+
+class Claim(Protocol):
+    """The right to the memory that a version's tables take."""
+
+    def filled(self) -> None:
+        """The system counts it as used by now."""
+        ...
+
+    def give_back(self) -> None:
+        """Ends it. Idempotent."""
+        ...
 
 
 class MemoryClaim:

@@ -38,19 +38,23 @@ class Shard(Protocol):
 
 
 class LocalShard:
-    """A shard in this process: a plain call, nothing serialised."""
+    """A shard in this process: a plain call, nothing serialised.
+
+    Attributes:
+        node: whose rows they are; for who pools them on the card that they are on.
+    """
 
     def __init__(self, node: ShardNode) -> None:
-        self._node = node
+        self.node = node
 
     async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
         """Pools in the calling thread. The deadline is not looked at: the call can't wait for anything."""
         del deadline
-        return self._node.pool(model, version, bags)
+        return self.node.pool(model, version, bags)
 
     async def info(self) -> NodeInfo:
         """What the node serves."""
-        return self._node.info()
+        return self.node.info()
 
     async def close(self) -> None:
         """Does nothing: the node belongs to whoever made it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loader.errors import SnapshotCorruptError
 from loader.manifest import ModelSpec
@@ -11,9 +12,12 @@ from loader.pace import Pace
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.registry.records import PublishedVersion
-from shard_node.loading import TableLoad
+from shard_node.loading import ObservedCounts, prepare_load
 from shard_node.node import LoadedTables, Partition
 from shard_node.row_memory import RowMemory
+
+if TYPE_CHECKING:
+    from shard_node.cuda.card_set import CardSet
 
 PlanOf = Callable[[ModelSpec], tuple[Partition, str]]
 """The buckets of a model that a shard holds, and the digest of the plan that says so."""
@@ -26,11 +30,13 @@ def stage_tables(
     *,
     memory: RowMemory,
     memory_budget_bytes: int | None = None,
+    card_set: CardSet | None = None,
+    observed: ObservedCounts | None = None,
     verify: bool = True,
     pace: Pace | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
-    """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` grants.
+    """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
 
     Checked are: that it is the version that was published; sizes, headers, shapes and SHA-256 of its row files; that it
     has every table of its spec; that each row here decodes to finite values. Rows that stay in mapped files are brought
@@ -41,7 +47,9 @@ def stage_tables(
         published: what it must be.
         plan_of: which rows.
         memory: takes account of RAM, over all versions.
-        memory_budget_bytes: as of `TableLoad`.
+        memory_budget_bytes: as of `prepare_load`.
+        card_set: where rows go; None to pool on the CPU.
+        observed: as of `prepare_load`.
         verify: compare SHA-256; may be left out for a local store that is trusted.
         pace: rests in between; None for none.
         progress: told bytes.
@@ -57,8 +65,16 @@ def stage_tables(
         raise SnapshotCorruptError(
             f"{folder}: identity (SHA-256 of its manifest) is {snapshot.identity}, published was {published.identity}"
         )
-    load = TableLoad(snapshot, *plan_of(snapshot.spec), memory_budget_bytes)
-    claim = memory.take(load.ram_bytes)
+    partition, plan_digest = plan_of(snapshot.spec)
+    load = prepare_load(
+        snapshot,
+        partition,
+        plan_digest,
+        memory_budget_bytes=memory_budget_bytes,
+        card_set=card_set,
+        observed=observed,
+    )
+    claim = load.take(memory)
     try:
         # One thread: it is background work, and shares a budget.
         if verify:

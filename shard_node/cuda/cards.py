@@ -117,8 +117,8 @@ class Card(Protocol):
         """Raises MemoryBudgetError, with the numbers, if the device has not as much."""
         ...
 
-    def stream(self) -> Stream:
-        """A new one, which does not wait for the default stream."""
+    def stream(self, *, low_priority: bool = False) -> Stream:
+        """A new one, which does not wait for the default stream; `low_priority` gives way to all that are not."""
         ...
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:

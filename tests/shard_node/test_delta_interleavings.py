@@ -21,6 +21,7 @@ from loader.reader import Snapshot
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.keys import delta_stream
 from shard_node.delta_follower import FollowerConfig
+from shardrank_testing.card_engines import OnCards
 from shardrank_testing.deltas import (
     MODEL,
     assert_stored,
@@ -36,13 +37,20 @@ SPEC = delta_spec(("int8", "int4"), rows=300)
 TIMEOUT_S = 30.0
 CONFIG = FollowerConfig(poll_s=0.001, retry_s=0.001, look_at_end_s=0.01, max_entries=3)
 
+PLACES: list[dict | OnCards] = [
+    *({"cards": cards, "budget": budget} for cards in (1, 3) for budget in (None, 0)),
+    OnCards(1, "peers"),
+    OnCards(3, "every tier"),
+    OnCards(2, "every tier", "as late as can be"),
+]
+
 STEPS = st.one_of(
     st.tuples(st.just("publish"), st.integers(0, 1), st.integers(0, 2**32)),
     st.tuples(st.just("deliver"), st.lists(st.integers(0, 30), max_size=12)),
     st.tuples(st.just("catch up")),
     st.tuples(st.just("restart")),
     st.tuples(st.just("snapshot")),
-    st.tuples(st.just("stage"), st.integers(0, 5), st.integers(1, 3), st.booleans()),
+    st.tuples(st.just("stage"), st.integers(0, 5), st.sampled_from(PLACES)),
 )
 
 
@@ -56,11 +64,12 @@ class World:
         self.snapshots = [export_state(self.store, SPEC, self.state, 1)]
         self.publisher = AsyncDeltaPublisher(self.registry, MODEL, 1)
         self.published = 0
-        self.stage(self.snapshots[0], 1, False)
+        self.stage(self.snapshots[0], PLACES[0])
 
-    def stage(self, snapshot: Snapshot, cards: int, mapped: bool) -> None:
+    def stage(self, snapshot: Snapshot, place: dict | OnCards) -> None:
         self.snapshot = snapshot
-        self.tables = load_version(snapshot, cards=cards, budget=0 if mapped else None)
+        options = {"card_set": place.card_set(SPEC)} if isinstance(place, OnCards) else place
+        self.tables = load_version(snapshot, **options)
         self.follower = follow(self.registry, snapshot, self.tables, config=CONFIG)
 
     async def step(self, step) -> None:
@@ -83,8 +92,8 @@ class World:
             case ("snapshot",):
                 version = len(self.snapshots) + 1
                 self.snapshots.append(export_state(self.store, SPEC, self.state, version, self.published, 1))
-            case ("stage", index, cards, mapped):
-                self.stage(self.snapshots[index % len(self.snapshots)], cards, mapped)
+            case ("stage", index, place):
+                self.stage(self.snapshots[index % len(self.snapshots)], place)
 
     async def catch_up(self) -> None:
         task = asyncio.create_task(self.follower.run())

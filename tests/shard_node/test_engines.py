@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from shard_node.loading import load_tables
 from shard_node.reference import ReferenceEngine
 from shard_node.table_layout import TableLayout
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
+from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.snapshots import write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
@@ -71,10 +72,13 @@ def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     return Snapshot.open(path), ReferenceEngine(spec, decoded_tables(spec, tables))
 
 
-@pytest.fixture(params=list(ENGINES))
-def engines(request, stored) -> tuple[Engine, ReferenceEngine]:
+@pytest.fixture(params=[*ENGINES, *engine_params()])
+def engines(request, stored) -> Iterator[tuple[Engine, ReferenceEngine]]:
     snapshot, reference = stored
-    return ENGINES[request.param](snapshot), reference
+    param = request.param
+    engine = param.load(snapshot) if isinstance(param, OnCards) else ENGINES[param](snapshot)
+    yield engine, reference
+    engine.close()
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -11,6 +11,7 @@ import pytest
 from shard_node.bags import KeyedBags
 from shard_node.engine import Engine
 from shard_node.reference import ReferenceEngine
+from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import delta_spec, encoded, export_state, load_version
 from shardrank_testing.topologies import decoded_tables
 
@@ -27,15 +28,17 @@ def pattern(value: float) -> np.ndarray:
     return np.full((ROWS, DIM), value, np.float32)
 
 
-def engine_of(kind: str, tmp_path) -> Engine:
+def engine_of(kind: str | OnCards, tmp_path) -> Engine:
     state = {"int8": pattern(1.0)}
     if kind == "reference":
         return ReferenceEngine(SPEC, decoded_tables(SPEC, state))
     snapshot = export_state(tmp_path, SPEC, state, 1)
+    if isinstance(kind, OnCards):
+        return kind.load(snapshot)
     return load_version(snapshot, cards=2 if kind == "two cards" else 1, budget=0 if kind == "mapped" else None).engine
 
 
-@pytest.mark.parametrize("kind", ["one card", "two cards", "mapped", "reference"])
+@pytest.mark.parametrize("kind", ["one card", "two cards", "mapped", "reference", *engine_params()])
 def test_no_pooled_row_is_torn_and_no_pool_sees_half_a_write(kind, tmp_path):
     engine = engine_of(kind, tmp_path)
     rows = np.arange(ROWS, dtype=np.int64)
@@ -69,3 +72,4 @@ def test_no_pooled_row_is_torn_and_no_pool_sees_half_a_write(kind, tmp_path):
     assert min(pools) >= 20
     assert wrong == []
     assert seen == {1.0, 1024.0}
+    engine.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from shard_node.loading import load_tables
 from shard_node.reference import ReferenceEngine
 from shard_node.table_layout import TableLayout
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
+from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version
 from shardrank_testing.snapshots import random_rows, random_tables, write_snapshot
 from shardrank_testing.topologies import decoded_tables
@@ -33,10 +34,13 @@ ENGINES: dict[str, Callable[[Snapshot, dict[str, np.ndarray]], Engine]] = {
 }
 
 
-@pytest.fixture(params=list(ENGINES))
-def engine(request, tmp_path) -> Engine:
+@pytest.fixture(params=[*ENGINES, *engine_params()])
+def engine(request, tmp_path) -> Iterator[Engine]:
     path, tables = write_snapshot(tmp_path, SPEC, seed=1, rows_per_file=256)
-    return ENGINES[request.param](Snapshot.open(path), tables)
+    snapshot, param = Snapshot.open(path), request.param
+    engine = param.load(snapshot) if isinstance(param, OnCards) else ENGINES[param](snapshot, tables)
+    yield engine
+    engine.close()
 
 
 def write_random(engine: Engine, state: dict[str, np.ndarray], rng: np.random.Generator) -> None:
@@ -97,6 +101,17 @@ def test_written_rows_are_the_bytes_of_a_fresh_export(tmp_path, cards, budget):
     engine = load_version(export_state(tmp_path, SPEC, state, 1), cards=cards, budget=budget).engine
     write_random(engine, state, np.random.default_rng(9))
     assert_stored(engine, export_state(tmp_path, SPEC, state, 2))
+
+
+@pytest.mark.parametrize("where", engine_params())
+def test_rows_written_on_cards_are_the_bytes_of_a_fresh_export_in_every_copy(tmp_path, where):
+    state = random_tables(SPEC, 1)
+    engine = where.load(export_state(tmp_path, SPEC, state, 1))
+    rng = np.random.default_rng(9)
+    for _ in range(3):
+        write_random(engine, state, rng)
+    assert_stored(engine, export_state(tmp_path, SPEC, state, 2))
+    engine.close()
 
 
 def test_rows_of_another_node_are_left_out(tmp_path):

@@ -23,6 +23,7 @@ from serving.serving_agent import LocalRows, ServingConfig
 from serving.serving_node import ServingNode
 from shard_node.address import Address
 from shard_node.agent import Agent, AgentConfig
+from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode
 from shard_node.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.server import NodeServer
@@ -116,16 +117,20 @@ class AgentFleet:
         return running
 
     def serving(
-        self, models: tuple[str, ...] | None = None, local: bool = False, limits: RequestLimits | None = None
+        self,
+        models: tuple[str, ...] | None = None,
+        local: bool = False,
+        limits: RequestLimits | None = None,
+        card_set: CardSet | None = None,
     ) -> tuple[ServingNode, RankingService]:
-        """A serving process that has not begun to load."""
+        """A serving process that has not begun to load; with `local` it has rows of its own, on cards if there are."""
         service = RankingService(limits, expected_models=models)
         name = f"serve-{len(self.servings)}"
         config = ServingConfig(node_id=name, store=self.store, dtype="float32", num_replicas=2)
         agent = QUICK.model_copy(update={"models": models})
         # It closes its registry when it leaves.
         fleet = FleetRegistry(open_registry(self.fleet.registry.url))
-        node = ServingNode(fleet, service, config, agent, self._local(fleet, name) if local else None)
+        node = ServingNode(fleet, service, config, agent, self._local(fleet, name, card_set) if local else None)
         self.servings.append((node, service))
         return node, service
 
@@ -154,21 +159,23 @@ class AgentFleet:
             await running.die()
         await self.fleet.registry.close()
 
-    def _local(self, fleet: FleetRegistry, name: str) -> LocalRows:
+    def _local(self, fleet: FleetRegistry, name: str, card_set: CardSet | None) -> LocalRows:
         topology = FleetRecord(num_shards=1, sharding="hash", replicate_bytes=0)
-        node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
+        cards = 1 if card_set is None else len(card_set.cards.cards)
+        node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=cards, sharding="hash"))
         config = NodeConfig(node_id=name, address="", store=self.store, replicate_bytes=0)
 
         def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
-            plan = plan_by(topology, spec)
+            plan = plan_by(topology, spec, cards)
             return plan.partition(0), plan.digest
 
-        return LocalRows(node, NodeActions(node, fleet, plan_of, config), lambda spec: plan_by(topology, spec))
+        actions = NodeActions(node, fleet, plan_of, config, card_set=card_set)
+        return LocalRows(node, actions, lambda spec: plan_by(topology, spec, cards))
 
 
-def plan_by(topology: FleetRecord, spec: ModelSpec) -> Plan:
+def plan_by(topology: FleetRecord, spec: ModelSpec, cards: int = 1) -> Plan:
     """Who owns what in a fleet."""
-    return Plan.make(spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes)
+    return Plan.make(spec, topology.num_shards, topology.sharding, cards, topology.replicate_bytes)
 
 
 async def with_live(

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from loader.registry.records import NodeRecord, PublishedVersion, VersionReport,
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from shard_node.agent import Agent, AgentConfig
+from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode
 from shard_node.node_agent import NodeActions, NodeConfig
 from shard_node.stagings import StagingConfig
@@ -257,15 +259,18 @@ class NodeUnderTest:
 
 
 @asynccontextmanager
-async def running_node(url: str, store: Path, **settings: Any) -> AsyncIterator[NodeUnderTest]:
+async def running_node(
+    url: str, store: Path, card_set: CardSet | None = None, **settings: Any
+) -> AsyncIterator[NodeUnderTest]:
     """The only shard node of a fleet, called `node`. Settings are those of `NodeConfig`."""
     registry = open_registry(url)
     fleet = FleetRegistry(registry)
-    node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
+    num_cards = 1 if card_set is None else len(card_set.cards.cards)
+    node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=num_cards, sharding="hash"))
     config = NodeConfig(
         node_id="node", address="unix:/run/node", store=store, replicate_bytes=0, stage_cpu_share=1.0, **settings
     )
-    actions = NodeActions(node, fleet, plan_of, config)
+    actions = NodeActions(node, fleet, partial(plan_of, num_cards=num_cards), config, card_set=card_set)
     agent = Agent(fleet, actions, SOON)
     running = asyncio.create_task(agent.run())
     try:
@@ -278,7 +283,7 @@ async def running_node(url: str, store: Path, **settings: Any) -> AsyncIterator[
         node.close()
 
 
-def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
+def plan_of(spec: ModelSpec, num_cards: int = 1) -> tuple[Partition, str]:
     """Of a fleet of one shard."""
-    plan = Plan.make(spec)
+    plan = Plan.make(spec, cards_per_shard=num_cards)
     return plan.partition(0), plan.digest

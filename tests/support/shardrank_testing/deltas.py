@@ -22,9 +22,12 @@ from loader.writer import export_snapshot
 from router.plan import Plan
 from shard_node.arena import row_bytes_of
 from shard_node.cpu_engine import CpuEngine
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_set import CardSet
 from shard_node.delta_follower import DeltaFollower
 from shard_node.loading import load_tables
 from shard_node.node import LoadedTables
+from shardrank_testing.rows_on_cards import rows_on_cards
 
 MODEL = "fresh"
 
@@ -77,11 +80,20 @@ async def register_version(registry: Registry, snapshot: Snapshot) -> None:
     await register(FleetRegistry(registry), snapshot, clock=time.time)
 
 
-def load_version(snapshot: Snapshot, cards: int = 1, budget: int | None = None, shards: int = 1, shard: int = 0):
+def load_version(
+    snapshot: Snapshot,
+    cards: int = 1,
+    budget: int | None = None,
+    shards: int = 1,
+    shard: int = 0,
+    card_set: CardSet | None = None,
+):
     """Its tables on a node of so many cards; tables above `budget` bytes stay mapped."""
+    if card_set is not None:
+        cards = len(card_set.cards.cards)
     sharding = "table" if shards > 1 else "hash"
     plan = Plan.make(snapshot.spec, num_shards=shards, sharding=sharding, cards_per_shard=cards, replicate_bytes=0)
-    return load_tables(snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=budget)
+    return load_tables(snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=budget, card_set=card_set)
 
 
 def follow(registry: Registry, snapshot: Snapshot, tables: LoadedTables, **options) -> DeltaFollower:
@@ -91,9 +103,14 @@ def follow(registry: Registry, snapshot: Snapshot, tables: LoadedTables, **optio
     )
 
 
-def stored_rows(engine: CpuEngine, table: str) -> npt.NDArray[np.uint8]:
+def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.uint8]:
     """The bytes of all rows of a table as they lie in an engine's arenas, in row order; zeros where it has none."""
     number = engine.layout.index[table]
+    if isinstance(engine, CardEngine):
+        for stream in engine._rows.order.streams:
+            stream.synchronize()
+        mapped = engine._rows.mapped
+        return rows_on_cards(engine, number, None if mapped is None else stored_rows(mapped._engine, table))
     spec = engine.layout.tables[number]
     rows = np.arange(spec.num_embeddings, dtype=np.int64)
     arena, slots = engine._placement.locate_rows(number, rows)
@@ -105,7 +122,7 @@ def stored_rows(engine: CpuEngine, table: str) -> npt.NDArray[np.uint8]:
     return out
 
 
-def assert_stored(engine: CpuEngine, snapshot: Snapshot) -> None:
+def assert_stored(engine: CpuEngine | CardEngine, snapshot: Snapshot) -> None:
     """Every row of an engine that holds all rows is, byte for byte, the snapshot's."""
     for table in snapshot.spec.tables:
         expected = snapshot.read_rows(table.name, 0, table.num_embeddings)

@@ -77,6 +77,9 @@ class HookedEngine:
     def rows_looked_up(self) -> tuple[Any, ...]:
         return self.inner.rows_looked_up()
 
+    def cards(self) -> Any:
+        return self.inner.cards()
+
     def close(self) -> None:
         self.inner.close()
 

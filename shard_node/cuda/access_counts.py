@@ -1,0 +1,272 @@
+"""How often rows are looked up, observed while they are served: for the placement of the next version.
+
+One batch in 64 is counted, and of a large one a random part, so that it costs the batch well under a millisecond.
+Memory is bounded: the smallest tables have one counter for each row; the largest share a count-min sketch (Cormode and
+Muthukrishnan, 2005), in which a row has two counters by two hashes, of which the smaller one is nearer the truth. What
+other rows added by chance, in the mean, is taken off, so that what is hardly ever looked up counts as nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+
+from loader.access_counts import COUNTS_SUFFIX, ROWS_SUFFIX
+from shard_node.bags import Int64Array
+from shard_node.cuda.hotness import RowCounts
+from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
+
+UInt32Array = npt.NDArray[np.uint32]
+UInt64Array = npt.NDArray[np.uint64]
+
+SAMPLE_EVERY = 64
+MAX_VALUES = 16_384
+"""Values of one batch that are counted."""
+MAX_BYTES = 64 << 20
+MIN_SKETCH_COUNTERS = 1 << 10
+
+_COUNTER_BYTES = 4
+_HALVE_AT = 2**31
+_PIECE_ROWS = 1 << 20
+_LINE_ROWS = 16
+# Odd numbers for multiply-shift hashing (Dietzfelbinger et al., 1997): golden ratio, and a constant of splitmix64.
+_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+
+
+class _Sketch:
+    """Two rows of counters, by two hashes. Sixteen rows that follow one another share a cache line, a `line`, in both.
+
+    Args:
+        counters: uint32 [2, 2^k], contiguous.
+        total: of all that was added.
+    """
+
+    def __init__(self, counters: UInt32Array, total: int = 0) -> None:
+        self.counters = counters
+        self.total = total
+        self._lines = counters.reshape(2, -1, _LINE_ROWS)
+        self._shift = np.uint64(65 - self._lines.shape[1].bit_length())
+
+    def add(self, table: Int64Array, rows: Int64Array, amount: int) -> None:
+        """Adds to rows, int64 [n], of tables, int64 [n]."""
+        at = (rows % _LINE_ROWS).astype(np.uint64)
+        for counters, line in zip(self.counters, self._hashes(_lines_of(table, rows // _LINE_ROWS)), strict=True):
+            # By one index: `add.at` is several times slower by two.
+            np.add.at(counters, line * np.uint64(_LINE_ROWS) + at, np.uint32(amount))
+        self.total += amount * rows.size
+
+    def read(self, table: int, first_row: int, end_row: int) -> UInt32Array:
+        """uint32 [n], nearly what was added to each of a table's rows."""
+        first_line, end_line = first_row // _LINE_ROWS, -(-end_row // _LINE_ROWS)
+        lines = _lines_of(np.array(table), np.arange(first_line, end_line))
+        one, other = (counters[line] for counters, line in zip(self._lines, self._hashes(lines), strict=True))
+        found: UInt32Array = np.minimum(one, other).reshape(-1)[first_row - first_line * _LINE_ROWS :]
+        found = found[: end_row - first_row]
+        found -= np.minimum(found, np.uint32(min(self.total // self.counters.shape[1], 2**32 - 1)))
+        return found
+
+    def copy(self) -> _Sketch:
+        return _Sketch(self.counters.copy(), self.total)
+
+    def _hashes(self, lines: UInt64Array) -> list[UInt64Array]:
+        return [(lines * factor) >> self._shift for factor in _FACTORS]
+
+
+def _lines_of(table: npt.NDArray[np.int64], line: Int64Array) -> UInt64Array:
+    """One number for each line of each table, from 1 on: 0 would be hashed to 0 by both."""
+    lines: UInt64Array = ((table << 32) + line + 1).astype(np.uint64)
+    return lines
+
+
+class SketchedCounts:
+    """Estimates for the rows of one table: read like an array uint32 [num_embeddings], a slice at a time."""
+
+    def __init__(self, sketch: _Sketch, table: int, num_rows: int) -> None:
+        self._sketch = sketch
+        self._table = table
+        self._num_rows = num_rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(num_embeddings,)."""
+        return (self._num_rows,)
+
+    @property
+    def dtype(self) -> np.dtype[np.uint32]:
+        """uint32."""
+        return np.dtype(np.uint32)
+
+    def __getitem__(self, rows: slice) -> UInt32Array:
+        """uint32 [n], of a slice with step 1."""
+        first, end, _ = rows.indices(self._num_rows)
+        return self._sketch.read(self._table, first, max(first, end))
+
+
+class AccessCounts:
+    """Counts of one generation's lookups, by row. Thread-safe.
+
+    Args:
+        layout: the tables.
+        rng: chooses batches, and values of large ones.
+        sample_every: batches of which one is counted.
+        max_values: values of one batch that are counted; of more, as many at random, each for its share.
+        max_bytes: of all counters. Half of them are for counters by row, the smallest tables first, unless all fit.
+
+    Raises:
+        InvalidBagsError: a number that is not positive, or too few bytes for a sketch.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        rng: np.random.Generator,
+        *,
+        sample_every: int = SAMPLE_EVERY,
+        max_values: int = MAX_VALUES,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        smallest = 4 * MIN_SKETCH_COUNTERS * _COUNTER_BYTES
+        if sample_every < 1 or max_values < 1 or max_bytes < smallest:
+            raise InvalidBagsError(
+                f"sample_every {sample_every} and max_values {max_values} must be at least 1, "
+                f"max_bytes {max_bytes} at least {smallest}"
+            )
+        self._layout = layout
+        self._rng = rng
+        self._sample_every = sample_every
+        self._max_values = max_values
+        self._turn = threading.Lock()
+        self._counting = threading.Lock()
+        self._position = self._chosen = 0
+        rows = np.array([table.num_embeddings for table in layout.tables], np.int64)
+        self._by_row = _counted_by_row(rows, max_bytes // _COUNTER_BYTES)
+        ends = np.cumsum(np.where(self._by_row, rows, 0))
+        self._first = ends - np.where(self._by_row, rows, 0)
+        self._counters = _zeros(int(ends[-1]))
+        width = 1 << ((max_bytes // _COUNTER_BYTES // 4).bit_length() - 1)
+        self._sketch = None if self._by_row.all() else _Sketch(_zeros(2, width))
+        self._total = 0
+
+    @classmethod
+    def of(cls, layout: TableLayout) -> Self:
+        """With the defaults, and chance from the system."""
+        return cls(layout, np.random.default_rng())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all counters."""
+        return self._counters.nbytes + (0 if self._sketch is None else self._sketch.counters.nbytes)
+
+    @property
+    def total(self) -> int:
+        """Of all counts. Halved whenever the counters are."""
+        return self._total
+
+    def observe(self, tables: Int64Array, values_per_key: Int64Array, values: npt.NDArray[np.integer]) -> None:
+        """Tells of a batch, which is counted or not. Never waits for another thread's batch to be counted.
+
+        Args:
+            tables: int64 [S], the table of each key, by its number in the layout; one may be there twice.
+            values_per_key: int64 [S].
+            values: integers [n], the rows, key by key; the caller has checked that they are in their tables.
+        """
+        if not self._is_chosen() or not values.size or not self._counting.acquire(blocking=False):
+            return
+        try:
+            amount = 1
+            rows, ends = values, np.cumsum(values_per_key)
+            if values.size > self._max_values:
+                # A whole number that is right in the mean.
+                amount = int(values.size / self._max_values + self._rng.random())
+                at = self._rng.integers(0, values.size, self._max_values)
+                rows, table = values[at], tables[np.searchsorted(ends, at, side="right")]
+            else:
+                table = np.repeat(tables, values_per_key)
+            self._count(table, rows, amount)
+        finally:
+            self._counting.release()
+
+    def counts(self) -> dict[str, RowCounts]:
+        """By table, how often each row was counted: copies, so that counting goes on."""
+        with self._counting:
+            counters = self._counters.copy()
+            sketch = None if self._sketch is None else self._sketch.copy()
+        found: dict[str, RowCounts] = {}
+        for number, table in enumerate(self._layout.tables):
+            if sketch is not None and not self._by_row[number]:
+                found[table.name] = SketchedCounts(sketch, number, table.num_embeddings)
+            else:
+                found[table.name] = counters[self._first[number] :][: table.num_embeddings]
+        return found
+
+    def save(self, path: Path) -> None:
+        """Writes the rows that were seen, as `shardrank export --access-counts` reads them; whole or not at all.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        tensors: dict[str, UInt32Array] = {}
+        for name, counts in self.counts().items():
+            rows, seen = _seen(counts)
+            tensors |= {f"{name}{ROWS_SUFFIX}": rows, f"{name}{COUNTS_SUFFIX}": seen}
+        part = path.with_name(f"{path.name}.part")
+        safetensors.numpy.save_file(tensors, part)
+        part.replace(path)
+
+    def _is_chosen(self) -> bool:
+        """One batch of each `sample_every`, at a random place: a fixed one would meet periodic traffic out of step."""
+        with self._turn:
+            if self._position == 0:
+                self._chosen = int(self._rng.integers(self._sample_every))
+            chosen = self._position == self._chosen
+            self._position = (self._position + 1) % self._sample_every
+            return chosen
+
+    def _count(self, table: Int64Array, rows: npt.NDArray[np.integer], amount: int) -> None:
+        self._total += amount * rows.size
+        if self._total >= _HALVE_AT:
+            # No counter can pass 32 bits, and what was long ago counts for less.
+            self._counters >>= np.uint32(1)
+            self._total //= 2
+            if self._sketch is not None:
+                self._sketch.counters >>= np.uint32(1)
+                self._sketch.total //= 2
+        by_row = self._by_row[table]
+        at = self._first[table[by_row]] + rows[by_row].astype(np.int64)
+        np.add.at(self._counters, at, np.uint32(amount))
+        if self._sketch is not None:
+            self._sketch.add(table[~by_row], rows[~by_row].astype(np.int64), amount)
+
+
+def _counted_by_row(rows: Int64Array, max_counters: int) -> npt.NDArray[np.bool_]:
+    """Tables, bool [tables], that have a counter for each row: all if they fit, else the smallest that fit half."""
+    if int(rows.sum()) <= max_counters:
+        return np.ones(rows.size, bool)
+    order = np.argsort(rows, kind="stable")
+    by_row = np.zeros(rows.size, bool)
+    by_row[order] = np.cumsum(rows[order]) <= max_counters // 2
+    return by_row
+
+
+def _zeros(*shape: int) -> UInt32Array:
+    """Zeros that are in memory already: else the first batches would wait for thousands of page faults."""
+    zeros = np.empty(shape, np.uint32)
+    zeros.fill(0)
+    return zeros
+
+
+def _seen(counts: RowCounts) -> tuple[UInt32Array, UInt32Array]:
+    """The rows, uint32 [n], whose counts, uint32 [n], are not 0."""
+    rows, seen = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
+    for first in range(0, counts.shape[0], _PIECE_ROWS):
+        piece = counts[first : first + _PIECE_ROWS]
+        at = np.flatnonzero(piece)
+        rows.append((first + at).astype(np.uint32))
+        seen.append(piece[at])
+    return np.concatenate(rows), np.concatenate(seen)

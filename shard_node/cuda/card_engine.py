@@ -1,0 +1,200 @@
+"""The CUDA engine: rows of one generation on several cards, and the lanes that pool from them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.cpu_engine import CpuEngine
+from shard_node.cuda.arena_on_card import ArenaOnCards
+from shard_node.cuda.batch import BatchShapes
+from shard_node.cuda.card_counters import CardCounters
+from shard_node.cuda.card_plan import CardPlan
+from shard_node.cuda.card_rows import CardRows, LookupCounts
+from shard_node.cuda.card_set import CardSet
+from shard_node.cuda.host_pool import HostPool
+from shard_node.cuda.hotness import RowCounts
+from shard_node.cuda.lane import Lane
+from shard_node.cuda.mapped_rows import MappedRows
+from shard_node.cuda.output_runs import MAX_BATCH_VALUES
+from shard_node.cuda.places import CARD, HOST, HOT
+from shard_node.cuda.row_checks import RowChecks
+from shard_node.cuda.row_writer import RowWriter
+from shard_node.cuda.write_order import WriteOrder
+from shard_node.engine import CardsUse, LookupCount, MemoryUse
+from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
+
+POOLS_PER_CARD = 2
+"""One is packed while the other one's batch is on the card."""
+
+
+class CardEngine:
+    """Pools bags from rows on cards. Implements `Engine`.
+
+    `pool` is for callers on the host: batches take turns on all cards, each of which reads all rows. A ranking replica
+    takes a `lane` of its card in its place, and keeps what it pooled there.
+
+    Args:
+        layout: the model's tables.
+        card_set: the cards of this process.
+        arenas: filled, one for each group of the layout, in its order. They belong to the engine from here on, and
+            are freed by `close`. If making the engine fails they still belong to the caller.
+        plan: where the rows are; its partition says which are here.
+        mapped: holds the rows that the plan leaves in the mapped snapshot; belongs to the engine as the arenas do. Its
+            layout is the same; tables without such rows are on no card of it. None if there are no such rows.
+
+    Attributes:
+        card_set: as given.
+        plan: as given.
+
+    Raises:
+        MemoryBudgetError: a card or the host has no room for the first buffers.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        card_set: CardSet,
+        arenas: Sequence[ArenaOnCards],
+        plan: CardPlan,
+        mapped: CpuEngine | None = None,
+    ) -> None:
+        cards = card_set.cards
+        self.card_set = card_set
+        self.plan = plan
+        self._layout = layout
+        self._arenas = tuple(arenas)
+        streams = [card.stream() for card in cards.cards]
+        self._counters = CardCounters(cards, streams)
+        self._writer: RowWriter | None = None
+        self._pools: list[HostPool] = []
+        self._free_pools: queue.SimpleQueue[HostPool] = queue.SimpleQueue()
+        try:
+            self._rows = CardRows(
+                cards=cards,
+                shapes=BatchShapes(layout),
+                arenas=self._arenas,
+                order=WriteOrder(streams),
+                checks=RowChecks(layout, plan.partition),
+                mapped=None if mapped is None else MappedRows(plan, mapped),
+                counters=self._counters.memories,
+                lookups=LookupCounts(layout),
+            )
+            self._writer = RowWriter(self._rows)
+            # Card by card, so that callers who take turns also take cards in turn.
+            for number in [*range(len(cards.cards))] * POOLS_PER_CARD:
+                self._pools.append(HostPool(Lane(self._rows, number)))
+        except BaseException:
+            self._free_buffers()
+            raise
+        for pool in self._pools:
+            self._free_pools.put(pool)
+
+    @property
+    def layout(self) -> TableLayout:
+        """The tables in layout order."""
+        return self._layout
+
+    @property
+    def has_mapped_rows(self) -> bool:
+        """Whether some rows are on no card, so that a batch takes `Slot.add_mapped` after its launches."""
+        return self._rows.mapped is not None
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
+        self._rows.checks.check(bags)
+        if not bags.num_bags:
+            return [np.zeros((0, group.embedding_dim), np.float32) for group in self._layout.groups]
+        if max(bags.num_bags, bags.num_values) >= MAX_BATCH_VALUES:
+            raise InvalidBagsError(
+                f"{bags.num_bags} bags of {bags.num_values} values; a batch has fewer than {MAX_BATCH_VALUES} of each"
+            )
+        pool = self._free_pools.get()
+        try:
+            blocks = pool.pool(bags)
+        finally:
+            self._free_pools.put(pool)
+        self._rows.lookups.add(bags.keys.astype(np.int64), bags)
+        return blocks
+
+    def lane(self, card: int) -> Lane:
+        """A lane of its own for a ranking replica, which closes it before the engine is closed.
+
+        Args:
+            card: its number.
+        """
+        return Lane(self._rows, card)
+
+    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.
+
+        Raises:
+            MemoryBudgetError: more rows than before at a time, and no room for the buffers; nothing was written.
+        """
+        if self._writer is None:
+            raise ValueError("the engine is closed")
+        return self._writer.write(table, rows, stored)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""
+        uses = []
+        for card in range(len(self.card_set.cards.cards)):
+            uses.append(MemoryUse(card, "card", sum(arena.card_bytes(card) for arena in self._arenas)))
+            if hot := sum(arena.hot_bytes(card) for arena in self._arenas):
+                uses.append(MemoryUse(card, "hot", hot))
+        if pinned := sum(arena.pinned_bytes for arena in self._arenas):
+            uses.append(MemoryUse(0, "pinned", pinned))
+        if self._rows.mapped is not None:
+            uses.append(MemoryUse(0, "mapped", self._rows.mapped.size_bytes))
+        return tuple(uses)
+
+    def rows_looked_up(self) -> tuple[LookupCount, ...]:
+        """Counters by table. Which tier of a table that is on cards a row came from, only the cards know."""
+        on_cards = self.plan.tier_rows[:, :, (HOT, CARD, HOST)].sum(axis=(1, 2)).tolist()
+        return tuple(
+            LookupCount(table.name, "card" if here or self._rows.mapped is None else "mapped", count)
+            for table, here, count in zip(
+                self._layout.tables, on_cards, self._rows.lookups.read().tolist(), strict=True
+            )
+        )
+
+    def observed_counts(self) -> dict[str, RowCounts]:
+        """By table, how often each row was seen to be looked up; empty before the first batch that was counted."""
+        access = self._rows.lookups.access
+        return access.counts() if access.total else {}
+
+    def counters(self) -> tuple[int, int]:
+        """Values that kernels found outside their table, and values whose row is on no card of this node.
+
+        Both are 0 as long as the checks before do what they should; such values pool as zeros.
+        """
+        return self._counters.read()
+
+    def cards(self) -> CardsUse | None:
+        """What they are, and what they counted. Blocks for what it takes to read a few bytes."""
+        cards = self.card_set.cards
+        return CardsUse(cards.name, len(cards.cards), cards.peer_access, *self.counters())
+
+    def close(self) -> None:
+        """Waits for the cards and frees everything. No call may be running, and no lane be in use. Idempotent."""
+        for reader in self._rows.order.readers():
+            reader.stream.synchronize()
+        self._free_buffers()
+        for arena in self._arenas:
+            arena.free()
+        if self._rows.mapped is not None:
+            self._rows.mapped.close()
+
+    def _free_buffers(self) -> None:
+        pools, self._pools = self._pools, []
+        for pool in pools:
+            pool.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.free()
+        self._counters.free()

@@ -1,0 +1,493 @@
+// Pools embedding rows that lie on several cards, and writes rows in place.
+//
+// What the kernels take is described, field by field, in kernel_params.py. Rows are laid out as row_format.py says.
+//
+// One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with ROWS_IN_FLIGHT rows on their way at
+// a time: nothing is passed between threads, so the same source also runs on the host (cuda_on_host.h), one thread
+// after the other. Needs no CUDA header: NVRTC compiles it as it is.
+//
+// Rows, places and batches are loaded through the read-only path. Nobody writes them while a launch reads them: row
+// writes and uploads are other launches, ordered by events.
+
+#ifdef SHARDRANK_ON_HOST
+#include "cuda_on_host.h"
+#endif
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int MAX_OWNERS = 66;
+constexpr u32 THREADS_PER_BLOCK = 256;
+constexpr u32 CHUNK_BYTES = 16;
+constexpr int ROWS_IN_FLIGHT = 4;
+
+constexpr u32 NOT_HERE = 0xFFFFFFFFu;
+constexpr u32 MAPPED = 0xFFFFFFFEu;
+constexpr u32 NO_RUN = 0xFFFFFFFFu;
+
+constexpr u32 MODE_MEAN = 1;
+constexpr u32 MODE_NONE = 2;
+constexpr u32 ONE = 0x3F800000u;  // the float 1
+constexpr u32 OUT_FP32 = 0;
+constexpr u32 OUT_FP16 = 1;
+
+constexpr int OUTSIDE_COUNTER = 0;
+constexpr int NOT_HERE_COUNTER = 1;
+
+struct TableParams {
+    u64 first_place;
+    u32 num_rows;
+    u32 _pad;
+};
+
+struct ArenaParams {
+    u8* rows[MAX_OWNERS];
+    const u32* places;
+    const TableParams* tables;
+    const u64* starts;
+    u32 num_tables;
+    u32 num_cards;
+    u32 owner_bits;
+    u32 row_stride;
+    u32 embedding_dim;
+    u32 _pad;
+};
+
+struct RunParams {
+    u32 table;
+    u32 first;
+    u32 num;
+    u32 mode;
+    i64 out_offset;
+    i64 out_stride;
+};
+
+struct BatchParams {
+    const u32* values;
+    const float* weights;
+    const u32* offsets;
+    const RunParams* runs;
+    const uint2* blocks;
+    void* out;
+    u64* counters;
+    u32 num_blocks;
+    u32 rotation;
+    u32 out_dtype;
+    u32 lanes_log2;
+};
+
+struct WriteParams {
+    const u32* numbers;
+    const u8* stored;
+    u32 num_rows;
+    u32 table;
+    u32 card;
+    u32 writes_host;
+};
+
+struct AddParams {
+    const i64* positions;
+    const float* sums;
+    void* out;
+    u32 num_bags;
+    u32 embedding_dim;
+    u32 out_dtype;
+    u32 _pad;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Numbers. The conversions to and from 16 bits are instructions of the card; the host's are in cuda_on_host.h.
+
+#ifndef SHARDRANK_ON_HOST
+__device__ __forceinline__ float2 halves_to_floats(u32 pair) {
+    float2 values;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(values.x), "=f"(values.y)
+        : "r"(pair));
+    return values;
+}
+
+__device__ __forceinline__ u32 floats_to_halves(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ u32 floats_to_bfloats(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The pointer, of which the compiler then knows nothing: it is kept whole in registers, and an element's address is one
+// instruction, not the sum of all that the pointer was made of.
+template <class T>
+__device__ __forceinline__ T* keep_whole(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
+// Loads through the read-only path, if `wanted`; otherwise the value is of no use, or `otherwise`. A predicated
+// instruction, where an `if` would become a branch in which the thread waits; volatile, so that the loads of several
+// rows stay together, ahead of what uses them; and with a value in either case, since a register that is only written
+// sometimes is held through the whole loop.
+__device__ __forceinline__ uint4 load_if(bool wanted, const uint4* address) {
+    uint4 v;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%5];}"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "r"(static_cast<u32>(wanted)), "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_if(bool wanted, const uint2* address) {
+    uint2 v;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; mov.u32 %1, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%3];}"
+                 : "=&r"(v.x), "=&r"(v.y)
+                 : "r"(static_cast<u32>(wanted)), "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_if(bool wanted, const u32* address, u32 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.nc.u32 %0, [%2];}"
+                 : "+r"(otherwise)
+                 : "r"(static_cast<u32>(wanted)), "l"(address));
+    return otherwise;
+}
+#endif
+
+// Byte `number` of the word. 0x4B0000nn is the float 8388608 + nn, so that two cheap instructions do what the
+// conversion instruction does at a quarter of the rate.
+__device__ __forceinline__ float byte_to_float(u32 word, u32 number) {
+    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440u + number)) - 8388608.0f;
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& chunk, int number) {
+    return number == 0 ? chunk.x : number == 1 ? chunk.y : number == 2 ? chunk.z : chunk.w;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Row formats. ELEMENTS: of one chunk. Tail: scale and bias as they lie in the row. `add` adds weight * row.
+
+struct Int8Rows {
+    static constexpr int ELEMENTS = 16;
+    using Tail = uint2;
+
+    __device__ static __forceinline__ u32 tail_offset(u32 dim) { return (dim + 7u) & ~7u; }
+
+    __device__ static __forceinline__ Tail load_tail(bool wanted, u64 row, u32 offset) {
+        return load_if(wanted, reinterpret_cast<const uint2*>(row + offset));
+    }
+
+    __device__ static __forceinline__ void add(
+        float (&sums)[ELEMENTS], float& biases, const uint4& chunk, const Tail& tail, float weight) {
+        const float factor = weight * __uint_as_float(tail.x);
+        biases += weight * __uint_as_float(tail.y);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) sums[i] += factor * byte_to_float(word_of(chunk, i / 4), i % 4);
+    }
+};
+
+struct Int4Rows {
+    static constexpr int ELEMENTS = 32;
+    using Tail = u32;
+
+    __device__ static __forceinline__ u32 tail_offset(u32 dim) { return ((dim + 1u) / 2u + 3u) & ~3u; }
+
+    __device__ static __forceinline__ Tail load_tail(bool wanted, u64 row, u32 offset) {
+        return load_if(wanted, reinterpret_cast<const u32*>(row + offset), 0);
+    }
+
+    __device__ static __forceinline__ void add(
+        float (&sums)[ELEMENTS], float& biases, const uint4& chunk, const Tail& tail, float weight) {
+        const float2 scale_and_bias = halves_to_floats(tail);
+        const float factor = weight * scale_and_bias.x;
+        biases += weight * scale_and_bias.y;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i += 8) {
+            const u32 word = word_of(chunk, i / 8);
+            const u32 even = word & 0x0F0F0F0Fu;
+            const u32 odd = (word >> 4) & 0x0F0F0F0Fu;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                sums[i + 2 * j] += factor * byte_to_float(even, j);
+                sums[i + 2 * j + 1] += factor * byte_to_float(odd, j);
+            }
+        }
+    }
+};
+
+struct NoTail {};
+
+struct Fp16Rows {
+    static constexpr int ELEMENTS = 8;
+    using Tail = NoTail;
+
+    __device__ static __forceinline__ u32 tail_offset(u32) { return 0; }
+    __device__ static __forceinline__ Tail load_tail(bool, u64, u32) { return {}; }
+
+    __device__ static __forceinline__ void add(
+        float (&sums)[ELEMENTS], float&, const uint4& chunk, const Tail&, float weight) {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i += 2) {
+            const float2 pair = halves_to_floats(word_of(chunk, i / 2));
+            sums[i] += weight * pair.x;
+            sums[i + 1] += weight * pair.y;
+        }
+    }
+};
+
+struct Fp32Rows {
+    static constexpr int ELEMENTS = 4;
+    using Tail = NoTail;
+
+    __device__ static __forceinline__ u32 tail_offset(u32) { return 0; }
+    __device__ static __forceinline__ Tail load_tail(bool, u64, u32) { return {}; }
+
+    __device__ static __forceinline__ void add(
+        float (&sums)[ELEMENTS], float&, const uint4& chunk, const Tail&, float weight) {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) sums[i] += weight * __uint_as_float(word_of(chunk, i));
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Output
+
+__device__ __forceinline__ bool aligned(const void* address, u32 bytes) {
+    return (reinterpret_cast<u64>(address) & (bytes - 1u)) == 0;
+}
+
+// values[0 .. left) to `out`; in vectors where all of them go and the address allows it.
+template <int N>
+__device__ __forceinline__ void store_floats(float* out, u32 left, const float (&values)[N]) {
+    if (left >= N && aligned(out, 16)) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            *reinterpret_cast<float4*>(out + i) =
+                make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (static_cast<u32>(i) < left) out[i] = values[i];
+        }
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void store_16_bits(u16* out, u32 left, const float (&values)[N], u32 out_dtype) {
+    u32 pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        pairs[i] = out_dtype == OUT_FP16 ? floats_to_halves(values[2 * i], values[2 * i + 1])
+                                         : floats_to_bfloats(values[2 * i], values[2 * i + 1]);
+    }
+    if (left >= N && aligned(out, N >= 8 ? 16 : 8)) {
+        if constexpr (N >= 8) {
+#pragma unroll
+            for (int i = 0; i < N / 2; i += 4) {
+                *reinterpret_cast<uint4*>(out + 2 * i) = make_uint4(pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]);
+            }
+        } else {
+            *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (static_cast<u32>(i) < left) out[i] = static_cast<u16>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Pooling
+
+__device__ __forceinline__ TableParams load_table(const ArenaParams& arena, u32 number) {
+    const uint4 words = __ldg(reinterpret_cast<const uint4*>(arena.tables + number));
+    return {static_cast<u64>(words.y) << 32 | words.x, words.z, words.w};
+}
+
+// Whether there is a row at the place: not another node's, nor left in the mapped snapshot.
+__device__ __forceinline__ bool is_on_cards(u32 place) { return place < MAPPED; }
+
+// Address of the row at a place. A number, since of a place without a row it may be none.
+__device__ __forceinline__ u64 row_at(const ArenaParams& arena, u32 table, u32 place) {
+    const u32 owner = place & ((1u << arena.owner_bits) - 1u);
+    const u32 slot = place >> arena.owner_bits;
+    const u64 start = __ldg(arena.starts + (table * (arena.num_cards + 2u) + owner));
+    return reinterpret_cast<u64>(arena.rows[owner]) + (start + static_cast<u64>(slot) * arena.row_stride);
+}
+
+template <class Rows>
+__device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams& batch) {
+    u32 block = blockIdx.x + batch.rotation % batch.num_blocks;
+    if (block >= batch.num_blocks) block -= batch.num_blocks;
+    const uint2 work = __ldg(batch.blocks + block);
+    if (work.x == NO_RUN) return;
+
+    const u32 lane = threadIdx.x & ((1u << batch.lanes_log2) - 1u);
+    const u32 bag = work.y + (threadIdx.x >> batch.lanes_log2);
+    const u32 chunk_number = (blockIdx.y << batch.lanes_log2) + lane;
+    const u32 column = chunk_number * Rows::ELEMENTS;
+    // table, first, num, mode
+    const uint4 run = __ldg(reinterpret_cast<const uint4*>(batch.runs + work.x));
+    if (bag >= run.z || column >= arena.embedding_dim) return;
+
+    u32 position = run.y + bag;
+    u32 end = position + 1;
+    if (run.w != MODE_NONE) {
+        end = __ldg(batch.offsets + position + 1);
+        position = __ldg(batch.offsets + position);
+    }
+    const u32 length = end - position;
+
+    const TableParams table = load_table(arena, run.x);
+    const u32* places = keep_whole(arena.places + table.first_place);
+    const u32 chunk_offset = chunk_number * CHUNK_BYTES;
+    const u32 tail_offset = Rows::tail_offset(arena.embedding_dim);
+
+    float sums[Rows::ELEMENTS];
+#pragma unroll
+    for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = 0.0f;
+    float biases = 0.0f;
+    bool is_bad = false;  // whether some value has no row on the cards that should have one
+
+    // Three stages: while rows are on their way, so are the places of the next rows and the values after those.
+    u32 values[ROWS_IN_FLIGHT];
+    u32 next_places[ROWS_IN_FLIGHT];
+    const auto load_values = [&](u32 first) {
+#pragma unroll
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
+    };
+    const auto load_places = [&](u32 first) {
+#pragma unroll
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+            const bool is_value = first + i < end;
+            const bool is_row = is_value && values[i] < table.num_rows;
+            next_places[i] = load_if(is_row, places + values[i], is_value ? NOT_HERE : MAPPED);
+        }
+    };
+    load_values(position);
+    load_places(position);
+    load_values(position + ROWS_IN_FLIGHT);
+
+    for (; position < end; position += ROWS_IN_FLIGHT) {
+        uint4 chunks[ROWS_IN_FLIGHT];
+        typename Rows::Tail tails[ROWS_IN_FLIGHT];
+        u32 weights[ROWS_IN_FLIGHT];
+        bool here[ROWS_IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+            here[i] = is_on_cards(next_places[i]);
+            is_bad |= next_places[i] == NOT_HERE;
+            const u64 row = row_at(arena, run.x, here[i] ? next_places[i] : 0);
+            chunks[i] = load_if(here[i], reinterpret_cast<const uint4*>(row + chunk_offset));
+            tails[i] = Rows::load_tail(here[i], row, tail_offset);
+            const u64 weight = reinterpret_cast<u64>(batch.weights) + (position + i) * sizeof(float);
+            weights[i] = load_if(here[i] && batch.weights, reinterpret_cast<const u32*>(weight), ONE);
+        }
+        load_places(position + ROWS_IN_FLIGHT);
+        load_values(position + 2 * ROWS_IN_FLIGHT);
+#pragma unroll
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+            if (here[i]) Rows::add(sums, biases, chunks[i], tails[i], __uint_as_float(weights[i]));
+        }
+    }
+
+    // Rare, so the loop above only notes that there is something to count, and one thread of the bag does it here.
+    if (is_bad && chunk_number == 0) {
+#pragma unroll 1
+        for (u32 i = end - length; i < end; ++i) {
+            const u32 value = __ldg(batch.values + i);
+            const bool is_row = value < table.num_rows;
+            if (!is_row || __ldg(places + value) == NOT_HERE) {
+                atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
+            }
+        }
+    }
+
+    const float factor = run.w == MODE_MEAN && length ? 1.0f / static_cast<float>(length) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = (sums[i] + biases) * factor;
+
+    // Loaded only now: until here they would take registers from the rows in flight.
+    const i64 out_offset = __ldg(&batch.runs[work.x].out_offset);
+    const i64 out_stride = __ldg(&batch.runs[work.x].out_stride);
+    const i64 element = out_offset + static_cast<i64>(bag) * out_stride + column;
+    const u32 left = arena.embedding_dim - column;
+    if (batch.out_dtype == OUT_FP32) {
+        store_floats(static_cast<float*>(batch.out) + element, left, sums);
+    } else {
+        store_16_bits(static_cast<u16*>(batch.out) + element, left, sums, batch.out_dtype);
+    }
+}
+
+// The second number: thread blocks that a multiprocessor is to hold at once; as many as leave registers for
+// ROWS_IN_FLIGHT rows without spilling.
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 3)
+    pool_int8(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
+    pool<Int8Rows>(arena, batch);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 2)
+    pool_int4(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
+    pool<Int4Rows>(arena, batch);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 4)
+    pool_fp16(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
+    pool<Fp16Rows>(arena, batch);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 4)
+    pool_fp32(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
+    pool<Fp32Rows>(arena, batch);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Row writes
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
+    write_rows(const __grid_constant__ ArenaParams arena, const __grid_constant__ WriteParams write) {
+    const u32 chunks = arena.row_stride / CHUNK_BYTES;
+    const u64 index = static_cast<u64>(blockIdx.x) * THREADS_PER_BLOCK + threadIdx.x;
+    const u64 row = index / chunks;
+    if (row >= write.num_rows) return;
+
+    const u32 number = __ldg(write.numbers + row);
+    const TableParams table = load_table(arena, write.table);
+    if (number >= table.num_rows) return;
+    const u32 place = __ldg(arena.places + table.first_place + number);
+    if (!is_on_cards(place)) return;
+    const u32 owner = place & ((1u << arena.owner_bits) - 1u);
+    const bool on_host = owner == arena.num_cards + 1u;
+    if (on_host ? !write.writes_host : owner != write.card && owner != arena.num_cards) return;
+
+    const u64 target = row_at(arena, write.table, place) + (index % chunks) * CHUNK_BYTES;
+    *reinterpret_cast<uint4*>(target) = __ldg(reinterpret_cast<const uint4*>(write.stored) + index);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
+    add_rows(const __grid_constant__ AddParams params) {
+    const u64 index = static_cast<u64>(blockIdx.x) * THREADS_PER_BLOCK + threadIdx.x;
+    const u64 bag = index / params.embedding_dim;
+    if (bag >= params.num_bags) return;
+
+    const i64 element = __ldg(params.positions + bag) + static_cast<i64>(index % params.embedding_dim);
+    const float sum = __ldg(params.sums + index);
+    if (params.out_dtype == OUT_FP32) {
+        static_cast<float*>(params.out)[element] += sum;
+        return;
+    }
+    u16* out = static_cast<u16*>(params.out) + element;
+    if (params.out_dtype == OUT_FP16) {
+        *out = static_cast<u16>(floats_to_halves(halves_to_floats(*out).x + sum, 0.0f));
+    } else {
+        // A bfloat16 is the upper half of a float.
+        *out = static_cast<u16>(floats_to_bfloats(__uint_as_float(static_cast<u32>(*out) << 16) + sum, 0.0f));
+    }
+}

@@ -1,0 +1,252 @@
+"""Lanes: one stream of one card, on which batches are pooled one after another, and the slots that batches lie in.
+
+A slot has fixed addresses and launch shapes for all batches up to a size, so that what it enqueues can be captured in a
+graph once and replayed. A lane is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.bags import KeyedBags
+from shard_node.cuda.batch import BatchLayout, BatchViews, RunTable, check_fits
+from shard_node.cuda.card_rows import CardRows
+from shard_node.cuda.cards import Memory
+from shard_node.cuda.kernel_params import (
+    ADD_KERNEL,
+    CHUNK_BYTES,
+    OUT_DTYPES,
+    THREADS_PER_BLOCK,
+    AddParams,
+    BatchParams,
+    OutDtype,
+)
+from shard_node.cuda.mapped_rows import MappedSums
+from shard_node.cuda.output_runs import BatchSize, OutputRuns, check_runs
+from shard_node.cuda.upload_buffer import UploadBuffer
+
+Launch = tuple[str, tuple[int, int], Sequence[ctypes.Structure]]
+"""A kernel, its grid and what it takes."""
+
+
+class Lane:
+    """One way through one card. Made by `CardEngine.lane`, closed before the engine.
+
+    Args:
+        rows: of the engine.
+        card: its number.
+
+    Attributes:
+        rows: as given.
+        card: the card.
+        stream: on which all its work is put, in order; its owner may put more there.
+    """
+
+    def __init__(self, rows: CardRows, card: int) -> None:
+        self.rows = rows
+        self.card = rows.cards.cards[card]
+        self.stream = self.card.stream()
+        self._sums = UploadBuffer(rows.cards, self.card, self.stream)
+        self._slots: set[Slot] = set()
+        self._reader = rows.order.reader(self.stream)
+
+    def prepare(self, runs: OutputRuns, size: BatchSize) -> Slot:
+        """Takes memory for batches up to a size.
+
+        Args:
+            runs: where the bags of each key go.
+            size: of the largest batch.
+
+        Raises:
+            InvalidBagsError: the runs are not of this layout, or would write outside their output.
+            MemoryBudgetError: the card or the host has no room.
+        """
+        check_runs(self.rows.shapes.layout, runs, size)
+        slot = Slot(self, RunTable(self.rows.shapes, runs), size)
+        self._slots.add(slot)
+        return slot
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Runs `work`, in which lookups are put on the stream: `Slot.enqueue`, a graph's replay, `Slot.add_mapped`.
+
+        All that one `work` looks up sees every row write whole or not at all. It holds row writes up only while it
+        runs, not while the card does what it was told.
+        """
+        self.rows.order.read(self._reader, work)
+
+    def wait(self) -> None:
+        """Blocks until what the last `launch` put on the stream is done, so that pinned memory can be packed again."""
+        if self._reader.last_launch is not None:
+            self._reader.last_launch.synchronize()
+
+    def launches(self, layout: BatchLayout, address: int, out: int, out_dtype: OutDtype) -> list[Launch]:
+        """The launches, one for each arena with bags, that pool a batch.
+
+        Args:
+            layout: of the batch.
+            address: of the batch on the card.
+            out: address of the output.
+            out_dtype: of the output.
+        """
+        number, num_cards = self.card.number, len(self.rows.cards.cards)
+        launches: list[Launch] = []
+        for arena, shape, blocks_at, num_blocks in zip(
+            self.rows.arenas, self.rows.shapes.arenas, layout.blocks_at, layout.num_blocks, strict=True
+        ):
+            if not num_blocks:
+                continue
+            batch = BatchParams(
+                values=address + layout.values_at,
+                weights=address + layout.weights_at if layout.weighted else 0,
+                offsets=address + layout.offsets_at,
+                runs=address + layout.runs_at,
+                blocks=address + blocks_at,
+                out=out,
+                counters=self.rows.counters[number].address,
+                num_blocks=num_blocks,
+                rotation=number * num_blocks // num_cards,
+                out_dtype=OUT_DTYPES[out_dtype],
+                lanes_log2=shape.lanes_log2,
+            )
+            launches.append((shape.kernel, (num_blocks, shape.column_tiles), (arena.params[number], batch)))
+        return launches
+
+    def put(self, launches: Sequence[Launch]) -> None:
+        """Puts launches on the stream."""
+        for kernel, grid, params in launches:
+            self.card.launch(kernel, grid, params, self.stream)
+
+    def add_mapped(self, bags: KeyedBags, runs: RunTable, out: int) -> None:
+        """Pools the rows of a batch that no card has, on the host, and puts their addition to the output on the stream.
+
+        Called within `launch`, after what pools the rest.
+        """
+        if self.rows.mapped is None:
+            return
+        parts = self.rows.mapped.pool(bags, runs)
+        if not parts:
+            return
+        positions_at, sums_at, size = _sections(parts)
+        array = self._sums.reserve(size)
+        for part, first, second in zip(parts, positions_at, sums_at, strict=True):
+            array[first : first + part.positions.nbytes].view(np.int64)[:] = part.positions
+            array[second : second + part.sums.nbytes].view(np.float32)[:] = part.sums.reshape(-1)
+        address = self._sums.send(size)
+        try:
+            for part, first, second in zip(parts, positions_at, sums_at, strict=True):
+                num_bags, dim = part.sums.shape
+                params = AddParams(
+                    positions=address + first,
+                    sums=address + second,
+                    out=out,
+                    num_bags=num_bags,
+                    embedding_dim=dim,
+                    out_dtype=OUT_DTYPES[runs.runs.out_dtype],
+                )
+                grid = (-(-num_bags * dim // THREADS_PER_BLOCK), 1)
+                self.card.launch(ADD_KERNEL, grid, (params,), self.stream)
+        finally:
+            self._sums.used()
+
+    def forget(self, slot: Slot) -> None:
+        """Called by `Slot.close`."""
+        self._slots.discard(slot)
+
+    def close(self) -> None:
+        """Waits for all that is on the stream, and gives back what the lane and its slots hold. Idempotent."""
+        self.stream.synchronize()
+        for slot in tuple(self._slots):
+            slot.close()
+        self._sums.free()
+        self.rows.order.forget(self._reader)
+
+
+class Slot:
+    """Room for one batch at a time on a lane. Made by `Lane.prepare`.
+
+    Attributes:
+        out: the pooled bags, as the runs say; elements that no bag is written to are left as they are.
+        batch: the batch on the card; the caller's own bytes begin at `extra_at`.
+        extra_at: a byte of `batch`.
+        extra: uint8 [size.extra_bytes], pinned; goes up with the batch. To be written after `fill`.
+    """
+
+    def __init__(self, lane: Lane, runs: RunTable, size: BatchSize) -> None:
+        self._lane = lane
+        self._runs = runs
+        self._size = size
+        num_bags = int(size.bags_per_key.sum())
+        layout = BatchLayout(
+            size.num_values, num_bags, runs.size, runs.most_blocks(size), size.weighted, size.extra_bytes
+        )
+        self._size_bytes = layout.size_bytes
+        self._pinned = lane.rows.cards.allocate_pinned(layout.size_bytes)
+        memories: list[Memory] = []
+        try:
+            for size_bytes in (layout.size_bytes, max(CHUNK_BYTES, runs.runs.out_bytes)):
+                memories.append(lane.card.allocate(size_bytes))
+        except BaseException:
+            for memory in (*memories, self._pinned):
+                memory.free()
+            raise
+        self.batch, self.out = memories
+        self.extra_at = layout.extra_at
+        self._views = BatchViews(self._pinned.array, layout)
+        self._views.write_constant(runs)
+        self._launches = lane.launches(layout, self.batch.address, self.out.address, runs.runs.out_dtype)
+
+    @property
+    def extra(self) -> npt.NDArray[np.uint8]:
+        """uint8 [size.extra_bytes], pinned."""
+        return self._views.extra
+
+    def fill(self, bags: KeyedBags) -> None:
+        """Packs a batch into pinned memory, after what is still to be read from there has been.
+
+        Args:
+            bags: one key for each run, in their order.
+
+        Raises:
+            InvalidBagsError: the arrays do not describe bags, a row is outside its table or on another node, or the
+                batch is larger than the slot.
+        """
+        tables = self._runs.runs.tables
+        self._lane.rows.checks.check(bags, tables)
+        check_fits(bags, self._size)
+        blocks = self._runs.blocks(bags)
+        self._lane.wait()
+        self._views.pack(bags, blocks)
+        self._lane.rows.lookups.add(tables, bags)
+
+    def enqueue(self) -> None:
+        """Puts the copy up and the launches on the stream. Within `Lane.launch`, or while a graph is captured."""
+        self._lane.card.copy_to_card(self.batch.address, self._pinned, 0, self._size_bytes, self._lane.stream)
+        self._lane.put(self._launches)
+
+    def add_mapped(self, bags: KeyedBags) -> None:
+        """Adds the rows that no card has; nothing if there are none. After `enqueue` or a replay, in the same `launch`.
+
+        Args:
+            bags: that the slot was filled with.
+        """
+        self._lane.add_mapped(bags, self._runs, self.out.address)
+
+    def close(self) -> None:
+        """Waits for the lane, and gives the memory back. Graphs that were captured of it end before. Idempotent."""
+        self._lane.stream.synchronize()
+        self._lane.forget(self)
+        for memory in (self.out, self.batch, self._pinned):
+            memory.free()
+
+
+def _sections(parts: Sequence[MappedSums]) -> tuple[list[int], list[int], int]:
+    """Where the positions and the sums of each part begin, aligned to 16 bytes, and where the last one ends."""
+    sizes = [size for part in parts for size in (part.positions.nbytes, part.sums.nbytes)]
+    edges = [0]
+    for size in sizes:
+        edges.append(edges[-1] + -(-size // CHUNK_BYTES) * CHUNK_BYTES)
+    return edges[0:-1:2], edges[1::2], edges[-1]

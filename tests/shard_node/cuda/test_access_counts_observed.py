@@ -1,0 +1,236 @@
+"""Observed access counts: right in the mean, bounded in memory and time, and of use to placement."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.access_counts import read_access_counts
+from shard_node.cuda import access_counts as access_counts_module
+from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
+from shard_node.cuda.card_plan import CardBudget, CardPlan
+from shard_node.cuda.hotness import Hotness
+from shard_node.cuda.places import Placer, owners_of
+from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
+from shardrank_testing.card_plans import one_table_layout, places_bytes, round_robin
+from shardrank_testing.snapshots import make_spec
+
+SMALLEST_BYTES = 4 * access_counts_module.MIN_SKETCH_COUNTERS * 4
+
+
+def counting_all(layout, **more):
+    return AccessCounts(layout, np.random.default_rng(0), **{"sample_every": 1} | more)
+
+
+def observe_rows(counts, rows, table=0):
+    counts.observe(np.array([table]), np.array([len(rows)]), np.asarray(rows))
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_every_value_of_a_counted_batch_is_counted_at_its_row(data):
+    layout = TableLayout.of(make_spec())
+    counts = counting_all(layout)
+    expected = [np.zeros(table.num_embeddings, np.int64) for table in layout.tables]
+    for _ in range(data.draw(st.integers(1, 3))):
+        tables = np.array(data.draw(st.lists(st.integers(0, 4), max_size=6)), np.int64)
+        values = [data.draw(st.lists(st.integers(0, layout.tables[t].num_embeddings - 1), max_size=8)) for t in tables]
+        for table, rows in zip(tables, values, strict=True):
+            np.add.at(expected[table], rows, 1)
+        lengths = np.array([len(rows) for rows in values], np.int64)
+        counts.observe(tables, lengths, np.array([row for rows in values for row in rows], np.int64))
+    for table, found in zip(layout.tables, expected, strict=True):
+        np.testing.assert_array_equal(counts.counts()[table.name], found)
+
+
+@pytest.mark.parametrize("sample_every", [1, 3, 64])
+def test_one_batch_in_so_many_is_counted(sample_every):
+    layout = one_table_layout(10)
+    counts = counting_all(layout, sample_every=sample_every)
+    for window in range(1, 6):
+        for _ in range(sample_every):
+            observe_rows(counts, [4])
+        assert counts.counts()["items"].tolist() == [0, 0, 0, 0, window, 0, 0, 0, 0, 0]
+
+
+def test_which_batch_of_a_window_is_counted_is_left_to_chance():
+    layout = one_table_layout(64)
+    counts = counting_all(layout, sample_every=64)
+    for _ in range(200):
+        for position in range(64):
+            observe_rows(counts, [position])
+    seen = counts.counts()["items"]
+    assert seen.sum() == 200
+    assert np.count_nonzero(seen) > 50
+
+
+@pytest.mark.parametrize("num_values", [1000, 1001, 1499, 2500, 40_000])
+def test_a_large_batch_counts_for_all_its_values_by_a_part_of_them(num_values):
+    layout = one_table_layout(4)
+    counts = counting_all(layout, max_values=1000)
+    # A quarter row 0, in an order that any stride would meet out of step.
+    rows = np.arange(num_values) % 4
+    for _ in range(50):
+        observe_rows(counts, rows)
+    seen = counts.counts()["items"]
+    assert seen.sum() == pytest.approx(50 * num_values, rel=0.15)
+    np.testing.assert_allclose(seen / seen.sum(), [0.25] * 4, atol=0.01)
+
+
+def test_keys_of_a_large_batch_are_told_apart():
+    layout = TableLayout.of(make_spec())
+    counts = counting_all(layout, max_values=100)
+    tables = np.array([1, 3, 1])
+    counts.observe(tables, np.array([5000, 0, 5000]), np.repeat([2, 3], 5000))
+    found = counts.counts()
+    assert {name for name, seen in found.items() if seen.any()} == {layout.tables[1].name}
+    assert np.flatnonzero(found[layout.tables[1].name]).tolist() == [2, 3]
+
+
+def test_large_tables_share_a_sketch_and_small_ones_are_counted_by_row():
+    layout = TableLayout.of(make_spec())  # 19, 257, 300, 777 and 1000 rows
+    assert all(isinstance(one, np.ndarray) for one in counting_all(layout, max_bytes=SMALLEST_BYTES).counts().values())
+    big = one_table_layout(2_000_000_000)
+    counts = counting_all(big, max_bytes=1 << 20)
+    assert isinstance(counts.counts()["items"], SketchedCounts)
+    assert counts.size_bytes <= 1 << 20
+
+
+@settings(deadline=None)
+@given(
+    max_bytes=st.integers(SMALLEST_BYTES, 1 << 20), sizes=st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=3)
+)
+def test_counters_take_no_more_than_they_may(max_bytes, sizes):
+    spec = make_spec()
+    tables = tuple(
+        table.model_copy(update={"num_embeddings": rows}) for table, rows in zip(spec.tables, sizes, strict=False)
+    )
+    layout = TableLayout(tables, ())
+    assert counting_all(layout, max_bytes=max_bytes).size_bytes <= max_bytes
+
+
+def test_a_sketch_finds_the_hot_rows_of_a_table_far_larger_than_itself():
+    rows = 10_000_000
+    counts = counting_all(one_table_layout(rows), max_bytes=1 << 20, max_values=100_000)
+    rng = np.random.default_rng(5)
+    hot = rng.choice(rows, 100, replace=False)
+    for _ in range(20):
+        observe_rows(counts, np.concatenate([rng.integers(0, rows, 20_000), np.repeat(hot, 100)]))
+    found = counts.counts()["items"]
+    assert found.shape == (rows,)
+    assert found.dtype == np.uint32
+    by_row = found[0:rows]
+    np.testing.assert_allclose(by_row[hot], 2000, atol=40)
+    # 400,000 others over 65,536 counters twice: what chance adds is taken off.
+    others = np.delete(by_row, hot)
+    assert np.percentile(others, 50) <= 1
+    assert np.percentile(others, 99.9) <= 20
+    np.testing.assert_array_equal(found[7_000_000:7_000_500], by_row[7_000_000:7_000_500])
+    assert found[rows:].size == 0
+
+
+def test_counts_are_halved_before_they_can_pass_32_bits(monkeypatch):
+    monkeypatch.setattr(access_counts_module, "_HALVE_AT", 1000)
+    counts = counting_all(one_table_layout(4))
+    for _ in range(1000):
+        observe_rows(counts, [1] * 9 + [2])
+    seen = counts.counts()["items"]
+    assert seen.max() < 1000
+    assert seen[1] / seen[2] == pytest.approx(9, rel=0.1)
+
+
+def test_what_was_counted_places_the_next_versions_rows():
+    layout = one_table_layout(1000)
+    counts = counting_all(layout)
+    hot = np.array([3, 333, 998])
+    observe_rows(counts, np.concatenate([np.arange(1000), hot, hot]))
+    budget = CardBudget((places_bytes(layout) + 16 * 103,) * 2, 16 * 1000, hot_bytes=16 * 3)
+    plan = CardPlan.make(layout, round_robin(1, 2), budget, Hotness.from_counts(counts.counts()))
+    assert np.flatnonzero(owners_of(Placer(plan).places(0), 2) == 2).tolist() == hot.tolist()
+
+
+def test_estimates_place_rows_as_an_array_of_the_same_numbers_does():
+    layout = one_table_layout(50_000)
+    counts = counting_all(layout, max_bytes=SMALLEST_BYTES)
+    observe_rows(counts, np.random.default_rng(0).zipf(1.3, 5000).clip(1, 50_000) - 1)
+    estimates = counts.counts()
+    assert isinstance(estimates["items"], SketchedCounts)
+    budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 2000)
+    plans = [
+        CardPlan.make(layout, round_robin(1, 4), budget, Hotness.from_counts({"items": one}))
+        for one in (estimates["items"], estimates["items"][:])
+    ]
+    np.testing.assert_array_equal(Placer(plans[0]).places(0), Placer(plans[1]).places(0))
+
+
+@pytest.mark.parametrize("max_bytes", [SMALLEST_BYTES, 1 << 20])
+def test_what_is_saved_is_what_export_reads(tmp_path, max_bytes):
+    spec = make_spec()
+    layout = TableLayout.of(spec)
+    counts = counting_all(layout, max_bytes=max_bytes)
+    for number, table in enumerate(layout.tables[:3]):
+        observe_rows(counts, np.random.default_rng(number).integers(0, table.num_embeddings, 100), number)
+    counts.save(tmp_path / "seen.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["seen.safetensors"]
+    read = read_access_counts(tmp_path / "seen.safetensors", spec)
+    found = counts.counts()
+    for table in layout.tables:
+        np.testing.assert_array_equal(read[table.name], found[table.name][:])
+
+
+def test_estimates_are_saved_as_they_are_read(tmp_path):
+    spec = make_spec()
+    layout = TableLayout.of(spec)
+    wide = spec.model_copy(
+        update={"tables": tuple(one.model_copy(update={"num_embeddings": 9000}) for one in spec.tables)}
+    )
+    counts = counting_all(TableLayout.of(wide), max_bytes=SMALLEST_BYTES)
+    observe_rows(counts, np.random.default_rng(1).integers(0, 9000, 100), 2)
+    counts.save(tmp_path / "seen")
+    read = read_access_counts(tmp_path / "seen", wide)
+    name = layout.tables[2].name
+    assert isinstance(counts.counts()[name], SketchedCounts)
+    np.testing.assert_array_equal(read[name], counts.counts()[name][:])
+
+
+def test_threads_count_beside_each_other_without_waiting():
+    layout = one_table_layout(100)
+    counts = counting_all(layout, sample_every=2)
+    barrier = threading.Barrier(4)
+
+    def run():
+        barrier.wait()
+        for _ in range(500):
+            observe_rows(counts, [7] * 10)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = counts.counts()["items"]
+    # 2000 batches, half of them chosen; one that meets another is left out, whole.
+    assert seen[7] % 10 == 0
+    assert 0 < seen[7] <= 10_000
+    assert seen.sum() == seen[7]
+
+
+def test_a_batch_that_meets_another_one_being_counted_is_left_out():
+    layout = one_table_layout(100)
+    counts = counting_all(layout)
+    with counts._counting:
+        observe_rows(counts, [7])
+    assert not counts.counts()["items"].any()
+    observe_rows(counts, [7])
+    assert counts.counts()["items"].sum() == 1
+
+
+@pytest.mark.parametrize("more", [{"sample_every": 0}, {"max_values": 0}, {"max_bytes": SMALLEST_BYTES - 1}])
+def test_limits_that_are_none_are_refused(more):
+    with pytest.raises(InvalidBagsError, match=r"sample_every .* max_values .* max_bytes"):
+        counting_all(one_table_layout(10), **more)

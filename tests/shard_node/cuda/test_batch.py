@@ -1,0 +1,193 @@
+"""A packed batch: every bag is in one block of its arena, sections are aligned, and nothing is written outside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shard_node.bags import KeyedBags
+from shard_node.cuda.batch import BatchLayout, BatchShapes, BatchViews, RunTable, check_fits
+from shard_node.cuda.kernel_params import MODES, NO_RUN
+from shard_node.cuda.output_runs import BatchSize, OutputRuns, check_runs
+from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
+from shardrank_testing.bags import keyed_bags
+from shardrank_testing.snapshots import make_spec
+
+LAYOUT = TableLayout.of(make_spec())
+SHAPES = BatchShapes(LAYOUT)
+NUM_TABLES = len(LAYOUT.tables)
+MODE_NAMES = list(MODES)
+
+
+def runs_of(tables: list[int], modes: list[int]) -> OutputRuns:
+    size = len(tables)
+    return OutputRuns(
+        np.array(tables, np.int64),
+        np.array(modes, np.int64),
+        np.arange(size, dtype=np.int64) * 1000,
+        np.full(size, 512, np.int64),
+        "fp32",
+        10**9,
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[KeyedBags, OutputRuns]:
+    bags = draw(keyed_bags(num_keys=8, max_bags=40, max_hotness=3))
+    size = bags.keys.size
+    tables = draw(st.lists(st.integers(0, NUM_TABLES - 1), min_size=size, max_size=size))
+    modes = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    return bags, runs_of(tables, modes)
+
+
+def pack(bags: KeyedBags, table: RunTable, layout: BatchLayout | None = None) -> BatchViews:
+    blocks = table.blocks(bags)
+    layout = layout or BatchLayout.tight(bags, blocks)
+    views = BatchViews(np.full(layout.size_bytes, 0xEE, np.uint8), layout)
+    views.write_constant(table)
+    views.pack(bags, blocks)
+    return views
+
+
+def covered(views: BatchViews, table: RunTable) -> list[tuple[int, int]]:
+    """The (run, bag within the run) of every block of every arena, in order."""
+    found = []
+    for arena, blocks in enumerate(views.blocks):
+        for run, first in blocks.tolist():
+            if run != NO_RUN:
+                assert table.arena[run] == arena
+                end = min(first + SHAPES.arenas[arena].bags_per_block, int(views.runs["num"][run]))
+                found += [(run, bag) for bag in range(first, end)]
+    return found
+
+
+@given(batches())
+@settings(max_examples=200, deadline=None)
+def test_every_bag_is_in_one_block_of_its_arena(batch):
+    bags, runs = batch
+    table = RunTable(SHAPES, runs)
+    views = pack(bags, table)
+    none = runs.modes == MODES["none"]
+    num = np.where(none, bags.values_per_key(), bags.bags_per_key)
+    first = np.where(none, bags.value_starts()[:-1], bags.bag_starts()[:-1])
+    assert views.runs["num"].tolist() == num.tolist()
+    assert views.runs["first"].tolist() == first.tolist()
+    assert sorted(covered(views, table)) == [(run, bag) for run in range(runs.tables.size) for bag in range(num[run])]
+
+
+@given(batches())
+@settings(max_examples=100, deadline=None)
+def test_values_offsets_weights_and_runs_are_those_of_the_batch(batch):
+    bags, runs = batch
+    views = pack(bags, RunTable(SHAPES, runs))
+    assert views.values.dtype == np.uint32
+    assert views.values.tolist() == bags.values.tolist()
+    assert views.offsets.tolist() == bags.offsets.tolist()
+    assert (views.weights is None) == (bags.weights is None)
+    if bags.weights is not None:
+        assert views.weights.tolist() == bags.weights.tolist()
+    assert views.runs["table"].tolist() == SHAPES.table_in_arena[runs.tables].tolist()
+    for name, expected in (("mode", runs.modes), ("out_offset", runs.out_offsets), ("out_stride", runs.out_strides)):
+        assert views.runs[name].tolist() == expected.tolist()
+
+
+@given(batches(), st.integers(0, 50), st.integers(0, 300), st.integers(0, 33))
+@settings(max_examples=200, deadline=None)
+def test_a_smaller_batch_fits_the_blocks_of_a_size_and_leaves_the_rest_idle(batch, more_bags, more_values, extra):
+    bags, runs = batch
+    table = RunTable(SHAPES, runs)
+    size = BatchSize(bags.bags_per_key + more_bags, bags.num_values + more_values, weighted=True, extra_bytes=extra)
+    check_fits(bags, size)
+    layout = BatchLayout(
+        size.num_values, int(size.bags_per_key.sum()), table.size, table.most_blocks(size), True, extra
+    )
+    views = pack(bags, table, layout)
+    num = views.runs["num"].tolist()
+    assert sorted(covered(views, table)) == [(run, bag) for run in range(table.size) for bag in range(num[run])]
+    assert views.weights is not None
+    expected = [1.0] * bags.num_values if bags.weights is None else bags.weights.tolist()
+    assert views.weights[: bags.num_values].tolist() == expected
+    assert views.extra.size == extra
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4))
+def test_sections_are_aligned_apart_and_inside(num_values, num_bags, num_runs, num_blocks):
+    for weighted in (False, True):
+        layout = BatchLayout(num_values, num_bags, num_runs, tuple(num_blocks), weighted, 5)
+        sections = [
+            (layout.values_at, 4 * num_values),
+            (layout.weights_at, 4 * num_values * weighted),
+            (layout.offsets_at, 4 * (num_bags + 1)),
+            (layout.runs_at, 32 * num_runs),
+            *((at, 8 * count) for at, count in zip(layout.blocks_at, num_blocks, strict=True)),
+            (layout.extra_at, 5),
+        ]
+        ends = [first + size for first, size in sections]
+        assert all(first % 16 == 0 for first, _ in sections)
+        assert all(end <= first for end, (first, _) in zip(ends[:-1], sections[1:], strict=True))
+        assert ends[-1] <= layout.size_bytes
+
+
+def test_all_ones_are_packed_for_a_batch_without_weights_where_there_may_be_some():
+    bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([2]), np.array([1, 2]), np.array([4, 5, 6]))
+    table = RunTable(SHAPES, runs_of([0], [0]))
+    views = pack(bags, table, BatchLayout(8, 4, 1, table.most_blocks(BatchSize(np.array([4]), 8)), True))
+    assert views.weights is not None
+    assert views.weights[:3].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (BatchSize(np.array([2, 1]), 2, True), "the batch has 3 values, but there is room for 2"),
+        (BatchSize(np.array([2, 0]), 9, True), "key 1 has 1 bags, but there is room for 0"),
+        (BatchSize(np.array([2, 1]), 9, False), "the batch has weights, but there is no room for any"),
+    ],
+)
+def test_a_batch_that_is_too_large_is_refused_with_the_numbers(size, message):
+    bags = KeyedBags.from_lengths(
+        np.array([0, 1], np.int32), np.array([2, 1]), np.array([1, 1, 1]), np.arange(3), np.ones(3, np.float32)
+    )
+    with pytest.raises(InvalidBagsError, match=message):
+        check_fits(bags, size)
+
+
+def runs_with(**changes) -> OutputRuns:
+    fields = {
+        "tables": np.array([0, 1]),
+        "modes": np.array([0, 2]),
+        "out_offsets": np.array([0, 100]),
+        "out_strides": np.array([16, 16]),
+        "out_dtype": "fp32",
+        "out_elements": 200,
+    }
+    return OutputRuns(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tables": np.array([0, NUM_TABLES])}, rf"tables must be within 0\.\.{NUM_TABLES - 1}"),
+        ({"tables": np.array([-1, 0])}, "tables must be within"),
+        ({"modes": np.array([0, 3])}, r"modes must be within 0\.\.2, got \[0, 3\]"),
+        ({"modes": np.array([0])}, "these must be flat and of one length"),
+        ({"out_offsets": np.array([-1, 100])}, "out_offsets must not be negative"),
+        ({"out_strides": np.array([3, 16])}, "out_strides not below the table's embedding_dim"),
+        ({"out_elements": 10}, "key 0: its last bag ends at element .* of 10"),
+        ({"out_strides": np.array([2**62, 16])}, "key 0: its last bag ends at element"),
+        ({"out_offsets": np.array([0, 190])}, "key 1: its last bag ends at element"),
+    ],
+)
+def test_runs_that_would_write_outside_their_output_are_refused(changes, message):
+    size = BatchSize(np.array([4, 4]), 3)
+    check_runs(LAYOUT, runs_with(), size)
+    with pytest.raises(InvalidBagsError, match=message):
+        check_runs(LAYOUT, runs_with(**changes), size)
+
+
+def test_more_values_than_offsets_can_say_are_refused():
+    with pytest.raises(InvalidBagsError, match="at most 4294967295 values"):
+        check_runs(LAYOUT, runs_with(), BatchSize(np.array([4, 4]), 2**32))

@@ -1,0 +1,244 @@
+"""The engine on cards beyond what every engine does: threads, memory, errors in the middle, rows of other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.reader import Snapshot
+from router.plan import Plan
+from shard_node.bags import KeyedBags
+from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
+from shard_node.cuda.card_memory import CardMemory
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.output_runs import BatchSize
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
+from shard_node.loading import load_tables
+from shard_node.reference import ReferenceEngine
+from shardrank_testing.bags import assert_blocks_equal, random_table_bags
+from shardrank_testing.card_engines import OnCards, engine_params, options_for
+from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version, stored_rows
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.output_runs import feature_bags, runs_in_columns
+from shardrank_testing.snapshots import random_rows, random_tables
+from shardrank_testing.topologies import decoded_tables
+
+SPEC = delta_spec(rows=700)
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
+    state = random_tables(SPEC, 1)
+    snapshot = export_state(tmp_path_factory.mktemp("store"), SPEC, state, 1)
+    return snapshot, ReferenceEngine(SPEC, decoded_tables(SPEC, state))
+
+
+@pytest.fixture(params=engine_params())
+def engine(request, stored) -> Iterator[CardEngine]:
+    engine = request.param.load(stored[0])
+    yield engine
+    engine.close()
+
+
+def free_bytes(cards: EmulatedCards) -> list[int]:
+    return [*(card.free_bytes() for card in cards.cards), cards.space.free_bytes(None)]
+
+
+def one_big_bag(num_values: int) -> KeyedBags:
+    return KeyedBags.from_lengths(
+        np.zeros(1, np.int32), np.array([1]), np.array([num_values]), np.zeros(num_values, np.int64)
+    )
+
+
+def test_more_threads_than_lanes_pool_at_once_and_each_gets_its_own_bags(engine, stored):
+    reference = stored[1]
+    num_threads = POOLS_PER_CARD * len(engine.card_set.cards.cards) + 3
+
+    def pool(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(4):
+            bags = random_table_bags(rng, engine.layout, 30, 4, weighted=bool(seed % 2))
+            assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=12.0)
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        for one in [threads.submit(pool, seed) for seed in range(num_threads)]:
+            one.result(TIMEOUT_S)
+    assert engine.counters() == (0, 0)
+
+
+def test_answers_are_the_callers_own(engine):
+    bags = one_big_bag(3)
+    first = engine.pool(bags)
+    kept = [block.copy() for block in first]
+    for _ in range(2 * POOLS_PER_CARD * len(engine.card_set.cards.cards)):
+        engine.pool(one_big_bag(5))
+    for block, before in zip(first, kept, strict=True):
+        np.testing.assert_array_equal(block, before)
+
+
+def small_engine(snapshot: Snapshot, total_bytes: int) -> tuple[CardEngine, EmulatedCards]:
+    cards = EmulatedCards(2, total_bytes=total_bytes)
+    card_set = CardSet(cards, options_for(SPEC, 2, "every tier"), CardMemory(cards, reserve_bytes=0))
+    return load_version(snapshot, card_set=card_set).engine, cards
+
+
+def test_a_batch_that_does_not_fit_on_a_card_is_refused_and_every_lane_stays_usable(stored):
+    engine, cards = small_engine(stored[0], 16 << 20)
+    num_lanes = POOLS_PER_CARD * len(cards.cards)
+    for _ in range(2 * num_lanes):
+        with pytest.raises(MemoryBudgetError):
+            engine.pool(one_big_bag(4 << 20))
+    rng = np.random.default_rng(1)
+    for _ in range(2 * num_lanes):
+        bags = random_table_bags(rng, engine.layout, 30, 4)
+        assert_blocks_equal(engine.pool(bags), stored[1].pool(bags), scale=12.0)
+    engine.close()
+
+
+def test_closing_gives_back_all_that_loading_pooling_and_writing_took(stored):
+    cards = EmulatedCards(3)
+    before = free_bytes(cards)
+    tables = load_version(stored[0], card_set=CardSet(cards, options_for(SPEC, 3, "every tier")))
+    for size in (10, 30_000):
+        tables.engine.pool(one_big_bag(size))
+    table = SPEC.tables[0]
+    number = tables.engine.layout.index[table.name]
+    tables.engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
+    assert free_bytes(cards) < before
+    tables.close()
+    tables.engine.close()
+    assert free_bytes(cards) == before
+    with pytest.raises(ValueError, match="the engine is closed"):
+        tables.engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
+
+
+@pytest.mark.parametrize("left_bytes", [8, 1 << 20, (1 << 20) + 4096])
+def test_an_engine_without_room_for_its_buffers_is_not_made_and_holds_nothing(stored, left_bytes):
+    engine, cards = small_engine(stored[0], 16 << 20)
+    second = cards.cards[1]
+    hog = second.allocate(second.free_bytes() - left_bytes)
+    before = free_bytes(cards)
+    with pytest.raises(MemoryBudgetError):
+        CardEngine(engine.layout, engine.card_set, engine._rows.arenas, engine.plan)
+    assert free_bytes(cards) == before
+    hog.free()
+    engine.close()
+
+
+def test_memory_is_told_by_card_and_tier_and_adds_up(stored):
+    engine = OnCards(3, "every tier").load(stored[0])
+    plan = engine.plan
+    expected = [
+        use
+        for card in range(3)
+        for use in (
+            (card, "card", plan.bytes(card).card + plan.places_bytes),
+            (card, "hot", plan.bytes(card).hot),
+        )
+    ]
+    expected += [(0, "pinned", plan.pinned_bytes), (0, "mapped", plan.mapped_bytes)]
+    assert all(size for _, _, size in expected)
+    assert [(use.card, use.tier, use.size_bytes) for use in engine.memory()] == expected
+    engine.close()
+
+
+def test_lookups_in_a_table_that_no_card_has_are_counted_as_mapped(stored):
+    engine = OnCards(2, "mapped").load(stored[0])
+    engine.pool(one_big_bag(4))
+    first = engine.layout.tables[0].name
+    assert [(one.table, one.tier, one.rows) for one in engine.rows_looked_up() if one.rows] == [(first, "mapped", 4)]
+    engine.close()
+
+
+def test_values_outside_their_table_that_get_past_all_checks_are_counted_and_read_nothing(engine):
+    size = BatchSize(np.array([3]), 20)
+    runs = runs_in_columns(engine.layout, [0], ["sum"], size)
+    lane = engine.lane(0)
+    slot = lane.prepare(runs, size)
+    slot.fill(one_big_bag(4))
+    slot._views.values[[1, 3]] = 0xFFFFFFF0, engine.layout.tables[0].num_embeddings
+    lane.launch(slot.enqueue)
+    lane.stream.synchronize()
+    assert engine.counters() == (2, 0)
+    lane.close()
+
+
+DIVIDED = delta_spec(("int8",), rows=700)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[list[CardEngine]]:
+    """The table in two halves, on two cards each."""
+    snapshot = export_state(tmp_path, DIVIDED, random_tables(DIVIDED, 1), 1)
+    plan = Plan.make(DIVIDED, num_shards=2, sharding="hash", cards_per_shard=2, replicate_bytes=0)
+    engines = []
+    for shard in range(2):
+        card_set = CardSet(EmulatedCards(2), CardOptions(hot_gb=0, card_memory_gb=1e-3))
+        engine = load_tables(snapshot, plan.partition(shard), plan.digest, card_set=card_set).engine
+        assert isinstance(engine, CardEngine)
+        engines.append(engine)
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def test_rows_of_another_node_are_refused_by_name(shards):
+    state = random_tables(DIVIDED, 1)
+    reference = ReferenceEngine(DIVIDED, decoded_tables(DIVIDED, state))
+    refused = []
+    for row in range(8):
+        bags = KeyedBags.from_lengths(np.zeros(1, np.int32), np.array([1]), np.array([1]), np.array([row]))
+        for engine in shards:
+            try:
+                blocks = engine.pool(bags)
+            except InvalidBagsError as error:
+                refused.append(str(error))
+            else:
+                assert_blocks_equal(blocks, reference.pool(bags), scale=1.0)
+    assert sorted(refused) == [f"row {row} of table 'int8' is not on this node" for row in range(8)]
+
+
+def test_a_slot_refuses_rows_of_another_node_too(shards):
+    size = BatchSize(np.array([700, 700]), 1400)
+    runs = runs_in_columns(shards[0].layout, [0, 0], ["sum", "none"], size)
+    lane = shards[0].lane(1)
+    slot = lane.prepare(runs, size)
+    with pytest.raises(InvalidBagsError, match=r"row \d+ of table 'int8' is not on this node"):
+        slot.fill(feature_bags(np.random.default_rng(1), shards[0].layout, runs, size))
+    lane.close()
+
+
+def test_each_node_writes_its_own_rows_only(shards):
+    rows = np.arange(0, 700, 3, dtype=np.int64)
+    stored = encoded(DIVIDED.tables[0], random_rows(np.random.default_rng(1), rows.size, 4))
+    written = np.zeros((700, stored.shape[1]), np.uint8)
+    counts = []
+    for engine in shards:
+        before = stored_rows(engine, "int8")
+        counts.append(engine.write_rows(0, rows, stored))
+        after = stored_rows(engine, "int8")
+        assert int((before != after).any(axis=1).sum()) == counts[-1]
+        written |= after
+    assert min(counts) > 0
+    assert sum(counts) == rows.size
+    np.testing.assert_array_equal(written[rows], stored)
+
+
+def test_more_rows_at_once_than_the_first_buffers_hold_are_written_whole(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shard_node.cuda.row_writer.FIRST_CAPACITY_BYTES", 64)
+    state = random_tables(SPEC, 1)
+    engine = OnCards(2, "every tier").load(export_state(tmp_path, SPEC, state, 1))
+    rng = np.random.default_rng(2)
+    for share in (0.01, 1.0, 0.5):
+        for number, table in enumerate(engine.layout.tables):
+            rows = np.flatnonzero(rng.random(table.num_embeddings) < share)
+            values = random_rows(rng, rows.size, table.embedding_dim)
+            state[table.name][rows] = values
+            assert engine.write_rows(number, rows, encoded(table, values)) == rows.size
+    assert_stored(engine, export_state(tmp_path, SPEC, state, 2))
+    engine.close()

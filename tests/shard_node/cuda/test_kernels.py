@@ -1,0 +1,246 @@
+"""The kernels against NumPy, alone: on emulated cards everywhere, on real ones with `-m gpu`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader.codecs import codec_for
+from shardrank_testing.card_sets import CardFactory, card_factory
+from shardrank_testing.kernel_arena import LEFT_MAPPED, NOWHERE, KernelArena, LaunchShape, Run
+
+DTYPES = ["int8", "int4", "fp16", "fp32"]
+# From one chunk to several column tiles; odd multiples of 4, and what fills no chunk.
+DIMS = [4, 12, 16, 20, 36, 64, 68, 100, 128, 132, 192, 260, 512]
+ODD_DIMS = {"int8": [1, 3, 7, 17, 31], "int4": [2, 6, 34, 62], "fp16": [1, 5, 9, 15], "fp32": [1, 3, 5, 7]}
+ROW_COUNTS = (1, 7, 300)
+
+
+@pytest.fixture(params=["emulated", pytest.param("logical", marks=pytest.mark.gpu)])
+def cards(request) -> CardFactory:
+    """What kernels compute does not depend on when they run, nor on how cards are dealt to devices."""
+    return card_factory(request.param)
+
+
+def make_arena(cards, dtype, dim, rng, row_counts=ROW_COUNTS, lost=0.0) -> KernelArena:
+    """Tables whose rows lie everywhere that rows can lie."""
+    owners = [rng.integers(0, len(cards.cards) + 2, count) for count in row_counts]
+    for one in owners:
+        one[rng.random(one.size) < lost] = rng.choice([NOWHERE, LEFT_MAPPED])
+    tables = [rng.standard_normal((count, dim)).astype(np.float32) for count in row_counts]
+    return KernelArena(cards, dtype, tables, owners)
+
+
+def random_runs(rng, arena, max_bags, max_hotness, weighted) -> list[Run]:
+    runs = []
+    for table in rng.permutation(len(arena.owners)).tolist() * 2:
+        lengths = rng.integers(0, max_hotness + 1, rng.integers(0, max_bags + 1))
+        lengths[rng.random(lengths.size) < 0.2] = 0
+        bags = [rng.integers(0, arena.owners[table].size, length) for length in lengths]
+        weights = [rng.standard_normal(length).astype(np.float32) for length in lengths] if weighted else None
+        runs.append(Run(table, bags, rng.choice(["sum", "mean", "none"]), weights))
+    return runs
+
+
+def assert_pooled(arena, pooled, runs, hotness) -> None:
+    assert pooled.out.shape == arena.expected(runs).shape
+    np.testing.assert_allclose(pooled.out, arena.expected(runs), rtol=1e-5, atol=3e-5 * max(1, hotness))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(dtype, dim) for dtype in DTYPES for dim in sorted([*DIMS, *ODD_DIMS[dtype]])]
+)
+def test_every_dtype_and_dim_pools_as_numpy_does(cards, dtype, dim):
+    rng = np.random.default_rng(dim * 10 + DTYPES.index(dtype))
+    arena = make_arena(cards(int(rng.integers(1, 5))), dtype, dim, rng)
+    for weighted in (False, True):
+        runs = random_runs(rng, arena, 8, 12, weighted)
+        card = int(rng.integers(arena.num_cards))
+        pooled = arena.pool(card, runs, LaunchShape(rotation=card))
+        assert_pooled(arena, pooled, runs, 12)
+        assert (pooled.outside, pooled.not_here) == (0, 0)
+
+
+@pytest.mark.parametrize("num_cards", range(1, 9))
+@pytest.mark.parametrize("dtype", ["int8", "fp16"])
+def test_every_card_pools_the_same_rows_whoever_has_them(cards, dtype, num_cards):
+    rng = np.random.default_rng(num_cards)
+    arena = make_arena(cards(num_cards), dtype, 64, rng, lost=0.2)
+    runs = random_runs(rng, arena, 20, 6, weighted=True)
+    first = arena.pool(0, runs)
+    assert_pooled(arena, first, runs, 6)
+    for card in range(1, num_cards):
+        np.testing.assert_array_equal(arena.pool(card, runs).raw, first.raw)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hotness", [0, 1, 2, 3, 4, 5, 7, 8, 9, 100, 1000])
+def test_bags_of_every_hotness_pool_as_numpy_does(cards, dtype, hotness):
+    rng = np.random.default_rng(hotness)
+    arena = make_arena(cards(3), dtype, 32, rng)
+    runs = [
+        Run(2, [rng.integers(0, 300, hotness) for _ in range(3)], mode, weights)
+        for mode in ("sum", "mean")
+        for weights in (None, [rng.standard_normal(hotness).astype(np.float32) for _ in range(3)])
+    ]
+    assert_pooled(arena, arena.pool(1, runs), runs, hotness)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_alone_is_its_stored_numbers(cards, dtype):
+    rng = np.random.default_rng(1)
+    arena = make_arena(cards(4), dtype, 24, rng)
+    runs = [Run(table, [np.arange(one.size)], "none") for table, one in enumerate(arena.owners)]
+    expected = np.concatenate([arena.decoded(table) for table in range(len(arena.owners))])
+    # code * scale is added to 0 and then to the bias, on a card in one rounding each.
+    np.testing.assert_allclose(arena.pool(2, runs).out, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_every_finite_fp16_number_is_read_exactly(cards):
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    rows = bits[np.isfinite(bits)].astype(np.float32).reshape(-1, 64)
+    arena = KernelArena(cards(2), "fp16", [rows], [np.arange(len(rows)) % 4])
+    for out_dtype in ("fp32", "fp16"):
+        pooled = arena.pool(0, [Run(0, [np.arange(len(rows))], "none")], LaunchShape(out_dtype=out_dtype))
+        np.testing.assert_array_equal(pooled.out, rows)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_every_code_is_read_exactly(cards, dtype):
+    codes = 256 if dtype == "int8" else 16
+    # Whole numbers from 0 on have scale 1 and bias 0.
+    rows = np.stack([np.roll(np.arange(codes), shift) for shift in range(codes)]).astype(np.float32)
+    np.testing.assert_array_equal(codec_for(dtype, codes).decode(codec_for(dtype, codes).encode(rows)), rows)
+    arena = KernelArena(cards(3), dtype, [rows], [np.arange(codes) % 5])
+    np.testing.assert_array_equal(arena.pool(0, [Run(0, [np.arange(codes)], "none")]).out, rows)
+
+
+@pytest.mark.parametrize("out_dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("dtype", "dim"), [("int8", 64), ("int8", 20), ("int4", 36), ("fp16", 12), ("fp32", 10)])
+def test_16_bit_output_is_the_32_bit_sums_rounded_to_even(cards, dtype, dim, out_dtype):
+    rng = np.random.default_rng(dim)
+    arena = make_arena(cards(2), dtype, dim, rng)
+    runs = random_runs(rng, arena, 30, 9, weighted=True)
+    exact = torch.from_numpy(arena.pool(0, runs).out)
+    rounded = exact.to(torch.float16 if out_dtype == "fp16" else torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(arena.pool(0, runs, LaunchShape(out_dtype=out_dtype)).out, rounded)
+
+
+@pytest.mark.parametrize("out_dtype", ["fp16", "bf16"])
+def test_numbers_halfway_too_small_and_too_large_are_rounded_as_torch_rounds_them(cards, out_dtype):
+    rng = np.random.default_rng(3)
+    dtype = torch.float16 if out_dtype == "fp16" else torch.bfloat16
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float().numpy()
+    every = np.sort(every[np.isfinite(every)])
+    # Each number, halfway to the next, and just beside halfway; and all sizes that a float can have.
+    middle = ((every[:-1].astype(np.float64) + every[1:]) / 2).astype(np.float32)
+    sizes = np.ldexp(rng.uniform(1, 2, 4096), rng.integers(-149, 127, 4096)).astype(np.float32)
+    beside = [np.nextafter(middle, np.float32(side) * np.inf) for side in (-1, 1)]
+    numbers = np.concatenate([every, middle, *beside, sizes, -sizes, [65519.996, 65520.0, 65536.0]])
+    numbers = numbers[: numbers.size // 64 * 64].astype(np.float32).reshape(-1, 64)
+    arena = KernelArena(cards(1), "fp32", [numbers], [np.zeros(len(numbers), int)])
+    pooled = arena.pool(0, [Run(0, [np.arange(len(numbers))], "none")], LaunchShape(out_dtype=out_dtype))
+    np.testing.assert_array_equal(pooled.out, torch.from_numpy(numbers).to(dtype).float().numpy())
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 300])
+def test_values_outside_their_table_pool_as_zeros_and_are_counted(cards, num_rows):
+    rng = np.random.default_rng(num_rows)
+    arena = make_arena(cards(2), "int8", 128, rng, row_counts=(7, num_rows, 7))
+    outside = np.array([num_rows, num_rows + 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1])
+    bags = [np.concatenate([outside, rng.integers(0, num_rows, 5)]), outside[:1], outside[:4], outside]
+    for bag in bags:
+        rng.shuffle(bag)
+    for mode in ("sum", "mean", "none"):
+        runs = [Run(1, bags, mode), Run(0, [np.arange(7)], mode)]
+        pooled = arena.pool(1, runs, LaunchShape(lanes_log2=1))
+        assert_pooled(arena, pooled, runs, 11)
+        assert (pooled.outside, pooled.not_here) == (17, 0)
+
+
+def test_rows_of_other_nodes_are_counted_and_mapped_ones_are_not(cards):
+    rows = np.ones((6, 36), np.float32)
+    owners = np.array([0, NOWHERE, LEFT_MAPPED, 2, 3, NOWHERE])
+    arena = KernelArena(cards(2), "fp32", [rows], [owners])
+    bags = [np.array(one) for one in ([1], [2], [0, 1, 2, 3, 4, 5], [2, 2, 5], [], [4, 4, 0])]
+    pooled = arena.pool(0, [Run(0, bags)], LaunchShape(lanes_log2=2))
+    assert pooled.out[:, 0].tolist() == [0, 0, 3, 0, 0, 3]
+    assert (pooled.outside, pooled.not_here) == (0, 4)
+
+
+def test_mean_divides_by_the_whole_bag_whoever_has_its_rows(cards):
+    arena = KernelArena(cards(1), "fp32", [np.full((3, 4), 6.0, np.float32)], [np.array([0, NOWHERE, LEFT_MAPPED])])
+    pooled = arena.pool(0, [Run(0, [np.array([0, 1, 2]), np.array([0, 0]), np.array([2]), np.empty(0, int)], "mean")])
+    assert pooled.out[:, 0].tolist() == [2.0, 6.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rotation", [0, 1, 2, 5, 7, 8, 1000, 2**32 - 1])
+def test_a_rotation_and_idle_blocks_change_nothing(cards, rotation):
+    rng = np.random.default_rng(2)
+    arena = make_arena(cards(2), "int8", 128, rng)
+    runs = random_runs(rng, arena, 60, 3, weighted=False)
+    plain = arena.pool(0, runs)
+    turned = arena.pool(0, runs, LaunchShape(rotation=rotation, idle_blocks=3))
+    np.testing.assert_array_equal(turned.raw, plain.raw)
+
+
+def test_a_launch_of_idle_blocks_alone_writes_nothing(cards):
+    arena = make_arena(cards(1), "int8", 16, np.random.default_rng(0))
+    pooled = arena.pool(0, [Run(0, [])], LaunchShape(idle_blocks=4, first=16))
+    assert pooled.out.shape == (0, 16)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [("int8", 132), ("int4", 260), ("fp16", 100), ("fp32", 132), ("fp32", 4096)])
+def test_however_a_row_is_cut_into_lanes_and_column_tiles_the_bits_are_the_same(cards, dtype, dim):
+    rng = np.random.default_rng(dim)
+    arena = make_arena(cards(2), dtype, dim, rng, row_counts=(5, 40), lost=0.1)
+    runs = random_runs(rng, arena, 5, 9, weighted=True)
+    whole = arena.pool(0, runs)
+    assert_pooled(arena, whole, runs, 9)
+    for lanes_log2 in range(6):
+        pooled = arena.pool(0, runs, LaunchShape(lanes_log2=lanes_log2))
+        np.testing.assert_array_equal(pooled.raw, whole.raw)
+        assert pooled.not_here == whole.not_here
+
+
+@pytest.mark.parametrize("out_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("first", "gap"), [(0, 8), (8, 0), (1, 0), (0, 1), (2, 6), (4, 4), (3, 5)])
+@pytest.mark.parametrize(("dtype", "dim"), [("int8", 64), ("int4", 62), ("fp16", 12), ("fp32", 5)])
+def test_bags_are_written_where_they_belong_and_nothing_beside_them(cards, dtype, dim, first, gap, out_dtype):
+    rng = np.random.default_rng(first * 10 + gap)
+    arena = make_arena(cards(1), dtype, dim, rng, row_counts=(9, 50))
+    runs = random_runs(rng, arena, 9, 3, weighted=False)
+    tight = arena.pool(0, runs, LaunchShape(out_dtype=out_dtype))
+    loose = arena.pool(0, runs, LaunchShape(out_dtype=out_dtype, first=first, gap=gap))
+    np.testing.assert_array_equal(loose.out, tight.out)
+
+
+def test_sums_do_not_overflow_in_fp16_rows(cards):
+    arena = KernelArena(cards(1), "fp16", [np.full((4, 8), 60000.0, np.float32)], [np.zeros(4, int)])
+    assert arena.pool(0, [Run(0, [np.arange(1000) % 4])]).out.tolist() == [[6.0e7] * 8]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_batch_over_any_cards_pools_as_numpy_does(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    num_cards = data.draw(st.integers(1, 8))
+    cards = card_factory("emulated")(num_cards)
+    dtype = data.draw(st.sampled_from(DTYPES))
+    dim = data.draw(st.integers(1, 70)) * (2 if dtype == "int4" else 1)
+    row_counts = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+    arena = make_arena(cards, dtype, dim, rng, row_counts, lost=data.draw(st.sampled_from([0.0, 0.3])))
+    runs = random_runs(rng, arena, 6, data.draw(st.integers(0, 20)), data.draw(st.booleans()))
+    shape = LaunchShape(
+        rotation=data.draw(st.integers(0, 9)),
+        lanes_log2=data.draw(st.one_of(st.none(), st.integers(0, 5))),
+        first=data.draw(st.integers(0, 5)),
+        gap=data.draw(st.integers(0, 5)),
+    )
+    pooled = arena.pool(data.draw(st.integers(0, num_cards - 1)), runs, shape)
+    assert_pooled(arena, pooled, runs, 20)
+    lost = sum((arena.owners[run.table][bag] == NOWHERE).sum() for run in runs for bag in run.bags)
+    assert (pooled.outside, pooled.not_here) == (0, lost)

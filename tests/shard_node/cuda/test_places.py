@@ -1,0 +1,182 @@
+"""Every row has exactly one place: the slots of an owner are used up, and nothing is placed twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shard_node.cuda import card_plan
+from shard_node.cuda import places as places_module
+from shard_node.cuda.card_plan import CardBudget, CardPlan, TableSplit
+from shard_node.cuda.hotness import Hotness
+from shard_node.cuda.kernel_params import MAPPED, MAX_CARDS, NOT_HERE
+from shard_node.cuda.places import (
+    Placer,
+    encode_places,
+    hot_owner,
+    max_slots,
+    owner_bits,
+    owners_of,
+    pinned_owner,
+    slots_of,
+)
+from shard_node.errors import MemoryBudgetError
+from shard_node.node import Partition
+from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, round_robin, strides
+
+
+def buckets_of(table):
+    rows = np.arange(table.num_embeddings)
+    if table.bucketing == "hash":
+        return rows % 256
+    width = 1
+    while -(-table.num_embeddings // width) > 256:
+        width *= 2
+    return rows // width
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs())
+def test_slots_at_each_owner_are_0_to_k_without_gaps_and_ascend_with_the_row(inputs):
+    plan = make_plan(inputs)
+    placer = Placer(plan)
+    for number in range(len(plan.layout.tables)):
+        places = placer.places(number)
+        owners = owners_of(places, plan.num_cards)
+        for owner in range(plan.num_cards + 2):
+            slots = slots_of(places[owners == owner], plan.num_cards)
+            assert slots.tolist() == list(range(plan.slots[number, owner]))
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs())
+def test_every_row_is_on_its_buckets_card_or_in_a_shared_tier_or_has_the_code_that_is_true_of_it(inputs):
+    plan = make_plan(inputs)
+    placer = Placer(plan)
+    for number, table in enumerate(plan.layout.tables):
+        places = placer.places(number)
+        assert places.shape == (table.num_embeddings,)
+        assert places.dtype == np.uint32
+        card = plan.partition.card_of_bucket[number][buckets_of(table)]
+        np.testing.assert_array_equal(places == NOT_HERE, card < 0)
+        owners = owners_of(places, plan.num_cards)
+        alone = owners < plan.num_cards
+        np.testing.assert_array_equal(owners[alone], card[alone])
+        split = plan.splits[number]
+        assert (owners == hot_owner(plan.num_cards)).sum() == split.hot_rows
+        assert alone.sum() == split.card_rows
+        assert (owners == pinned_owner(plan.num_cards)).sum() == split.host_rows
+        assert (places == MAPPED).sum() == split.mapped_rows
+        assert sum((split.hot_rows, split.card_rows, split.host_rows, split.mapped_rows)) == (card >= 0).sum()
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs())
+def test_bytes_as_planned_are_the_bytes_of_the_rows_that_are_placed(inputs):
+    plan = make_plan(inputs)
+    placer = Placer(plan)
+    row_strides = strides(plan.layout)
+    placed = np.zeros(plan.num_cards + 3, np.int64)
+    for number, stride in enumerate(row_strides):
+        placed += stride * np.bincount(owners_of(placer.places(number), plan.num_cards), minlength=plan.num_cards + 3)
+    for card in range(plan.num_cards):
+        assert plan.bytes(card).card == placed[card]
+        assert plan.bytes(card).hot == placed[hot_owner(plan.num_cards)]
+        assert plan.bytes(card).places == 4 * sum(table.num_embeddings for table in plan.layout.tables)
+    assert plan.pinned_bytes == placed[pinned_owner(plan.num_cards)]
+    for owner in range(plan.num_cards + 2):
+        assert sum(placer.rows_bytes(owner, group) for group in plan.layout.groups) == placed[owner]
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs())
+def test_tables_of_a_group_lie_one_behind_the_other_at_each_owner(inputs):
+    plan = make_plan(inputs)
+    placer = Placer(plan)
+    for group in plan.layout.groups:
+        starts = placer.starts(group)
+        assert starts.dtype == np.uint64
+        assert starts.shape == (group.end_table - group.first_table, plan.num_cards + 2)
+        for owner in range(plan.num_cards + 2):
+            byte = 0
+            for number in range(group.first_table, group.end_table):
+                assert starts[number - group.first_table, owner] == byte
+                byte += int(plan.slots[number, owner]) * strides(plan.layout)[number]
+            assert placer.rows_bytes(owner, group) == byte
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
+def test_pieces_of_any_size_join_to_the_same_places(inputs, piece_rows):
+    plan = make_plan(inputs)
+    for number, table in enumerate(plan.layout.tables):
+        pieces = list(Placer(plan).pieces(number, piece_rows))
+        assert [first for first, _ in pieces] == list(range(0, table.num_embeddings, piece_rows))
+        joined = np.concatenate([piece for _, piece in pieces])
+        np.testing.assert_array_equal(joined, Placer(plan).places(number))
+
+
+@pytest.mark.parametrize("num_cards", range(1, MAX_CARDS + 1))
+def test_no_place_is_a_code(num_cards):
+    owners = np.arange(num_cards + 2)
+    places = encode_places(owners, np.full(owners.size, max_slots(num_cards) - 1, np.int64), num_cards)
+    assert places.max() < MAPPED < NOT_HERE
+    np.testing.assert_array_equal(owners_of(places, num_cards), owners)
+    assert set(slots_of(places, num_cards).tolist()) == {max_slots(num_cards) - 1}
+    assert owners_of(np.array([MAPPED, NOT_HERE], np.uint32), num_cards).tolist() == [num_cards + 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_cards", "bits"), [(1, 2), (2, 3), (4, 3), (5, 3), (6, 4), (8, 4), (13, 4), (14, 5), (64, 7)]
+)
+def test_an_owner_takes_the_fewest_bits_that_hold_all_owners_and_the_codes(num_cards, bits):
+    assert owner_bits(num_cards) == bits
+
+
+def test_a_table_with_more_rows_than_a_place_can_say_leaves_the_coldest_in_the_snapshot():
+    rows = 2**30 + 5
+    layout = one_table_layout(rows)
+    partition = Partition(1, np.zeros((1, 256), np.int16))
+    hotness = Hotness.by_table(layout)
+    plan = CardPlan.make(layout, partition, CardBudget((2**40,), 0), hotness)
+    assert plan.splits == (TableSplit(0, 2**30 - 1, 0, 6),)
+    with pytest.raises(MemoryBudgetError, match=r"6 rows are left over.* at most 1073741823 rows of one table"):
+        CardPlan.make(layout, partition, CardBudget((2**40,), 0), hotness, allow_mapped=False)
+    plan = CardPlan.make(layout, partition, CardBudget((2**40,), 2**40), hotness)
+    assert plan.splits == (TableSplit(0, 2**30 - 1, 6, 0),)
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs(), limit=st.integers(1, 60))
+def test_no_owner_has_more_slots_of_a_table_than_a_place_can_say(inputs, limit):
+    layout, partition, budget, hotness = inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(card_plan, "max_slots", lambda num_cards: limit)
+        plan = CardPlan.make(layout, partition, budget, hotness)
+    assert plan.slots.max() <= limit
+    placer = Placer(plan)
+    for number in range(len(layout.tables)):
+        places = placer.places(number)
+        owners = owners_of(places, plan.num_cards)
+        for owner in range(plan.num_cards + 2):
+            assert slots_of(places[owners == owner], plan.num_cards).tolist() == list(range(plan.slots[number, owner]))
+    for card in range(plan.num_cards):
+        assert plan.bytes(card).total <= budget.card_bytes[card]
+
+
+def test_row_numbers_near_2_to_the_32_are_placed():
+    # Only the last rows are asked for: which tier they are in does not depend on what was placed before.
+    rows = 2**32 - 1
+    layout = one_table_layout(rows)
+    budget = CardBudget((4 * rows + 16 * 2**24,) * 64, 0)
+    plan = CardPlan.make(layout, round_robin(1, 64), budget, Hotness.by_table(layout, zipf=1.05))
+    split = plan.splits[0]
+    assert split.hot_rows == 2**20
+    assert split.card_rows == 64 * (2**24 - 2**20)
+    assert split.mapped_rows == rows - split.hot_rows - split.card_rows
+    walk = places_module._Walk(plan, 0)
+    assert (walk.place(0, 1000) & 127 == hot_owner(64)).all()
+    np.testing.assert_array_equal(owners_of(walk.place(2**24, 2**24 + 1000), 64), np.arange(1000) % 64)
+    assert (walk.place(rows - 1000, rows) == MAPPED).all()

@@ -1,0 +1,108 @@
+"""How rows lie on cards: nothing lost, nothing read beyond a row, every row aligned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.codecs import codec_for
+from shard_node.cuda.row_format import RowFormat
+from shard_node.errors import InvalidBagsError
+from shardrank_testing.card_plans import DTYPES
+
+
+def formats():
+    dims = st.integers(1, 512)
+    return st.builds(RowFormat.of, st.sampled_from(DTYPES[:1] + DTYPES[2:]), dims) | st.builds(
+        RowFormat.of, st.just("int4"), dims.map(lambda dim: 2 * dim)
+    )
+
+
+def stored_rows(fmt, num_rows, seed):
+    return np.random.default_rng(seed).integers(0, 256, (num_rows, fmt.row_bytes), np.uint8)
+
+
+@settings(deadline=None)
+@given(fmt=formats(), num_rows=st.integers(0, 9), seed=st.integers(0, 2**32 - 1))
+def test_rows_come_back_byte_for_byte(fmt, num_rows, seed):
+    stored = stored_rows(fmt, num_rows, seed)
+    out = np.full((num_rows, fmt.stride), 0xAB, np.uint8)
+    assert fmt.relay(stored, out) is out
+    np.testing.assert_array_equal(out, fmt.relay(stored))
+    np.testing.assert_array_equal(fmt.restore(out), stored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dim_up_to_512_comes_back(dtype):
+    for dim in range(2 if dtype == "int4" else 1, 513, 2 if dtype == "int4" else 1):
+        fmt = RowFormat.of(dtype, dim)
+        stored = stored_rows(fmt, 3, dim)
+        np.testing.assert_array_equal(fmt.restore(fmt.relay(stored)), stored)
+
+
+@settings(deadline=None)
+@given(fmt=formats(), seed=st.integers(0, 2**32 - 1))
+def test_padding_is_zero_and_nothing_else_is(fmt, seed):
+    stored = np.maximum(stored_rows(fmt, 4, seed), 1)
+    relaid = fmt.relay(stored)
+    assert (relaid != 0).sum(axis=1).tolist() == [fmt.row_bytes] * 4
+
+
+@settings(deadline=None)
+@given(fmt=formats())
+def test_rows_are_aligned_and_as_short_as_that_allows(fmt):
+    assert fmt.stride % 16 == 0
+    assert fmt.stride - 16 < fmt.tail_offset + fmt.tail_bytes <= fmt.stride
+    assert fmt.tail_offset % (fmt.tail_bytes or 1) == 0
+    assert 0 <= fmt.tail_offset - fmt.code_bytes < (fmt.tail_bytes or 1)
+    assert 16 * (fmt.chunks - 1) < fmt.code_bytes <= 16 * fmt.chunks <= fmt.stride
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "tail_offset", "stride", "chunks"),
+    [
+        ("int8", 8, 8, 16, 1),
+        ("int8", 9, 16, 32, 1),
+        ("int8", 64, 64, 80, 4),
+        ("int8", 128, 128, 144, 8),
+        ("int4", 2, 4, 16, 1),
+        ("int4", 24, 12, 16, 1),
+        ("int4", 64, 32, 48, 2),
+        ("fp16", 64, 128, 128, 8),
+        ("fp16", 1, 2, 16, 1),
+        ("fp32", 64, 256, 256, 16),
+    ],
+)
+def test_known_rows_have_known_sizes(dtype, dim, tail_offset, stride, chunks):
+    fmt = RowFormat.of(dtype, dim)
+    assert (fmt.tail_offset, fmt.stride, fmt.chunks) == (tail_offset, stride, chunks)
+
+
+@pytest.mark.parametrize(("dtype", "kind", "top"), [("int8", "<f4", 255), ("int4", "<f2", 15)])
+def test_scale_and_bias_lie_where_the_format_says(dtype, kind, top):
+    dim = 10
+    fmt = RowFormat.of(dtype, dim)
+    codec = codec_for(dtype, dim)
+    rows = np.random.default_rng(1).standard_normal((5, dim), np.float32)
+    relaid = fmt.relay(codec.encode(rows))
+    tail = relaid[:, fmt.tail_offset : fmt.tail_offset + fmt.tail_bytes].copy().view(kind).astype(np.float32)
+    codes = relaid[:, : fmt.code_bytes]
+    if dtype == "int4":
+        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(5, dim)
+    assert codes.max() == top
+    np.testing.assert_array_equal(codes * tail[:, :1] + tail[:, 1:], codec.decode(codec.encode(rows)))
+
+
+@pytest.mark.parametrize(
+    "bad", [np.zeros((2, 71), np.uint8), np.zeros((2, 72), np.int8), np.zeros((2, 72, 1), np.uint8)]
+)
+def test_rows_of_another_shape_or_dtype_are_refused(bad):
+    fmt = RowFormat.of("int8", 64)
+    with pytest.raises(InvalidBagsError, match=r"stored must be uint8 \[2, 72\], got"):
+        fmt.relay(bad)
+    with pytest.raises(InvalidBagsError, match=r"relaid must be uint8 \[2, 80\], got"):
+        fmt.restore(bad)
+    with pytest.raises(InvalidBagsError, match=r"out must be uint8 \[2, 80\], got"):
+        fmt.relay(np.zeros((2, 72), np.uint8), bad)

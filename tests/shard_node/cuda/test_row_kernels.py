@@ -1,0 +1,110 @@
+"""The kernels that change what is there: `write_rows`, `add_rows`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shard_node.cuda.kernel_params import (
+    ADD_KERNEL,
+    OUT_DTYPES,
+    THREADS_PER_BLOCK,
+    AddParams,
+)
+from shardrank_testing.card_sets import CardFactory, card_factory
+from shardrank_testing.kernel_arena import LEFT_MAPPED, NOWHERE, KernelArena, Run, fetch, send
+
+DTYPES = ["int8", "int4", "fp16", "fp32"]
+
+
+@pytest.fixture(params=["emulated", pytest.param("logical", marks=pytest.mark.gpu)])
+def cards(request) -> CardFactory:
+    return card_factory(request.param)
+
+
+def contents(arena: KernelArena) -> list[np.ndarray]:
+    """All rows of all owners: of each card its own and its copies of hot ones; then the pinned ones."""
+    fetched = [
+        fetch(arena.cards, card, memory[card.number]) for card in arena.cards.cards for memory in (arena.own, arena.hot)
+    ]
+    return [*fetched, arena.pinned.array.copy()]
+
+
+def with_rows(arena: KernelArena, before: np.ndarray, owner: int, table: int, rows: np.ndarray, relaid: np.ndarray):
+    """What an owner's bytes have to be after rows were written."""
+    after = before.copy()
+    for row, content in zip(rows.tolist(), relaid, strict=True):
+        if row < arena.owners[table].size and arena.owners[table][row] == owner:
+            at = int(arena.starts[table, owner]) + int(arena.slots[table][row]) * arena.format.stride
+            after[at : at + arena.format.stride] = content
+    return after
+
+
+@pytest.mark.parametrize("writes_host", [False, True])
+@pytest.mark.parametrize(("dtype", "dim"), [("int8", 64), ("int8", 5), ("int4", 36), ("fp16", 100), ("fp32", 1)])
+def test_a_card_writes_its_own_rows_its_hot_copies_and_the_hosts_if_it_is_to(cards, dtype, dim, writes_host):
+    rng = np.random.default_rng(dim)
+    made = cards(3)
+    owners = [rng.integers(-2, 5, count) for count in (3, 90, 40)]
+    tables = [rng.standard_normal((one.size, dim)).astype(np.float32) for one in owners]
+    arena = KernelArena(made, dtype, tables, owners)
+    rows = rng.permutation(90)[:70]
+    relaid = rng.integers(0, 256, (rows.size, arena.format.stride)).astype(np.uint8)
+    before = contents(arena)
+    arena.write(1, 1, rows, relaid, writes_host)
+    expected = list(before)
+    expected[2] = with_rows(arena, before[2], 1, 1, rows, relaid)
+    expected[3] = with_rows(arena, before[3], 3, 1, rows, relaid)
+    if writes_host:
+        expected[6] = with_rows(arena, before[6], 4, 1, rows, relaid)
+    for actual, wanted in zip(contents(arena), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_written_by_every_card_pool_as_if_they_had_always_been_there(cards, dtype):
+    rng = np.random.default_rng(4)
+    made = cards(4)
+    owners = [rng.integers(0, 6, count) for count in (50, 200)]
+    old, new = ([rng.standard_normal((one.size, 20)).astype(np.float32) for one in owners] for _ in range(2))
+    arena, fresh = KernelArena(made, dtype, old, owners), KernelArena(made, dtype, new, owners)
+    for table, one in enumerate(owners):
+        for card in range(4):
+            arena.write(card, table, np.arange(one.size), arena.format.relay(fresh.stored[table]), card == 2)
+    for written, exported in zip(contents(arena), contents(fresh), strict=True):
+        np.testing.assert_array_equal(written, exported)
+    runs = [Run(table, [rng.integers(0, one.size, 9) for _ in range(5)]) for table, one in enumerate(owners)]
+    np.testing.assert_array_equal(arena.pool(3, runs).raw, fresh.pool(3, runs).raw)
+
+
+def test_rows_that_are_not_here_or_outside_their_table_are_not_written(cards):
+    arena = KernelArena(cards(1), "fp32", [np.ones((4, 8), np.float32)], [np.array([NOWHERE, 0, LEFT_MAPPED, 1])])
+    before = contents(arena)
+    rows = np.array([0, 2, 4, 5, 2**31, 2**32 - 1])
+    arena.write(0, 0, rows, np.full((rows.size, 32), 7, np.uint8), True)
+    for actual, wanted in zip(contents(arena), before, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize("out_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("num_bags", "dim", "stride"), [(1, 1, 1), (7, 5, 9), (40, 64, 64), (3, 300, 310)])
+def test_sums_are_added_to_their_bags_and_to_nothing_else(cards, out_dtype, num_bags, dim, stride):
+    rng = np.random.default_rng(num_bags)
+    made = cards(1)
+    card = made.cards[0]
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[out_dtype]
+    out = torch.from_numpy(rng.standard_normal(2 * num_bags * stride + 3).astype(np.float32)).to(dtype)
+    positions = np.sort(rng.permutation(2 * num_bags)[:num_bags]) * stride + 1
+    sums = rng.standard_normal((num_bags, dim)).astype(np.float32)
+    expected = out.clone()
+    for position, one in zip(positions.tolist(), sums, strict=True):
+        part = expected[position : position + dim]
+        part[:] = (part.float() + torch.from_numpy(one)).to(dtype)
+    memories = [send(made, card, array) for array in (positions, sums, out.view(torch.uint8).numpy())]
+    params = AddParams(*(one.address for one in memories), num_bags, dim, OUT_DTYPES[out_dtype])
+    stream = card.stream()
+    card.launch(ADD_KERNEL, (-(-num_bags * dim // THREADS_PER_BLOCK), 1), [params], stream)
+    stream.synchronize()
+    actual = torch.from_numpy(fetch(made, card, memories[2])).view(dtype)
+    assert torch.equal(actual, expected)

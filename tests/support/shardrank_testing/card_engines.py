@@ -1,0 +1,103 @@
+"""CUDA engines for tests: rows of one snapshot on some cards, in the tiers that a test asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from loader.manifest import ModelSpec
+from loader.reader import Snapshot
+from router.plan import Plan
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.cards import Cards
+from shard_node.cuda.row_format import RowFormat
+from shard_node.loading import load_tables
+from shardrank_testing.card_sets import card_factory
+from shardrank_testing.emulated_cards import EmulatedCards
+
+Tiers = Literal["hot", "peers", "pinned", "mapped", "every tier"]
+Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
+REAL_KINDS: tuple[Kind, ...] = ("logical", "devices")
+
+
+@dataclass(frozen=True)
+class OnCards:
+    """An engine that a test runs on.
+
+    Attributes:
+        num_cards: how many.
+        tiers: where rows lie: all copied to every card, each on one card, all in pinned memory, all in the mapped
+            snapshot, or some of each.
+        kind: of cards. `as late as can be`: emulated ones, which do nothing before somebody waits for it.
+    """
+
+    num_cards: int
+    tiers: Tiers
+    kind: Kind = "emulated"
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.num_cards} cards, {self.tiers}"
+
+    def cards(self) -> Cards:
+        """Makes them, or skips the test."""
+        match self.kind:
+            case "as late as can be":
+                return EmulatedCards(self.num_cards, deferred=True)
+            case "no peer access":
+                return EmulatedCards(self.num_cards, peer_access=False)
+            case _:
+                return card_factory(self.kind)(self.num_cards)
+
+    def card_set(self, spec: ModelSpec) -> CardSet:
+        """The cards, with as much of each kind of memory as puts a model's rows into the tiers asked for."""
+        return CardSet(self.cards(), options_for(spec, self.num_cards, self.tiers))
+
+    def load(self, snapshot: Snapshot, sharding: str | None = None) -> CardEngine:
+        """An engine with all rows of a snapshot."""
+        sharding = sharding or snapshot.spec.tables[0].bucketing
+        plan = Plan.make(snapshot.spec, sharding=sharding, cards_per_shard=self.num_cards)
+        engine = load_tables(snapshot, plan.partition(0), plan.digest, card_set=self.card_set(snapshot.spec)).engine
+        assert isinstance(engine, CardEngine)
+        return engine
+
+
+CARD_ENGINES = (
+    OnCards(1, "peers"),
+    OnCards(3, "peers"),
+    OnCards(8, "every tier"),
+    OnCards(2, "pinned"),
+    OnCards(2, "every tier", "no peer access"),
+    OnCards(3, "every tier", "as late as can be"),
+)
+REAL_ENGINES = tuple(
+    OnCards(num_cards, tiers, kind)
+    for kind in REAL_KINDS
+    for num_cards, tiers in ((1, "peers"), (2, "pinned"), (3, "peers"), (8, "every tier"))
+)
+
+
+def engine_params(emulated: tuple[OnCards, ...] = CARD_ENGINES, real: tuple[OnCards, ...] = REAL_ENGINES) -> list:
+    """Parameters of a test or fixture; those on real cards are marked `gpu`."""
+    return [
+        *(pytest.param(one, id=str(one)) for one in emulated),
+        *(pytest.param(one, id=str(one), marks=pytest.mark.gpu) for one in real),
+    ]
+
+
+def options_for(spec: ModelSpec, num_cards: int, tiers: Tiers) -> CardOptions:
+    """Budgets that put the rows of a model into some tiers."""
+    rows = sum(one.num_embeddings * RowFormat.of(one.dtype, one.embedding_dim).stride for one in spec.tables)
+    places = sum(4 * one.num_embeddings for one in spec.tables)
+    own = -(-rows // num_cards)
+    card, hot, pinned = {
+        "hot": (places + rows, rows, 0),
+        # A card may get more than its share of a table.
+        "peers": (places + 2 * rows, 0, 0),
+        "pinned": (places, 0, 2 * rows),
+        "mapped": (places, 0, 0),
+        "every tier": (places + rows // 10 + own // 3, rows // 10, rows // 4),
+    }[tiers]
+    return CardOptions(card_memory_gb=card / 1e9, hot_gb=hot / 1e9, pinned_memory_gb=pinned / 1e9)

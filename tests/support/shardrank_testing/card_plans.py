@@ -1,0 +1,117 @@
+"""Models, partitions, budgets and hotness for placement on cards, drawn by hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from loader.manifest import FeatureSpec, ModelSpec, RowDtype, TableSpec
+from shard_node.cuda.card_plan import CardBudget, CardPlan
+from shard_node.cuda.hotness import Hotness
+from shard_node.cuda.row_format import RowFormat
+from shard_node.node import Partition
+from shard_node.table_layout import TableLayout
+from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL
+
+DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")
+
+
+def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
+    """The layout of a model with these tables, whose features are all candidates'."""
+    features = tuple(FeatureSpec(name=name, side="candidate") for one in tables for name in one.feature_names)
+    return TableLayout.of(
+        ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
+    )
+
+
+def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtype = "int8", **more) -> TableLayout:
+    """The layout of a model with one table `items`."""
+    table = TableSpec(
+        name="items",
+        num_embeddings=num_embeddings,
+        embedding_dim=embedding_dim,
+        dtype=dtype,
+        feature_names=("item",),
+        **more,
+    )
+    return layout_of([table])
+
+
+def round_robin(num_tables: int, num_cards: int) -> Partition:
+    """Bucket b of every table on card b % num_cards."""
+    buckets = (np.arange(256) % num_cards).astype(np.int16)
+    return Partition(num_cards, np.tile(buckets, (num_tables, 1)))
+
+
+def places_bytes(layout: TableLayout) -> int:
+    """Of all rows' places, on each card."""
+    return sum(4 * table.num_embeddings for table in layout.tables)
+
+
+def strides(layout: TableLayout) -> list[int]:
+    """Bytes of a row on a card, by table."""
+    return [RowFormat.of(table.dtype, table.embedding_dim).stride for table in layout.tables]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_rows: int = 1500) -> TableLayout:
+    """Up to four tables of any dtype."""
+    tables = [
+        TableSpec(
+            name=f"t{number}",
+            num_embeddings=draw(st.integers(1, max_rows)),
+            embedding_dim=draw(st.sampled_from([2, 4, 8, 10, 16, 64])),
+            dtype=draw(st.sampled_from(DTYPES)),
+            bucketing=draw(st.sampled_from(["hash", "range"])),
+            feature_names=tuple(f"f{number}.{feature}" for feature in range(draw(st.integers(1, 2)))),
+        )
+        for number in range(draw(st.integers(1, 4)))
+    ]
+    return layout_of(tables)
+
+
+@st.composite
+def plan_inputs(draw: st.DrawFn) -> tuple[TableLayout, Partition, CardBudget, Hotness]:
+    """Inputs of `CardPlan.make` whose budgets are from too small for any row to large enough for all copies."""
+    layout = draw(layouts())
+    num_cards = draw(st.integers(1, 8))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    first = draw(st.sampled_from([0, -1]))
+    cards = rng.integers(first, num_cards, (len(layout.tables), 256)).astype(np.int16)
+    total = sum(one.num_embeddings * stride for one, stride in zip(layout.tables, strides(layout), strict=True))
+    card_bytes = [places_bytes(layout) + int(total * share) for share in rng.uniform(0, draw(SHARES), num_cards)]
+    budget = CardBudget(
+        card_bytes=tuple(card_bytes),
+        pinned_bytes=int(total * draw(SHARES)),
+        hot_bytes=draw(st.none() | st.integers(0, total)),
+        peer_access=draw(st.booleans()),
+    )
+    return layout, Partition(num_cards, cards), budget, draw(hotnesses(layout, rng))
+
+
+SHARES = st.sampled_from([0.0, 0.05, 0.3, 1.0, 2.5])
+
+
+@st.composite
+def hotnesses(draw: st.DrawFn, layout: TableLayout, rng: np.random.Generator) -> Hotness:
+    """By table, by a power law, or by counts of some of the tables."""
+    kind = draw(st.sampled_from(["uniform", "zipf", "counts"]))
+    if kind == "uniform":
+        return Hotness.by_table(layout, {layout.tables[0].name: draw(st.sampled_from([0.0, 1.0, 40.0]))})
+    if kind == "zipf":
+        return Hotness.by_table(layout, zipf=draw(st.sampled_from([0.3, 1.0, 1.05, 2.0])))
+    counted = draw(st.lists(st.sampled_from(layout.tables), unique_by=lambda one: one.name, min_size=1))
+    return Hotness.from_counts(
+        {
+            table.name: np.minimum(rng.zipf(1.3, table.num_embeddings) - 1, 2**32 - 1).astype(np.uint32)
+            for table in counted
+        }
+    )
+
+
+def make_plan(inputs: tuple[TableLayout, Partition, CardBudget, Hotness]) -> CardPlan:
+    """The plan of these inputs."""
+    layout, partition, budget, hotness = inputs
+    return CardPlan.make(layout, partition, budget, hotness)

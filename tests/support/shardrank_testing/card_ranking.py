@@ -1,0 +1,175 @@
+"""Models to rank on cards, batches of them, and services whose rows are on cards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
+from serving.card_ranking import CardRanking
+from serving.limits import RequestLimits
+from serving.loading import ModelSource, load_served_model
+from serving.merge import MergedBatch, merge
+from serving.parse_json import JsonParser
+from serving.ranking import Ranking
+from serving.replica import Replica
+from serving.served_model import ServedModel
+from serving.service import RankingService
+from shard_node.bags import Float32Array
+from shardrank_testing.card_engines import OnCards
+from shardrank_testing.ranking import random_tensors
+from shardrank_testing.snapshots import write_snapshot
+
+MODEL = "shop"
+FAR_S = 1e9
+"""A deadline that no test meets."""
+
+_WIDE = {"users": 8, "films": 16, "genres": 8, "tags": 12, "cities": 4}
+DENSE: dict[str, dict[str, Any]] = {
+    "mlp": {"hidden": [16, 8]},
+    "dlrm": {"bottom_mlp": [6, 8], "top_mlp": [8]},
+    "dcn_v2": {"num_cross_layers": 2, "low_rank": 3, "deep": [8]},
+    "target_attention": {
+        "history_feature": "history",
+        "target_feature": "film",
+        "attention_hidden": [8],
+        "hidden": [8],
+    },
+}
+
+
+def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpec:
+    """Every dtype, several dims, sum and mean and, for target attention, none; weights; shared tables; both sides."""
+    dims = dict.fromkeys(_WIDE, 8) if kind == "dlrm" else _WIDE
+    rows = {"users": 300, "films": 500, "genres": 19, "tags": 257, "cities": 40}
+    dtypes: dict[str, RowDtype] = {"users": "int8", "films": "int8", "genres": "fp32", "tags": "int4", "cities": "fp16"}
+    features = {
+        "users": ("user", "friend"),
+        "films": ("film", "seen", "history"),
+        "genres": ("genre",),
+        "tags": ("tag", "liked"),
+        "cities": ("city",),
+    }
+    history: Pooling = "none" if kind == "target_attention" else "mean"
+    return ModelSpec(
+        model=MODEL,
+        tables=tuple(
+            TableSpec(
+                name=name,
+                num_embeddings=rows[name],
+                embedding_dim=dims[name],
+                feature_names=features[name],
+                pooling="mean" if name == "genres" else "sum",
+                dtype=dtypes[name],
+                unknown_id="skip" if name == "genres" else "reject",
+            )
+            for name in dims
+        ),
+        features=(
+            FeatureSpec(name="user", side="context"),
+            FeatureSpec(name="film", side="candidate"),
+            FeatureSpec(name="history", side="context", pooling=history),
+            FeatureSpec(name="friend", side="context", weighted=True),
+            FeatureSpec(name="genre", side="candidate"),
+            FeatureSpec(name="seen", side="candidate", pooling="mean"),
+            FeatureSpec(name="tag", side="candidate", weighted=True),
+            FeatureSpec(name="liked", side="context", weighted=True),
+            FeatureSpec(name="city", side="candidate"),
+        ),
+        dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
+        dense_model=DenseModelSpec(kind=kind, config=DENSE[kind]),
+    )
+
+
+def write_shop(store: Path, spec: ModelSpec, version: int = 1, seed: int = 0, **more: Any) -> Path:
+    """A snapshot of random rows and weights."""
+    path, _ = write_snapshot(store, spec, seed, dense=random_tensors(spec, seed), version=version, **more)
+    return path
+
+
+def shop_request(
+    spec: ModelSpec, rng: np.random.Generator, num_candidates: int, longest: int = 4, weights: bool = True
+) -> dict[str, Any]:
+    """A rank request in the JSON form: bags of up to `longest` ids, some empty."""
+
+    def bag(name: str) -> list[int]:
+        limit = spec.table_of(name).num_embeddings
+        return rng.integers(0, limit, int(rng.integers(0, longest + 1))).tolist()
+
+    def floats(*shape: int) -> Any:
+        return rng.standard_normal(shape, dtype=np.float32).tolist()
+
+    parts: dict[str, dict[str, Any]] = {
+        "context": {"sparse": {}, "weights": {}, "dense": floats(spec.dense_inputs.context)},
+        "candidates": {"sparse": {}, "weights": {}, "dense": floats(num_candidates, spec.dense_inputs.candidate)},
+    }
+    for feature in spec.features:
+        is_context = feature.side == "context"
+        bags = bag(feature.name) if is_context else [bag(feature.name) for _ in range(num_candidates)]
+        part = parts["context" if is_context else "candidates"]
+        part["sparse"][feature.name] = bags
+        if feature.weighted and weights:
+            part["weights"][feature.name] = floats(len(bags)) if is_context else [floats(len(one)) for one in bags]
+    return {**parts, "timeout_ms": 30_000}
+
+
+def shop_batch(served: ServedModel, rng: np.random.Generator, candidates: Sequence[int], **how: Any) -> MergedBatch:
+    """Requests with that many candidates each, merged as a replica merges them."""
+    spec, parser = served.schema.features.spec, JsonParser(served.schema)
+    requests = [shop_request(spec, rng, count, **how) for count in candidates]
+    return merge([parser.rank(request, None, FAR_S) for request in requests])  # type: ignore[arg-type]  # no lease
+
+
+def ask(replica: Replica, work: Any) -> Any:
+    """What a coroutine function makes of a replica's ranking, on its thread."""
+    return replica.call(work).result(60)
+
+
+def score(served: ServedModel, batch: MergedBatch, replica: int = 0) -> Float32Array:
+    """A batch's scores from one replica."""
+
+    async def work(ranking: Ranking) -> Float32Array:
+        scores, rejected = await ranking.score(batch, FAR_S)
+        assert not len(rejected)
+        return scores
+
+    return ask(served._replicas[replica], work)
+
+
+def ranking_of(served: ServedModel, replica: int = 0) -> CardRanking:
+    """A replica's ranking, which must be one on a card."""
+
+    async def work(ranking: Ranking) -> Ranking:
+        return ranking
+
+    ranking = ask(served._replicas[replica], work)
+    assert isinstance(ranking, CardRanking)
+    return ranking
+
+
+@contextmanager
+def served_on(
+    path: Path, on: OnCards | None, limits: RequestLimits | None = None, **options: Any
+) -> Iterator[ServedModel]:
+    """A version with its rows on cards, or, for None, in RAM; closed at the end. In float32 if nothing else is said."""
+    service = RankingService(limits or RequestLimits(max_batch_candidates=64))
+    source: Mapping[str, Any] = {"snapshot": path, "dtype": "float32"}
+    if on is not None:
+        from loader.reader import Snapshot
+
+        source = {**source, "cards": on.num_cards, "card_set": on.card_set(Snapshot.open(path).spec)}
+    served = load_served_model(ModelSource(**{**source, **options}), service)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+async def in_turns(*work: Any) -> None:
+    """Runs coroutines side by side."""
+    await asyncio.gather(*work)

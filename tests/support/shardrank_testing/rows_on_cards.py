@@ -1,0 +1,69 @@
+"""What lies on cards, read back byte by byte: every copy of every row, and the places by which kernels find them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.cuda.arena_on_card import ArenaOnCards
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.cards import Card, Cards
+from shard_node.cuda.kernel_params import MAPPED
+from shard_node.cuda.places import Placer, owners_of, slots_of
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+def rows_on_cards(engine: CardEngine, number: int, mapped: ByteArray | None = None) -> ByteArray:
+    """The stored rows of a table, uint8 [num_embeddings, row_bytes]; zeros where this engine has none.
+
+    Asserts that all cards have the same places, those of the plan, and that all copies of a hot row are the same.
+
+    Args:
+        engine: no rows may be on their way to it.
+        number: of the table.
+        mapped: uint8, the same shape: where mapped rows are taken from.
+    """
+    cards, num_cards = engine.card_set.cards, engine.plan.num_cards
+    arena = next(one for one in engine._arenas if one.group.first_table <= number < one.group.end_table)
+    local = number - arena.group.first_table
+    places = Placer(engine.plan).places(number)
+    assert_places(cards, arena, local, places)
+    starts = Placer(engine.plan).starts(arena.group)[local].astype(int)
+    owner, slots = owners_of(places, num_cards), slots_of(places, num_cards)
+    relaid = np.zeros((places.size, arena.format.stride), np.uint8)
+    for one in range(num_cards + 2):
+        rows = np.flatnonzero(owner == one)
+        if not rows.size:
+            continue
+        first, size = int(starts[one]), (int(slots[rows].max()) + 1) * arena.format.stride
+        copies = [
+            read_card(cards, cards.cards[card], int(params.rows[one]) + first, size)
+            for card, params in enumerate(arena.params)
+            if one == num_cards or card == (one if one < num_cards else 0)
+        ]
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0])
+        relaid[rows] = copies[0].reshape(-1, arena.format.stride)[slots[rows]]
+    stored = arena.format.restore(relaid)
+    if mapped is not None:
+        stored[places == MAPPED] = mapped[places == MAPPED]
+    return stored
+
+
+def assert_places(cards: Cards, arena: ArenaOnCards, table: int, places: npt.NDArray[np.uint32]) -> None:
+    """Every card has these places of one of the arena's tables."""
+    for card in cards.cards:
+        there = read_card(cards, card, arena.places_address(card.number, table), places.nbytes)
+        np.testing.assert_array_equal(there.view(np.uint32), places)
+
+
+def read_card(cards: Cards, card: Card, address: int, size_bytes: int) -> ByteArray:
+    """uint8 [size_bytes], what a card sees at an address."""
+    pinned = cards.allocate_pinned(size_bytes)
+    stream = card.stream()
+    card.copy_to_host(pinned, 0, address, size_bytes, stream)
+    stream.synchronize()
+    read = pinned.array.copy()
+    pinned.free()
+    return read
