@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from loader.access_counts import access_count_tensors
 from loader.codecs import codec_for
 from loader.errors import ExportError
 from loader.golden import GoldenRequests
@@ -41,6 +43,11 @@ def vocabulary_path(table: str) -> str:
     return f"tables/{table}/vocabulary.safetensors"
 
 
+def access_counts_path(table: str) -> str:
+    """Where a table's access counts lie in the snapshot."""
+    return f"tables/{table}/access-counts.safetensors"
+
+
 def check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
     """Raises ExportError unless there is one source of the right shape for every table, and no other."""
     _check_names("rows", set(rows), {table.name for table in spec.tables})
@@ -58,6 +65,7 @@ def small_files(
     dense: Mapping[str, torch.Tensor],
     vocabularies: Mapping[str, Vocabulary],
     golden: GoldenRequests | None,
+    access_counts: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, Tensors]:
     """Tensors of all files but the row files, by path. Raises ExportError for what does not fit the spec."""
     with_vocabulary = [table for table in spec.tables if table.id_mapping.kind == "vocabulary"]
@@ -65,6 +73,9 @@ def small_files(
     files: dict[str, Tensors] = {
         vocabulary_path(table.name): vocabulary_tensors(table, vocabularies[table.name]) for table in with_vocabulary
     }
+    counted = [table for table in spec.tables if table.name in access_counts]
+    _check_names("access_counts", set(access_counts), {table.name for table in counted})
+    files |= {access_counts_path(one.name): access_count_tensors(one, access_counts[one.name]) for one in counted}
     files[DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
     _check_limits("dense", files[DENSE_PATH], MAX_DENSE_BYTES)
     if golden is not None:

@@ -185,12 +185,16 @@ class FileEntry(Frozen):
 
 
 class TableFiles(Frozen):
-    """Where one table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order."""
+    """Where one table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
+
+    `access_counts` says how often each row was looked up, if that is known.
+    """
 
     table: Name
     rows_per_file: int = Field(ge=1, lt=2**63)
     rows: Annotated[tuple[FileEntry, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_ROW_FILES)
     vocabulary: FileEntry | None = None
+    access_counts: FileEntry | None = None
 
 
 class GoldenEntry(Frozen):
@@ -260,6 +264,8 @@ class Manifest(Frozen):
             entries.extend(table.rows)
             if table.vocabulary is not None:
                 entries.append(table.vocabulary)
+            if table.access_counts is not None:
+                entries.append(table.access_counts)
         entries.append(self.dense)
         if self.golden is not None:
             entries.append(self.golden.file)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.access_counts import check_access_counts_header, map_access_counts
 from loader.codecs import ByteArray, codec_for
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotNotFoundError, cut
 from loader.file_checks import check_folder_names, check_hashes, check_sizes
@@ -74,8 +75,8 @@ class Snapshot:
             verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
                 there twice, and that they are those of its strings. May be left out for a local store that is trusted;
                 paths, sizes, dtypes and shapes are always checked.
-            files: whose content is checked: `rows` for who only pools them, `other` (dense model, vocabularies, golden
-                requests) for who leaves that to shard nodes.
+            files: whose content is checked: `rows` (and access counts) for who only pools them, `other` (dense model,
+                vocabularies, golden requests) for who leaves that to shard nodes.
             threads: how many files are hashed at a time.
             progress: told the bytes hashed.
 
@@ -107,7 +108,9 @@ class Snapshot:
         self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
     ) -> None:
         """What `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
-        rows = {entry.path for tables in self.manifest.tables for entry in tables.rows}
+        rows = {
+            entry.path for tables in self.manifest.tables for entry in (*tables.rows, tables.access_counts) if entry
+        }
         entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
         paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
         check_hashes(paths, entries, threads, progress)
@@ -184,6 +187,15 @@ class Snapshot:
         tensors = load_numpy(path, self._headers[entry.path])
         return decode_strings(path, tensors["ids"], tensors)
 
+    def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
+        """How often each row of a table was looked up, read-only uint32 [num_embeddings], mapped; None if not known.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        entry = self._files[table].access_counts
+        return None if entry is None else map_access_counts(self.path / entry.path, self._headers[entry.path])
+
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """The dense model's tensors by name, in memory."""
         path = self.manifest.dense.path
@@ -231,6 +243,9 @@ class Snapshot:
         if files.vocabulary is not None:
             path = self.path / files.vocabulary.path
             check_vocabulary_header(path, table, self._headers[files.vocabulary.path])
+        if files.access_counts is not None:
+            path = self.path / files.access_counts.path
+            check_access_counts_header(path, table, self._headers[files.access_counts.path])
 
     def _check_vocabularies(self) -> None:
         for files in self.manifest.tables:

@@ -55,3 +55,21 @@ def row_at_position(table: TableSpec, rows_per_file: int, file_index: int, posit
     starts = [bucket_start_in_file(table, rows_per_file, file_index, bucket) for bucket in range(NUM_BUCKETS)]
     bucket = bisect_right(starts, position) - 1
     return first_row + (position - starts[bucket]) * NUM_BUCKETS + bucket
+
+
+def rows_at_positions(
+    table: TableSpec, rows_per_file: int, file_index: int, begin: int, end: int
+) -> npt.NDArray[np.int64]:
+    """The absolute row numbers, int64 [end - begin], of what lies at positions [begin, end) in file `file_index`."""
+    first_row = file_index * rows_per_file
+    rows: npt.NDArray[np.int64] = np.arange(begin, end, dtype=np.int64)
+    if table.bucketing == "range":
+        rows += first_row
+        return rows
+    starts = np.array([bucket_start_in_file(table, rows_per_file, file_index, one) for one in range(NUM_BUCKETS + 1)])
+    bucket_rows = np.diff(np.clip(starts, begin, end))
+    # The k-th row of bucket b is b + 256 k.
+    first = np.arange(NUM_BUCKETS, dtype=np.int64) - starts[:-1] * NUM_BUCKETS + first_row
+    rows *= NUM_BUCKETS
+    rows += np.repeat(first, bucket_rows)
+    return rows

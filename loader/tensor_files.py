@@ -26,7 +26,7 @@ from loader.mapped_file import map_array
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_DIMS = 8
-_DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U32": "<u4"}
 _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
 # Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import safetensors.numpy
 import safetensors.torch
 import torch
@@ -20,6 +21,7 @@ from loader.export_inputs import (
     DENSE_PATH,
     GOLDEN_PATH,
     Tensors,
+    access_counts_path,
     check_rows,
     inputs_digest,
     rows_per_file_of,
@@ -52,6 +54,7 @@ def export_snapshot(
     rows: Mapping[str, RowSource],
     dense: Mapping[str, torch.Tensor],
     vocabularies: Mapping[str, Vocabulary] | None = None,
+    access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     golden: GoldenRequests | None = None,
     golden_tolerance: float = DEFAULT_GOLDEN_TOLERANCE,
     version: int | None = None,
@@ -72,6 +75,7 @@ def export_snapshot(
         rows: a source for every table, by name.
         dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
+        access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
         golden: requests with the scores that training computed.
         golden_tolerance: largest |served - expected| that a server may accept.
         version: the version's number; by default the next free one.
@@ -92,13 +96,10 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+    _check_numbers(version, golden_tolerance)
     check_rows(spec, rows)
     file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
-    files = small_files(spec, dense, vocabularies or {}, golden)
+    files = small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
     deltas = (last_delta, delta_base)
     make_manifest = _manifest_maker(spec, version, file_rows, golden, golden_tolerance, metadata or {}, deltas)
     _check_manifest(make_manifest, [*files, *(path for t in spec.tables for path in rows_paths(t, file_rows[t.name]))])
@@ -115,6 +116,13 @@ def export_snapshot(
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
     return target
+
+
+def _check_numbers(version: int, golden_tolerance: float) -> None:
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
 
 
 def _saver(tensors: Tensors) -> Callable[[Path], None]:
@@ -146,6 +154,7 @@ def _manifest_maker(
                 rows_per_file=file_rows[table.name],
                 rows=tuple(entries[path] for path in rows_paths(table, file_rows[table.name])),
                 vocabulary=entries.get(vocabulary_path(table.name)),
+                access_counts=entries.get(access_counts_path(table.name)),
             )
             for table in spec.tables
         )

@@ -124,7 +124,7 @@ class VersionReport(Record):
         reason: why it is refused, or what it waits for.
         identity: of its manifest, once it is read.
         plan_digest: who owns what; shard nodes only.
-        memory_bytes: of its rows in RAM; shard nodes, and serving processes that hold rows.
+        memory_bytes: of its rows in RAM and on cards; shard nodes, and serving processes that hold rows.
         leases: requests that use it now.
         golden_difference: largest difference from a golden score; serving processes only, None without golden requests.
         golden_tolerance: what the manifest allows.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.layout import bucket_shift, bucket_start_in_file, rows_in_file
-from loader.row_order import default_rows_per_file, row_at_position, row_positions
+from loader.row_order import default_rows_per_file, row_at_position, row_positions, rows_at_positions
 from shardrank_testing.snapshots import one_table_spec
 
 
@@ -31,6 +31,9 @@ def test_buckets_lie_one_after_the_other_and_rows_ascend_inside_them(num_embeddi
         starts = [bucket_start_in_file(table, rows_per_file, file_index, bucket) for bucket in range(257)]
         counts = np.bincount((absolute >> shift) & 255, minlength=256)
         np.testing.assert_array_equal(starts, np.concatenate([[0], np.cumsum(counts)]))
+        begin, end = rows // 3, rows - rows // 5
+        read = rows_at_positions(table, rows_per_file, file_index, begin, end)
+        np.testing.assert_array_equal(read, absolute[expected][begin:end])
         for position in {0, rows // 2, rows - 1}:
             row = row_at_position(table, rows_per_file, file_index, position)
             assert positions[row - file_index * rows_per_file] == position
