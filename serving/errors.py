@@ -22,6 +22,7 @@ ServingError
 ├── OverloadedError             503 RESOURCE_EXHAUSTED   shed at once: too many requests in flight or waiting
 ├── ShuttingDownError           503 UNAVAILABLE
 ├── NotReadyError               503 UNAVAILABLE
+├── LookupProfileError          400 INVALID_ARGUMENT     a hotness or skew to plan with that can't be
 ├── CanaryShareError            400 INVALID_ARGUMENT     a share of requests that is none
 ├── GoldenMismatchError         422 FAILED_PRECONDITION  a version that does not give its own golden scores
 ├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
@@ -209,6 +210,14 @@ class NotReadyError(ServingError):
     http_status = 503
     grpc_status = "UNAVAILABLE"
     kind = "not_ready"
+
+
+class LookupProfileError(ServingError):
+    """A hotness or a skew to plan with that is out of range, or of a feature that the model does not have."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "lookup_profile"
 
 
 class CanaryShareError(ServingError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from serving.cli.descriptions import read_description
 from serving.cli.examples import WithExamples
 from serving.cli.options import Assignment
 from serving.cli.output import human_bytes, progress_bars
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from loader.manifest import ModelSpec
     from loader.row_source import RowSource
     from loader.vocabulary import Vocabulary
-
-MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @click.command(cls=WithExamples)
@@ -68,6 +67,13 @@ MAX_DESCRIPTION_BYTES = 16 << 20
     help="The ids of a table with vocabulary mapping: a UTF-8 text file, line i is the id of row i. Repeatable.",
 )
 @click.option(
+    "--access-counts",
+    type=click.Path(path_type=Path, exists=True),
+    metavar="PATH",
+    help="How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a "
+    "safetensors file, for any of the tables.",
+)
+@click.option(
     "--golden",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="FILE",
@@ -102,6 +108,7 @@ def export(
     table_key: tuple[tuple[str, str], ...],
     dense_prefix: str | None,
     vocabulary: tuple[tuple[str, str], ...],
+    access_counts: Path | None,
     golden: Path | None,
     golden_tolerance: float,
     metadata: tuple[tuple[str, str], ...],
@@ -118,10 +125,11 @@ def export(
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
     """
+    from loader.access_counts import read_access_counts
     from loader.reader import Snapshot
     from loader.writer import export_snapshot
 
-    spec = _read_description(description)
+    spec = read_description(description)
     rows, dense = _match(checkpoint, spec, dense_prefix, table_key)
     with progress_bars() as bars:
         folder = export_snapshot(
@@ -130,6 +138,7 @@ def export(
             rows=rows,
             dense=dense,
             vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in vocabulary},
+            access_counts=None if access_counts is None else read_access_counts(access_counts, spec),
             golden=None if golden is None else _read_golden(golden),
             golden_tolerance=golden_tolerance,
             version=version,
@@ -171,25 +180,6 @@ def _check_tables(flag: str, spec: ModelSpec, tables: Sequence[str]) -> None:
     for table in tables:
         if table not in known:
             raise ExportError(f"{flag}: no table {table!r}; the description's tables are {known}")
-
-
-def _read_description(path: Path) -> ModelSpec:
-    """Raises ExportError naming each field that is wrong."""
-    from pydantic import ValidationError
-
-    from loader.errors import ExportError
-    from loader.manifest import ModelSpec
-    from loader.schema_errors import schema_errors
-    from serving.models.config import parse_dense_model
-
-    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
-        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
-    try:
-        spec = ModelSpec.model_validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
-    parse_dense_model(spec)
-    return spec
 
 
 def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:

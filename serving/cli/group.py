@@ -24,6 +24,7 @@ COMMANDS = {
     "shard-node": "serving.cli.shard_node:shard_node",
     "train": "serving.cli.train:train",
     "export": "serving.cli.export:export",
+    "plan": "serving.cli.plan:plan",
     "inspect": "serving.cli.inspect:inspect",
     "verify": "serving.cli.verify:verify",
     "publish": "serving.cli.publish:publish",

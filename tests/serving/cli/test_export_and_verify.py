@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
+from loader.reader import Snapshot
 from serving.cli import main
 
 SPEC: dict[str, Any] = {
@@ -74,6 +76,25 @@ def test_a_checkpoint_with_foreign_names_and_vocabularies_becomes_a_version_that
             {"context": {"sparse": {"user": ["cäcilie"]}}, "candidates": {"sparse": {"item": [0, 2990, 7]}}}
         )
     assert len(answer["scores"]) == 3
+
+
+def test_access_counts_of_a_folder_go_into_the_version(inputs: Path) -> None:
+    counts = np.arange(300, dtype=np.uint32)[::-1]
+    (inputs / "counts").mkdir()
+    np.save(inputs / "counts" / "items.npy", counts)
+    result = export(inputs, "--version", 4, "--access-counts", inputs / "counts")
+    assert result.exit_code == 0, result.output
+    snapshot = Snapshot.open(inputs / "models" / "shop" / "4")
+    assert snapshot.access_counts("users") is None
+    np.testing.assert_array_equal(snapshot.access_counts("items"), counts)
+
+
+def test_access_counts_of_another_model_are_named_and_nothing_is_written(inputs: Path) -> None:
+    np.save(inputs / "films.npy", np.zeros(300, np.uint32))
+    result = export(inputs, "--access-counts", inputs)
+    assert result.exit_code == 1
+    assert "access counts of ['films']; the model's tables are ['items', 'users']" in result.output
+    assert not list((inputs / "models").rglob("manifest.json"))
 
 
 def test_export_takes_the_next_version_and_never_an_old_one(inputs: Path) -> None:

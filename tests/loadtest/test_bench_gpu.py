@@ -1,0 +1,140 @@
+"""Every part of the GPU bench, on next to nothing: on emulated cards, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from rich.console import Console
+
+from loadtest.bench_gpu import run_here
+from loadtest.gpu_compare import BAG, GATHER, OURS
+from loadtest.gpu_report import Part, Report
+from loadtest.gpu_size import FULL
+from loadtest.gpu_tables import show
+from loadtest.gpu_timing import GROUP, time_in_turns
+from shardrank_testing.card_sets import card_factory
+
+TINY = replace(
+    FULL,
+    table_bytes=20_000,
+    pinned_bytes=8_000,
+    copy_bytes=4096,
+    dims=(16, 8),
+    hotness=(1, 5),
+    batches=(32, 100),
+    logical_cards=(1, 2, 8),
+    shares_on_card=(0.0, 0.5),
+    cell_s=0.0,
+    cache_bytes=1000,
+    compared_bytes=100_000,
+    max_sets=4,
+    request_table_rows=40,
+    request_hotness=3,
+    layer_divisor=32,
+    candidates=(2, 5),
+    max_batch_candidates=40,
+    requests=4,
+    throughput_s=0.0,
+)
+CARDS = ["emulated", pytest.param("logical", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=CARDS)
+def opened(request):
+    return card_factory(request.param)
+
+
+def run(names, opened, tmp_path, size=TINY) -> Report:
+    report = Report(tmp_path / "result.json", {"benchmark": "bench_gpu", "format": 1})
+    run_here(report, names, 100.0, opened, size)
+    read = Report.read(tmp_path / "result.json")
+    assert [(part.status, part.error) for part in read.parts.values()] == [("done", None)] * len(names)
+    return read
+
+
+def rows_of(part: Part, **wanted):
+    return [row for row in part.rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def test_copies_and_the_kernel_are_measured_at_every_size(opened, tmp_path):
+    report = run(["copy", "kernel"], opened, tmp_path)
+    assert [row["copy"] for row in report.parts["copy"].rows] == [
+        "device to pinned",
+        "pinned to device",
+        "within the device",
+    ]
+    kernel = report.parts["kernel"]
+    for dim, hotness, batch in product(TINY.dims, TINY.hotness, TINY.batches):
+        shape = {"dim": dim, "hotness": hotness, "batch": batch}
+        for ids, cards in product(("uniform", "zipf"), TINY.logical_cards):
+            (row,) = rows_of(kernel, **shape, ids=ids, logical_cards=cards, share_on_card=1.0)
+            assert row["ns_per_row"] == pytest.approx(row["us_per_launch"] * 1e3 / (hotness * batch))
+            assert row["us_low"] <= row["us_per_launch"] <= row["us_high"]
+            assert 0 < row["gb_per_s_rows"] < row["gb_per_s_all"]
+            assert (row["predicted_ns_per_row"] is None) == (ids == "zipf")
+        for share in TINY.shares_on_card:
+            (row,) = rows_of(kernel, **shape, share_on_card=share)
+            assert row["gb_per_s_bus"] == pytest.approx(row["gb_per_s_rows"] * (1 - share))
+    assert len(kernel.rows) == 2 * 4 * (2 * 3 + 2)
+    assert all(row["correct"] and row["largest_error"] < 1e-5 for row in kernel.rows)
+    assert set(kernel.facts) >= {"clock", "table_dim_16", "table_dim_8"}
+    assert report.head["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_others_pool_the_same_sums_from_the_same_rows(opened, tmp_path):
+    part = run(["compare"], opened, tmp_path).parts["compare"]
+    shapes = {(row["dim"], row["dtype"], row["hotness"], row["batch"]) for row in part.rows}
+    assert shapes == set(product(TINY.dims, ("fp16", "fp32"), TINY.hotness, (100,)))
+    for row in part.rows:
+        assert set(row["times"]) >= {OURS, BAG, GATHER}
+        assert row["times"][OURS] == 1.0
+        assert row["times"][BAG] == pytest.approx(row["ns_per_row"][BAG] / row["ns_per_row"][OURS])
+        assert all(difference < 4e-3 for difference in row["difference"].values())
+
+
+def test_requests_are_ranked_end_to_end_as_the_cpu_engine_ranks_them(opened, tmp_path):
+    part = run(["ranking"], opened, tmp_path).parts["ranking"]
+    configurations = [(row["model"], row["logical_cards"], row["graphs"], row["candidates"]) for row in part.rows]
+    assert sorted(configurations) == sorted(product(("dlrm", "dcn_v2"), (1, 4), (False, True), TINY.candidates))
+    for row in part.rows:
+        assert row["correct"]
+        assert row["spread_of_scores"] > 1e-3
+        assert 0 < row["p10_ms"] <= row["p50_ms"] <= row["p99_ms"]
+        assert row["candidates_per_s"] == pytest.approx(row["requests_per_s"] * row["candidates"])
+
+
+def test_the_tables_show_every_part(tmp_path):
+    output = io.StringIO()
+    report = run(["copy", "kernel", "compare"], card_factory("emulated"), tmp_path)
+    show(report, Console(file=output, width=140))
+    text = output.getvalue()
+    for title in ("copies", "kernel, int8", "kernel, ns/row by share", "beside others", "parts", "aims"):
+        assert title in text
+
+
+def test_a_part_without_time_measures_nothing_and_says_so(tmp_path):
+    report = Report(tmp_path / "result.json", {"benchmark": "bench_gpu", "format": 1})
+    run_here(report, ["kernel", "compare"], 0.0, card_factory("emulated"), replace(TINY, cell_s=1e6))
+    assert {part.status for part in report.parts.values()} == {"stopped"}
+    assert not report.parts["kernel"].rows
+
+
+def test_pieces_of_work_take_turns():
+    card = card_factory("emulated")(1).cards[0]
+    done: list[str] = []
+    work = {name: (lambda name=name: done.append(name)) for name in "ab"}
+    timings = time_in_turns(card, card.stream(), work, launches=1, seconds=0.0)
+    assert done == ["a", "b", "a", *["a", "b"] * GROUP]
+    assert {name: timing.rounds for name, timing in timings.items()} == {"a": GROUP, "b": GROUP}

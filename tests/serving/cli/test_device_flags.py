@@ -1,0 +1,166 @@
+"""`--device` and its neighbours: what they choose, where they may stand, and that children are told the same."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from serving.cli import main
+from serving.cli.devices import (
+    DEFAULT_PINNED_GB,
+    card_options,
+    device_arguments,
+    device_options,
+    num_replicas,
+    open_card_set,
+)
+from serving.cli.registered_serving import worker_arguments as registered_worker_arguments
+from serving.cli.serve import _source, _worker_arguments, serve
+from serving.cli.shard_node import _limits, _load, _registered, shard_node
+from serving.cli.up import up
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.errors import DeviceChoiceError
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.serving_api import MODEL, ApiModel
+
+FLAGS = ["--device", "cuda:0,1", "--card-memory-gb", "0.5", "--pinned-memory-gb", "3", "--hot-gb", "0.25"]
+FLAGS += ["--peer-access", "required"]
+OPTIONS = CardOptions(card_memory_gb=0.5, pinned_memory_gb=3, hot_gb=0.25, require_peer_access=True)
+
+
+@click.command()
+@device_options
+def rows(**options: object) -> None:
+    """Holds rows."""
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Whatever device is named, it is emulated cards; tells which were asked for."""
+    asked: list[tuple[str, int]] = []
+
+    def open_cards(choice: object, num_cards: int) -> EmulatedCards:
+        asked.append((str(choice), num_cards))
+        return EmulatedCards(num_cards)
+
+    monkeypatch.setattr("shard_node.cuda.card_set.open_cards", open_cards)
+    return asked
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, arguments, prog_name="shardrank")
+    return result.exit_code, re.sub(r"\s+", " ", result.output)
+
+
+def test_flags_become_the_options_of_the_cards_and_a_child_is_told_the_same() -> None:
+    given = rows.make_context("rows", list(FLAGS)).params
+    assert card_options(given) == OPTIONS
+    told = rows.make_context("rows", device_arguments(given)).params
+    assert told == given
+
+
+def test_without_flags_the_options_are_the_engines_own() -> None:
+    given = rows.make_context("rows", []).params
+    assert given["device"] == "auto"
+    assert card_options(given) == CardOptions()
+    assert CardOptions().pinned_memory_gb == DEFAULT_PINNED_GB
+    assert device_arguments(given) == [
+        *("--device", "auto", "--pinned-memory-gb", str(DEFAULT_PINNED_GB), "--peer-access", "auto")
+    ]
+
+
+def test_there_is_one_ranking_replica_for_each_card_if_nothing_else_is_said() -> None:
+    card_set = CardSet(EmulatedCards(4))
+    assert [num_replicas(None, None), num_replicas(None, card_set)] == [1, 4]
+    assert [num_replicas(3, None), num_replicas(3, card_set)] == [3, 3]
+
+
+def test_a_device_that_is_none_is_refused_before_a_child_is_started() -> None:
+    with pytest.raises(DeviceChoiceError, match="device 'gpu' is none of 'cpu', 'auto', 'cuda'"):
+        device_arguments(rows.make_context("rows", ["--device", "gpu"]).params)
+
+
+@pytest.mark.parametrize("command", ["serve", "shard-node", "up"])
+def test_a_device_that_is_none_ends_the_command(api_model: ApiModel, command: str) -> None:
+    more = ("--shard", "0/1", "--listen", "unix:/tmp/x") if command == "shard-node" else ()
+    code, output = invoke(command, "--snapshot", str(api_model.path), *more, "--device", "tpu")
+    assert (code, "device 'tpu' is none of" in output) == (1, True)
+
+
+def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
+    api_model: ApiModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cupy_cards", "cupy_api"):
+        monkeypatch.delitem(sys.modules, f"shard_node.cuda.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    code, output = invoke("serve", "--snapshot", str(api_model.path), "--device", "cuda")
+    assert code == 1
+    assert "pip install 'shardrank[cuda]'" in output
+    assert open_card_set(serve.make_context("serve", ["--snapshot", "x"]).params) is None
+
+
+@pytest.mark.parametrize("flag", [FLAGS[at : at + 2] for at in range(0, len(FLAGS), 2)])
+def test_flags_for_rows_are_refused_where_no_rows_are(api_model: ApiModel, flag: list[str]) -> None:
+    code, output = invoke("serve", "--snapshot", str(api_model.path), "--shard", "h:1", *flag)
+    assert (code, f"{flag[0]} is for rows in this process" in output) == (2, True)
+    code, output = invoke("serve", "--registry", "r", "--store", "s", *flag)
+    assert (code, f"{flag[0]}: with --registry only for --local rows" in output) == (2, True)
+
+
+def test_serving_with_rows_of_its_own_has_them_on_the_cards(api_model: ApiModel, emulated) -> None:
+    given = ["--snapshot", str(api_model.path), "--cards", "2", *FLAGS]
+    source = _source(serve.make_context("serve", given).params, api_model.path)
+    assert emulated == [("cuda:0,1", 2)]
+    assert source.card_set is not None
+    assert source.card_set.options == OPTIONS
+    assert source.num_replicas == 2
+    remote = ["--snapshot", str(api_model.path), "--shard", "h:1"]
+    assert _source(serve.make_context("serve", remote).params, api_model.path).card_set is None
+    assert len(emulated) == 1
+
+
+def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_none(
+    api_model: ApiModel, emulated
+) -> None:
+    given = ["--snapshot", str(api_model.path), "--shard", "0/1", "--listen", "unix:/tmp/x", "--cards", "3"]
+    node = _load(api_model.path, shard_node.make_context("shard-node", given).params)
+    assert emulated == [("auto", 3)]
+    with node.generations.lease(MODEL) as lease:
+        assert isinstance(lease.payload.engine, CardEngine)
+        assert lease.payload.engine.plan.num_cards == 3
+    assert _limits(node, 2).max_inline_bytes == 0
+    node.close()
+
+
+def test_a_registered_shard_node_is_configured_with_device_and_options() -> None:
+    given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
+    config = _registered(shard_node.make_context("shard-node", given).params)
+    assert (config.device, config.card_options) == ("cuda:0,1", OPTIONS)
+
+
+def test_workers_with_rows_are_told_the_devices_and_those_without_are_not(tmp_path: Path) -> None:
+    def told(arguments: list[str]) -> CardOptions:
+        return card_options(serve.make_context("serve", arguments).params)
+
+    local = serve.make_context("serve", ["--registry", "r", "--store", str(tmp_path), "--local", *FLAGS]).params
+    assert told(["--registry", "r", *registered_worker_arguments(local)]) == OPTIONS
+    static = serve.make_context("serve", ["--snapshot", str(tmp_path), *FLAGS]).params
+    assert told(_worker_arguments(static, tmp_path)) == OPTIONS
+    remote = serve.make_context("serve", ["--snapshot", str(tmp_path), "--shard", "h:1"]).params
+    assert "--device" not in _worker_arguments(remote, tmp_path)
+
+
+def test_the_shard_nodes_of_a_fleet_are_told_the_devices(api_model: ApiModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = []
+    monkeypatch.setattr("serving.cli.up._run", configs.append)
+    assert CliRunner().invoke(up, ["--snapshot", str(api_model.path), *FLAGS]).exit_code == 0
+    arguments = list(configs[0].shard_node_arguments)
+    assert card_options(rows.make_context("rows", arguments).params) == OPTIONS
+    assert "--device" not in configs[0].serve_arguments
+    assert "--ranking-replicas" not in configs[0].serve_arguments
