@@ -228,11 +228,11 @@ class _Filling:
         if self._num_cards > 1:
             hot_bytes = self._give(HOT, self._hot(free, budget))
         if self._num_cards == 1 or budget.peer_access:
-            for card in range(self._num_cards):
-                own = np.zeros_like(self._left)
-                rows = self._within_max(self._left[:, card])
-                own[:, card] = _first_rows(rows, self._stride, int(free[card]) - hot_bytes)
-                self._give(CARD, own)
+            own = [
+                _first_rows(self._within_max(self._left[:, card]), self._stride, int(free[card]) - hot_bytes)
+                for card in range(self._num_cards)
+            ]
+            self._give(CARD, np.column_stack(own))
         total = self._within_max(self._left.sum(axis=1))
         self._give(HOST, _share_out(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
         self._give(MAPPED_TIER, self._left.copy())

@@ -106,11 +106,11 @@ def test_others_pool_the_same_sums_from_the_same_rows(opened, tmp_path):
 
 def test_requests_are_ranked_end_to_end_as_the_cpu_engine_ranks_them(opened, tmp_path):
     part = run(["ranking"], opened, tmp_path).parts["ranking"]
-    configurations = [(row["model"], row["logical_cards"], row["graphs"], row["candidates"]) for row in part.rows]
+    assert all(row["correct"] and row["spread_of_scores"] > 1e-3 for row in part.rows)
+    timed = [row for row in part.rows if "p50_ms" in row]
+    configurations = [(row["model"], row["logical_cards"], row["graphs"], row["candidates"]) for row in timed]
     assert sorted(configurations) == sorted(product(("dlrm", "dcn_v2"), (1, 4), (False, True), TINY.candidates))
-    for row in part.rows:
-        assert row["correct"]
-        assert row["spread_of_scores"] > 1e-3
+    for row in timed:
         assert 0 < row["p10_ms"] <= row["p50_ms"] <= row["p99_ms"]
         assert row["candidates_per_s"] == pytest.approx(row["requests_per_s"] * row["candidates"])
 

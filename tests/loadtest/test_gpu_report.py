@@ -180,6 +180,7 @@ def test_a_clean_sanitizer_run_is_reported():
     [
         ("print('========= ERROR SUMMARY: 2 errors'); raise SystemExit(99)", "memcheck found 2 errors"),
         ("print('1 failed, 2 passed'); raise SystemExit(1)", "ended with 1"),
+        ("print('4 skipped'); print('========= ERROR SUMMARY: 0 errors')", "no test ran"),
     ],
 )
 def test_what_the_sanitizer_finds_is_an_error(script, message):
@@ -191,6 +192,12 @@ def test_a_sanitizer_run_that_is_too_long_is_stopped():
     part, error = sanitized("import time; print('ok', flush=True); time.sleep(600)", budget_s=1.0)
     assert error is None
     assert part.status == "stopped"
+
+
+def test_what_the_sanitizer_told_before_it_was_stopped_is_an_error():
+    part, error = sanitized("import time; print('========= Invalid __global__ read of size 4'); time.sleep(600)", 1.0)
+    assert "memcheck found 1 errors" in str(error)
+    assert part.facts["exit_code"] is None
 
 
 def kernel_row(**fields):

@@ -1,0 +1,219 @@
+"""The CUDA engine measured on a GPU: `python -m loadtest.bench_gpu --json FILE [--quick]`.
+
+Parts, each in a process of its own, so that one that fails or hangs takes nothing of the others with it: `copy`, the
+device's copy bandwidth, which is the ceiling; `kernel`, the pooling kernel at every size that matters, with logical
+cards and rows in pinned memory; `compare`, nn.EmbeddingBag and gather-then-sum on the same rows; `ranking`, one
+request end to end in local mode; `sanitizer`, the device's tests under compute-sanitizer.
+
+Every answer is compared with a reference before it is timed. The file is written again as rows come in: whatever ends
+the run, what was measured until then is in it. It ends within 8 minutes; exit code 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+try:
+    from loadtest.gpu_report import FORMAT, Part, Report, Work, run_part
+    from loadtest.gpu_size import FULL, QUICK, BenchSize
+    from loadtest.gpu_tables import show
+    from shard_node.cuda.cards import Cards
+    from shard_node.cuda.device_choice import DeviceChoice, open_cards
+except ImportError as missing:
+    raise SystemExit(f"bench_gpu: {missing}. It needs what pyproject.toml names: pip install '.[cuda]'") from missing
+
+# Shares of the time; what a part leaves is divided among those after it.
+SHARES = {"copy": 20.0, "kernel": 130.0, "compare": 50.0, "ranking": 110.0, "sanitizer": 60.0}
+SECONDS = 440.0
+START_S = 10.0
+"""For a part's process to begin."""
+GRACE_S = 10.0
+"""That a part may be late before its process is killed."""
+Command = Callable[[str, Path, float], list[str]]
+
+
+OpenCards = Callable[[int], Cards]
+"""Opens so many logical cards."""
+
+
+def measure(work: Work, name: str, opened: OpenCards, size: BenchSize) -> None:
+    """One part. Modules are imported as they are needed: what one lacks does not hold up another."""
+    module = import_module(f"loadtest.gpu_{name}")
+    if name == "sanitizer":
+        module.measure(work)
+        return
+    cards = opened(1)
+    work.ran_on(import_module("loadtest.gpu_device").describe(cards))
+    if name == "ranking":
+        module.measure(work, opened, size)
+    else:
+        module.measure(work, cards, size)
+
+
+def run_here(
+    report: Report,
+    names: Sequence[str],
+    seconds: float,
+    opened: OpenCards,
+    size: BenchSize,
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Runs parts in this process, one after the other."""
+    began = time.perf_counter()
+    for position, name in enumerate(names):
+        left = seconds - (time.perf_counter() - began)
+        budget_s = allowance(names[position:], left)
+        run_part(report, name, budget_s, partial(measure, name=name, opened=opened, size=size), say=say)
+
+
+def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, command: Command) -> Report:
+    """Runs each part in a process of its own, which adds to the file.
+
+    Args:
+        report: saved at `path`.
+        path: the file.
+        names: parts, in order.
+        seconds: for all of them.
+        command: of a part: its name, the file, and its seconds.
+    """
+    began = time.perf_counter()
+    for position, name in enumerate(names):
+        starts_s = START_S * (len(names) - position)
+        budget_s = allowance(names[position:], seconds - (time.perf_counter() - began) - starts_s)
+        part_began = time.perf_counter()
+        report.parts.pop(name, None)  # Of an earlier run: what the process does not get to must not seem measured.
+        report.save()
+        # A group of its own, so that what the part starts ends with it.
+        process = subprocess.Popen(command(name, path, budget_s), start_new_session=True)
+        try:
+            code: int | None = process.wait(START_S + budget_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        report = Report.read(path)
+        part = report.parts.setdefault(name, Part(name, budget_s))
+        if code is None:
+            part.status = "failed"
+            part.error = f"it did not end within {START_S + budget_s + GRACE_S:.0f} s and was killed"
+        elif part.status in ("running", "not run") and code != 0:
+            part.status = "failed"
+            part.error = f"its process ended with {code}; its output says why"
+        elif code not in (0, 1):
+            part.notes.append(f"its process ended with {code} after the last row.")
+        part.seconds = time.perf_counter() - part_began
+        report.save()
+    return report
+
+
+def allowance(names: Sequence[str], seconds_left: float) -> float:
+    """Seconds for the first of the parts that are still to run."""
+    return max(1.0, seconds_left) * SHARES[names[0]] / sum(SHARES[name] for name in names)
+
+
+def open_on(device: str, num_cards: int) -> Cards:
+    """Logical cards on the device."""
+    cards = open_cards(DeviceChoice.parse(device), num_cards)
+    if cards is None:
+        raise click.UsageError(f"--device {device}: the bench needs a CUDA device, as in cuda:0")
+    return cards
+
+
+@click.command(help=__doc__)
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the results here.")
+@click.option("--quick", is_flag=True, help="2 GB of rows and few configurations: does it work? Some 2 minutes.")
+@click.option("--part", "names", type=click.Choice(list(SHARES)), multiple=True, help="Only these; repeatable.")
+@click.option("--device", default="cuda:0", show_default=True, help="Of all logical cards.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=SECONDS, show_default=True, help="For all parts.")
+@click.option("--table-gb", type=click.FloatRange(min=0.001), help="int8 GB of rows; by default 20, or 2 if quick.")
+@click.option("--dim", "dims", type=click.IntRange(4, 512), multiple=True, help="Instead of 128 and 64; repeatable.")
+@click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, help="Rows of a bag, likewise.")
+@click.option("--batch", "batches", type=click.IntRange(1, 1 << 20), multiple=True, help="Bags of a launch, likewise.")
+@click.option("--one-process", is_flag=True, help="Run the parts in this process: for profilers.")
+@click.option("--add", is_flag=True, help="Keep what the file already has of other parts.")
+def main(
+    json_path: Path | None,
+    quick: bool,
+    names: tuple[str, ...],
+    device: str,
+    seconds: float,
+    one_process: bool,
+    add: bool,
+    **sizes: Any,
+) -> None:
+    """Runs the bench."""
+    console = Console(width=140)
+    size = _size(quick, **sizes)
+    chosen = [name for name in SHARES if not names or name in names]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = json_path or Path(folder) / "result.json"
+        report = Report.read(path) if add and path.exists() else Report(path)
+        report.head = report.head or _head(size)
+        report.save()
+        if one_process:
+            say = partial(console.print, markup=False, highlight=False)
+            run_here(report, chosen, seconds, partial(open_on, device), size, say)
+        else:
+            options = [f"--device={device}", *_size_options(quick, **sizes)]
+            report = run_apart(report, path, chosen, seconds, partial(_command, options))
+            show(report, console)
+    sys.exit(1 if report.failed(chosen) else 0)
+
+
+def _size(
+    quick: bool, table_gb: float | None, dims: tuple[int, ...], hotness: tuple[int, ...], batches: tuple[int, ...]
+) -> BenchSize:
+    size = QUICK if quick else FULL
+    return replace(
+        size,
+        table_bytes=size.table_bytes if table_gb is None else int(table_gb * 1e9),
+        dims=dims or size.dims,
+        hotness=hotness or size.hotness,
+        batches=batches or size.batches,
+    )
+
+
+def _size_options(
+    quick: bool, table_gb: float | None, dims: tuple[int, ...], hotness: tuple[int, ...], batches: tuple[int, ...]
+) -> list[str]:
+    """The same on the command line of a part."""
+    options = ["--quick"] if quick else []
+    options += [] if table_gb is None else [f"--table-gb={table_gb}"]
+    several = {"dim": dims, "hotness": hotness, "batch": batches}
+    return options + [f"--{name}={value}" for name, values in several.items() for value in values]
+
+
+def _command(options: list[str], name: str, path: Path, seconds: float) -> list[str]:
+    begin = [sys.executable, "-m", "loadtest.bench_gpu", "--one-process", "--add"]
+    return [*begin, f"--part={name}", f"--json={path}", f"--seconds={seconds}", *options]
+
+
+def _head(size: BenchSize) -> dict[str, object]:
+    return {
+        "benchmark": "bench_gpu",
+        "format": FORMAT,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(["python", "-m", "loadtest.bench_gpu", *sys.argv[1:]]),
+        "table_bytes": size.table_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()

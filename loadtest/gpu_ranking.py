@@ -1,0 +1,262 @@
+"""Part 4 of the GPU bench: one ranking request end to end in local mode, from a parsed request to its scores.
+
+What is timed is `RankingService.rank_in_thread`: queue, mapping of ids, packing, one copy up, pooling, the dense model,
+scores down, and both changes of thread. Parsing JSON or protobuf is not in it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.gpu_models import KINDS, BenchModel, RequestParts
+from loadtest.gpu_report import Work
+from loadtest.gpu_size import BenchSize
+from serving.limits import RequestLimits
+from serving.loading import ModelSource, load_served_model
+from serving.models.factory import DtypeChoice
+from serving.service import RankingService
+from shard_node.bags import Float32Array
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.cards import Cards
+
+DISTINCT_REQUESTS = 8
+WARM_UP = 100
+"""Requests before the timed ones: every replica makes a graph of their class at its second one."""
+STAGES = ("queue", "lookup", "rank")
+IN_FLIGHT = 8
+TIMEOUT_S = 60.0
+CONFIGURATION_S = 8.0
+"""About what one model on one number of cards takes to load and measure."""
+TOLERANCE: dict[DtypeChoice, float] = {"float32": 1e-2, "bfloat16": 0.25}
+"""Of a score, against float32 on the CPU engine, as a share of the standard deviation of scores."""
+NOTES = (
+    "From a parsed request to its scores, within one process: queue, id mapping, packing, copy up, pooling, dense "
+    "model, scores down, two changes of thread. Parsing of JSON or protobuf is not in it.",
+    "DLRM-v2: 26 features, all of them the candidates', 214 uniform ids a candidate, dim 128, 13 dense floats. Its "
+    "largest tables are cut (facts: table_rows), still far larger than a cache.",
+    "mean_stage_ms: queue, then lookup, the host's share (ids to rows, packing), then rank, from there until the "
+    "scores are back. The rest of a request is changes of thread, merging and ordering.",
+    "No row is replicated (hot_gb 0), so that on 4 logical cards three quarters of the rows are another card's.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """How a model is served: on how many logical cards, with graphs or without."""
+
+    logical_cards: int
+    graphs: bool
+
+
+CONFIGURATIONS = (Configuration(1, True), Configuration(4, True), Configuration(1, False), Configuration(4, False))
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A request, and its scores in float32 on the CPU engine."""
+
+    request: RequestParts
+    expected: Float32Array
+
+    def difference(self, scores: Float32Array) -> float:
+        """The largest one; infinite if a score is not finite."""
+        largest = float(np.abs(scores - self.expected).max())
+        return largest if np.isfinite(largest) else float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class RankingBench:
+    """A model's snapshot, and what it has to answer.
+
+    Attributes:
+        model: the model.
+        snapshot: its folder.
+        size: what is measured.
+        questions: by number of candidates.
+    """
+
+    model: BenchModel
+    snapshot: Path
+    size: BenchSize
+    questions: dict[int, list[Question]]
+
+
+def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None:
+    """Every model, configuration and number of candidates, until the time is spent."""
+    for note in NOTES:
+        work.note(note)
+    work.part.facts["table_rows"] = size.request_table_rows
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for kind in KINDS:
+            if work.out_of_time(CONFIGURATION_S):
+                return
+            model = BenchModel.make(kind, size.request_table_rows, size.request_hotness, size.layer_divisor)
+            began = time.perf_counter()
+            work.say(f"exporting {kind} with tables of at most {size.request_table_rows} rows")
+            snapshot = model.export(Path(folder))
+            bench = RankingBench(model, snapshot, size, _questions(model, snapshot, size))
+            work.part.facts[f"{kind}_prepare_s"] = time.perf_counter() - began
+            _measure_model(work, bench, opened)
+
+
+def _measure_model(work: Work, bench: RankingBench, opened: Callable[[int], Cards]) -> None:
+    for configuration in CONFIGURATIONS:
+        if work.out_of_time(CONFIGURATION_S):
+            work.note(f"stopped before {bench.model.kind}, {configuration}.")
+            return
+        cards = opened(configuration.logical_cards)
+        # Emulated cards rank on the CPU, which may have no bfloat16.
+        dtype: DtypeChoice = "bfloat16" if cards.cards[0].torch_device.type == "cuda" else "float32"
+        if dtype == "bfloat16" and configuration == CONFIGURATIONS[0]:
+            # Rounded to bfloat16, a small mistake would not show.
+            _measure_configuration(work, bench, cards, Configuration(1, False), "float32", timed=False)
+        _measure_configuration(work, bench, cards, configuration, dtype)
+
+
+def _questions(model: BenchModel, snapshot: Path, size: BenchSize) -> dict[int, list[Question]]:
+    source = ModelSource(snapshot=snapshot, verify=False, dtype="float32")
+    with _serving(source, size) as served:
+        requests = {
+            count: [model.request(count, seed) for seed in range(DISTINCT_REQUESTS)] for count in size.candidates
+        }
+        return {count: [Question(one, served.rank(one)) for one in some] for count, some in requests.items()}
+
+
+class InProcess:
+    """A version served in this process."""
+
+    def __init__(self, service: RankingService, model: str) -> None:
+        self._service, self._model = service, model
+
+    def rank(self, request: RequestParts) -> Float32Array:
+        """float32 [candidates], the scores."""
+        parsed = request.parsed(self._service.lease(self._model), self._service.clock() + TIMEOUT_S)
+        return self._service.rank_in_thread(parsed).scores
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds that requests have spent in each stage so far."""
+        text = self._service.metrics.render().decode()
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        return {
+            one.labels["stage"]: one.value
+            for one in samples
+            if one.name == "shardrank_stage_seconds_sum" and one.labels["stage"] in STAGES
+        }
+
+
+@contextmanager
+def _serving(source: ModelSource, size: BenchSize) -> Iterator[InProcess]:
+    service = RankingService(RequestLimits(max_batch_candidates=size.max_batch_candidates))
+    try:
+        served = load_served_model(source, service)
+        service.install(served)
+        yield InProcess(service, served.model)
+    finally:
+        service.close()
+
+
+def _source(snapshot: Path, cards: Cards, configuration: Configuration, dtype: DtypeChoice) -> ModelSource:
+    return ModelSource(
+        snapshot=snapshot,
+        cards=configuration.logical_cards,
+        card_set=CardSet(cards, CardOptions(hot_gb=0)),
+        card_graphs=configuration.graphs,
+        num_replicas=max(2, configuration.logical_cards),
+        verify=False,
+        dtype=dtype,
+    )
+
+
+def _measure_configuration(
+    work: Work,
+    bench: RankingBench,
+    cards: Cards,
+    configuration: Configuration,
+    dtype: DtypeChoice,
+    *,
+    timed: bool = True,
+) -> None:
+    work.say(f"{bench.model.kind}, {dtype}: {configuration}")
+    began = time.perf_counter()
+    with _serving(_source(bench.snapshot, cards, configuration, dtype), bench.size) as served:
+        load_s = time.perf_counter() - began
+        for candidates, questions in bench.questions.items():
+            row: dict[str, Any] = {
+                "model": bench.model.kind,
+                "candidates": candidates,
+                "logical_cards": configuration.logical_cards,
+                "graphs": configuration.graphs,
+                "dtype": dtype,
+                "load_s": load_s,
+            }
+            difference = max(question.difference(served.rank(question.request)) for question in questions)
+            if timed:
+                latencies, in_latencies = _latencies(served, questions, bench.size.requests)
+                throughput, in_throughput = _throughput(served, questions, bench.size.throughput_s)
+                row |= {**latencies, **throughput}
+                difference = max(difference, in_latencies, in_throughput)
+            spread = float(np.concatenate([question.expected for question in questions]).std())
+            right = difference <= TOLERANCE[dtype] * spread
+            work.add({**row, "largest_difference": difference, "spread_of_scores": spread, "correct": right})
+
+
+def _latencies(served: InProcess, questions: list[Question], count: int) -> tuple[dict[str, Any], float]:
+    """One request in flight: figures, and the largest difference of a score."""
+    for number in range(min(WARM_UP, count)):
+        served.rank(questions[number % len(questions)].request)
+    before = served.stage_seconds()
+    taken, difference = np.empty(count), 0.0
+    for number in range(count):
+        question = questions[number % len(questions)]
+        began = time.perf_counter()
+        scores = served.rank(question.request)
+        taken[number] = time.perf_counter() - began
+        difference = max(difference, question.difference(scores))
+    stages = {name: (seconds - before[name]) / count * 1e3 for name, seconds in served.stage_seconds().items()}
+    low, p50, p90, p99 = (np.percentile(taken, (10, 50, 90, 99)) * 1e3).tolist()
+    figures = {"requests": count, "p10_ms": low, "p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "mean_stage_ms": stages}
+    return figures, difference
+
+
+def _throughput(served: InProcess, questions: list[Question], seconds: float) -> tuple[dict[str, Any], float]:
+    """IN_FLIGHT requests in flight all the time, which the service joins into batches; as `_latencies`."""
+    _answer(served, questions, seconds / 2)  # Graphs of batches of several requests are made at their second coming.
+    answered, taken_s, difference = _answer(served, questions, seconds)
+    figures = {
+        "in_flight": IN_FLIGHT,
+        "requests_per_s": answered / taken_s,
+        "candidates_per_s": answered * questions[0].expected.size / taken_s,
+    }
+    return figures, difference
+
+
+def _answer(served: InProcess, questions: list[Question], seconds: float) -> tuple[int, float, float]:
+    """Requests answered, at least one for each client; the seconds that it took; the largest difference."""
+    ended = threading.Event()
+
+    def client(number: int) -> tuple[int, float]:
+        answered, difference = 0, 0.0
+        while not ended.is_set() or not answered:
+            question = questions[(number + answered) % len(questions)]
+            difference = max(difference, question.difference(served.rank(question.request)))
+            answered += 1
+        return answered, difference
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        clients = [pool.submit(client, number) for number in range(IN_FLIGHT)]
+        ended.wait(seconds)
+        ended.set()
+        counts, differences = zip(*(one.result() for one in clients), strict=True)
+    return sum(counts), time.perf_counter() - began, max(differences)
