@@ -57,6 +57,25 @@ def test_both_targets_run_as_a_user_that_is_not_root():
         assert 'ENTRYPOINT ["shardrank"]' in stages[target]
 
 
+def test_only_the_cuda_image_has_cupy_and_a_folder_that_it_can_write():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith("cupy-cuda13x") for one in extras["cuda"])
+    text = "\n".join(dockerfile())
+    stages = {stage.split()[2]: stage for stage in text.split("FROM ")[1:]}
+    assert "'.[cuda]'" in stages["build-cuda"]
+    assert "[cuda]" not in stages["build-cpu"]
+    assert "ENV CUPY_CACHE_DIR=/tmp/" in stages["cuda"]
+    # The compose file and the pods give every container a /tmp, and nothing else that it can write.
+    assert "/tmp" in compose()["x-shardrank"]["tmpfs"]
+
+
+@pytest.mark.parametrize("name", ["shardrank-serve.service", "shardrank-shard-node@.service"])
+def test_a_unit_that_may_hold_rows_on_gpus_has_a_folder_for_compiled_kernels(name):
+    text = (DEPLOY / "systemd" / name).read_text()
+    (folder,) = re.findall(r"^CacheDirectory=(.*)$", text, re.MULTILINE)
+    assert f"Environment=CUPY_CACHE_DIR=%C/{folder}/" in text
+
+
 def test_every_service_of_the_compose_file_is_a_command_of_this_release():
     services = compose()["services"]
     parsed = {

@@ -69,7 +69,11 @@ def test_the_cuda_overlay_gives_each_shard_node_gpus_and_as_many_cards():
         container = pod["spec"]["containers"][0]
         if name.startswith("shard-"):
             gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
-            assert parse_command_line(container["args"])["cards"] == gpus == 8
+            command = parse_command_line(container["args"])
+            assert command["cards"] == gpus == 8
+            # Not `auto`: a pod whose GPUs can't be used must not hold the rows of eight in its RAM.
+            assert command["device"] == "cuda"
+            assert command["pinned_memory_gb"] * 1e9 < int(container["resources"]["limits"]["memory"][:-2]) << 30
         else:
             assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
