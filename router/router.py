@@ -15,7 +15,7 @@ from loader.layout import bucket_shift
 from router.embeddings import Embeddings
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper
+from router.id_mapping import IdMapper, MappedBags
 from router.plan import REPLICATED, Plan
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import NodeUnavailableError
@@ -73,6 +73,14 @@ class Router:
         self._clock = clock
         self._rests_until = [float("-inf")] * len(self._shards)
 
+    def map(self, bags: KeyedBags) -> MappedBags:
+        """Maps ids to rows and asks no shard: for who has the rows at hand and pools them itself.
+
+        Args:
+            bags: keys are flat feature indices, values raw ids.
+        """
+        return self._mapper.map(bags)
+
     async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
         """Maps, splits, fans out and adds.
 
@@ -85,7 +93,7 @@ class Router:
         Raises:
             RouterError, ShardNodeError: if a shard can't answer.
         """
-        mapped = self._mapper.map(bags)
+        mapped = self.map(bags)
         by_feature = mapped.bags
         by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
         blocks = await self._pool(model, version, _by_table(by_row, self.schema.table_index), deadline)

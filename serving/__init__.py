@@ -2,7 +2,8 @@
 
 Owns the public API in its three forms, its limits and its errors, the ranking models and the processes that serve them.
 It asks the router for pooled embeddings and must not know which shard or card holds a row, how rows are stored, or how
-ids become rows; of the shard node it uses only keyed bags and generations.
+ids become rows; of the shard node it uses only keyed bags and generations, and, where rows of this process are on
+cards, lanes: they pool straight into a ranking model's input.
 
 One request: `parse_json` / `parse_proto` -> `request.RankRequest` under a lease on one generation -> `batcher` ->
 `replica` (merge, route, assemble, rank) -> `request.RankAnswer` -> encoded by the API that it came from.

@@ -19,6 +19,7 @@ from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.models.factory import DtypeChoice
 from serving.service import RankingService
+from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import Sharding
 
 
@@ -39,6 +40,8 @@ class Ranker:
         *,
         shards: int = 1,
         cards: int = 1,
+        device: str = "cpu",
+        card_options: CardOptions | None = None,
         sharding: Sharding = "hash",
         dtype: DtypeChoice = "auto",
         num_replicas: int = 1,
@@ -52,15 +55,18 @@ class Ranker:
             snapshot: the folder of one version.
             shards: how many shards the rows are divided over, all in this process.
             cards: cards of each shard.
+            device: where rows lie, as `--device` of `shardrank serve` has it.
+            card_options: what the rows may take of the cards, if that is not the CPU.
             sharding: how tables are divided.
-            dtype: of the dense model; `auto` is bfloat16 where the CPU has it and golden requests bear it out.
-            num_replicas: ranking replicas, each a thread.
-            memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files. None: all in RAM.
+            dtype: of the dense model; `auto` is bfloat16 where the device has it and golden requests bear it out.
+            num_replicas: ranking replicas, each a thread; on cards they take turns over these.
+            memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files. None: all in RAM, or, with
+                cards, as much pinned memory as `card_options` says.
             verify: check every file's SHA-256.
             limits: of requests and batches.
 
         Raises:
-            ShardrankError: as `serving.loading.load_served_model`.
+            ShardrankError: as `serving.loading.load_served_model` and `CardSet.open`.
         """
         service = RankingService(limits)
         source = ModelSource(
@@ -69,6 +75,7 @@ class Ranker:
             cards=cards,
             sharding=sharding,
             memory_budget_bytes=memory_budget_bytes,
+            card_set=CardSet.open(device, cards, card_options),
             verify=verify,
             num_replicas=num_replicas,
             dtype=dtype,

@@ -27,6 +27,7 @@ from serving.served_model import OnRetry, ServedModel, ShardsFactory
 from serving.service import RankingService
 from shard_node.address import Address
 from shard_node.client import ShardClient
+from shard_node.cuda.card_set import CardSet
 from shard_node.loading import load_tables
 from shard_node.node import Sharding, ShardNode
 from shard_node.shard import LocalShard, Shard
@@ -48,8 +49,10 @@ class ModelSource(Frozen):
         sharding: how tables are divided; all nodes must have been given the same.
         replicate_bytes: tables of at most this size are on every shard; all nodes must have been given the same.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
+        card_set: the cards that take the rows of this process; None to pool on the CPU.
+        card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
         verify: check every file's SHA-256.
-        num_replicas: ranking replicas, each a thread.
+        num_replicas: ranking replicas, each a thread; with cards they take turns over these.
         dtype: of the dense model.
     """
 
@@ -62,6 +65,8 @@ class ModelSource(Frozen):
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
     memory_budget_bytes: int | None = Field(default=None, ge=0)
+    card_set: CardSet | None = None
+    card_graphs: bool = True
     verify: bool = True
     num_replicas: int = Field(default=1, ge=1, le=64)
     dtype: DtypeChoice = "auto"
@@ -70,6 +75,8 @@ class ModelSource(Frozen):
     def _check(self) -> Self:
         if self.shards and self.memory_budget_bytes is not None:
             raise ValueError("memory_budget_bytes is for rows in this process, but shards were given")
+        if self.shards and self.card_set is not None:
+            raise ValueError("card_set is for rows in this process, but shards were given")
         if any(not replicas for replicas in self.shards):
             raise ValueError("every shard needs the address of at least one replica")
         return self
@@ -102,6 +109,7 @@ def load_served_model(source: ModelSource, service: RankingService, progress: Pr
             limits=service.limits,
             num_replicas=source.num_replicas,
             dtype=source.dtype,
+            card_graphs=source.card_graphs,
             metrics=service.metrics,
             clock=service.clock,
             on_close=lambda: _close_nodes(nodes),
@@ -140,6 +148,7 @@ def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, 
         plan.partition(index),
         plan.digest,
         memory_budget_bytes=source.memory_budget_bytes,
+        card_set=source.card_set,
         progress=progress,
     )
     node = ShardNode(plan.identity(index))

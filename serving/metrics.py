@@ -74,6 +74,12 @@ class ServingMetrics:
             ("model", "kind"),
             registry=registry,
         )
+        self._card_batches = Counter(
+            "shardrank_card_batches",
+            "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
+            ("model", "how"),
+            registry=registry,
+        )
         self._fallbacks = Gauge(
             "shardrank_dtype_fallback",
             "1 if the dense model serves in float32 because bfloat16 missed the golden tolerance.",
@@ -121,6 +127,10 @@ class ServingMetrics:
     def shard_retry(self, model: str, kind: str) -> None:
         """Counts a shard call that was repeated elsewhere."""
         self._retries.labels(model, kind).inc()
+
+    def card_batch(self, model: str, *, is_graph: bool) -> None:
+        """Counts a batch that was ranked on a card."""
+        self._card_batches.labels(model, "graph" if is_graph else "launches").inc()
 
     def dtype_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
         """Says whether a version serves in another dtype than was asked for."""

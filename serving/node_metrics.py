@@ -30,7 +30,7 @@ class ReportedNode:
 
 
 class NodeCollector(Collector):
-    """Memory, lookups and deltas of the shard nodes, as they last told. Each node counts for itself.
+    """Memory, lookups, cards and deltas of the shard nodes, as they last told. Each node counts for itself.
 
     Args:
         nodes: what they last told.
@@ -42,9 +42,9 @@ class NodeCollector(Collector):
         self._wall_clock = wall_clock
 
     def collect(self) -> Iterable[Metric]:
-        """Five families, labelled by shard and replica."""
+        """Seven families, labelled by shard and replica."""
         nodes = self._nodes()
-        return [*_tables(nodes), *_deltas(nodes, self._wall_clock())]
+        return [*_tables(nodes), *_cards(nodes), *_deltas(nodes, self._wall_clock())]
 
 
 def _tables(nodes: Sequence[ReportedNode]) -> list[Metric]:
@@ -63,6 +63,28 @@ def _tables(nodes: Sequence[ReportedNode]) -> list[Metric]:
             if count.model == node.model:
                 lookups.add_metric([count.model, str(count.version), *where, count.table, count.tier], count.rows)
     return [memory, lookups]
+
+
+def _cards(nodes: Sequence[ReportedNode]) -> list[Metric]:
+    peer_access = GaugeMetricFamily(
+        "shardrank_cards_peer_access",
+        "1 if each card of a node reads the memory of every other, 0 if rows are copied or kept on the host instead.",
+        labels=_NODE_LABELS,
+    )
+    bad_values = CounterMetricFamily(
+        "shardrank_card_bad_values",
+        "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
+        labels=(*_NODE_LABELS, "reason"),
+    )
+    for node in nodes:
+        where = (str(node.info.identity.shard_index), node.replica)
+        for one in node.info.cards:
+            if one.model == node.model:
+                labels = [one.model, str(one.version), *where]
+                peer_access.add_metric(labels, float(one.peer_access))
+                bad_values.add_metric([*labels, "outside_table"], one.outside_table)
+                bad_values.add_metric([*labels, "not_here"], one.not_here)
+    return [peer_access, bad_values]
 
 
 def _deltas(nodes: Sequence[ReportedNode], now: float) -> list[Metric]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from loader.golden import GoldenRequests
 from router.embeddings import Embeddings
 from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
@@ -18,6 +19,7 @@ from serving.errors import ModelOutputError, UnknownIdError
 from serving.merge import MergedBatch, merge, rank_order
 from serving.metrics import ServingMetrics
 from serving.models.assembler import InputAssembler
+from serving.models.device_copies import CPU, DeviceCopies
 from serving.models.ranking_model import RankingModel
 from serving.parse_checks import place_of
 from serving.parse_schema import RequestSchema
@@ -31,21 +33,26 @@ from shard_node.shard import Shard
 LOCAL_REPLICA = "local"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RankingParts:
     """What replicas of one model version share: all of it is only read.
 
     Attributes:
         version: the version that every answer carries.
         schema: what a request looks like.
-        model: the dense model, in the dtype it serves with.
+        models: the dense model, in the dtype it serves with, on each device.
         assembler: fills the model's inputs.
     """
 
     version: int
     schema: RequestSchema
-    model: RankingModel
+    models: DeviceCopies
     assembler: InputAssembler
+
+    @property
+    def model(self) -> RankingModel:
+        """The dense model on the CPU."""
+        return self.models.on(CPU)
 
 
 class Ranking:
@@ -77,9 +84,29 @@ class Ranking:
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
 
+    @property
+    def device(self) -> torch.device:
+        """Where the dense model scores."""
+        return CPU
+
     def using(self, parts: RankingParts) -> Ranking:
-        """The same router with another dense model."""
+        """The same router with another dense model; it belongs to this ranking, and ends with it."""
         return Ranking(parts, self.router, self._shards, self._metrics, self._counter, self._clock)
+
+    def use(self, parts: RankingParts) -> None:
+        """Goes on with another dense model."""
+        self.parts = parts
+
+    def warm(self, golden: GoldenRequests | None) -> None:
+        """Does beforehand what batches of the usual sizes need once. The router's lookups need nothing.
+
+        Args:
+            golden: show what is usual; None if the model has none.
+        """
+
+    async def close(self) -> None:
+        """Closes the router, after the last batch."""
+        await self.router.close()
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """What the nodes of all shards tell of themselves, by address, or by `local` for rows in this process.
@@ -184,7 +211,7 @@ class Ranking:
             inputs = self.parts.assembler.assemble(
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense
             )
-            scores: Float32Array = self.parts.model.score(inputs).numpy()
+            scores: Float32Array = self.parts.models.on(self.device).score(inputs.on(self.device)).cpu().numpy()
         return scores
 
     def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:

@@ -87,7 +87,7 @@ class Replica:
     def use(self, parts: RankingParts) -> None:
         """Replaces the dense model. Only before the first request."""
         if self._ranking is not None:
-            self._ranking.parts = parts
+            self._ranking.use(parts)
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
         """Runs a coroutine on the replica's loop, between its batches; for checks, not for requests.
@@ -147,7 +147,7 @@ class Replica:
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
                 await asyncio.sleep(0)
         finally:
-            await ranking.router.close()
+            await ranking.close()
 
     async def _answer(self, ranking: Ranking, batch: list[Pending]) -> None:
         # Whatever ends this thread, the batch that it took is answered and its leases are given back.

@@ -18,6 +18,8 @@ from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
 from serving.batcher import Batcher
+from serving.card_ranking import CardRanking
+from serving.card_scorer import scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import NotReadyError
 from serving.limits import RequestLimits
@@ -94,6 +96,7 @@ class ServedModel:
         limits: RequestLimits | None = None,
         num_replicas: int = 1,
         dtype: DtypeChoice = "auto",
+        card_graphs: bool = True,
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
@@ -105,8 +108,9 @@ class ServedModel:
             plan: who owns which rows.
             shards: makes the connections of one ranking replica.
             limits: of requests and batches.
-            num_replicas: ranking replicas; each is a thread.
-            dtype: of the dense model; `auto` is bfloat16 where the CPU has it and the golden requests bear it out.
+            num_replicas: ranking replicas; each is a thread, and where rows are on cards they take turns over these.
+            dtype: of the dense model; `auto` is bfloat16 where the device has it and the golden requests bear it out.
+            card_graphs: where rows are on cards, rank by CUDA graphs.
             metrics: where times are counted.
             clock: monotonic seconds.
             on_close: called when the version is unloaded, after its replicas have ended.
@@ -117,20 +121,18 @@ class ServedModel:
             RouterError, ShardNodeError: if the shards can't be asked.
         """
         limits, metrics = limits or RequestLimits(), metrics or ServingMetrics()
-        features = FeatureSchema.of(snapshot.spec)
-        schema = RequestSchema(features, limits)
-        vocabularies = {
-            table.name: snapshot.vocabulary(table.name)
-            for table in snapshot.spec.tables
-            if table.id_mapping.kind == "vocabulary"
-        }
-        mapper = IdMapper(features, vocabularies)
+        schema = RequestSchema(FeatureSchema.of(snapshot.spec), limits)
         parts = ranking_parts(snapshot, schema, torch.float32)
         batcher, counter = Batcher(limits, clock), VersionCounter()
+        mapper = _id_mapper(snapshot, schema.features)
 
-        def ranking() -> Ranking:
+        def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, snapshot.spec.model))
-            return Ranking(parts, Router(features, mapper, plan, connected), connected, metrics, counter, clock)
+            router = Router(schema.features, mapper, plan, connected)
+            scorer = scorer_on_card(connected, snapshot.spec.model, snapshot.version, number, limits, card_graphs)
+            if scorer is None:
+                return Ranking(parts, router, connected, metrics, counter, clock)
+            return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
         replicas: list[Replica] = []
 
@@ -140,7 +142,7 @@ class ServedModel:
 
         name = f"rank-{snapshot.spec.model}-{snapshot.version}"
         replicas += [
-            Replica(f"{name}-{number}", batcher, ranking, metrics, clock, replica_failed)
+            Replica(f"{name}-{number}", batcher, partial(ranking, number), metrics, clock, replica_failed)
             for number in range(num_replicas)
         ]
         try:
@@ -206,6 +208,15 @@ def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
         is_none: bool [F], the features that are not pooled: context features, so each has one bag.
     """
     return int(bags.values_per_key()[is_none].max(initial=0))
+
+
+def _id_mapper(snapshot: Snapshot, features: FeatureSchema) -> IdMapper:
+    vocabularies = {
+        table.name: snapshot.vocabulary(table.name)
+        for table in snapshot.spec.tables
+        if table.id_mapping.kind == "vocabulary"
+    }
+    return IdMapper(features, vocabularies)
 
 
 def _stop(batcher: Batcher, replicas: list[Replica]) -> None:

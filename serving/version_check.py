@@ -18,6 +18,7 @@ from loader.reader import Snapshot
 from serving.errors import GoldenMismatchError
 from serving.golden_check import dtype_difference, golden_difference
 from serving.models.assembler import InputAssembler
+from serving.models.device_copies import DeviceCopies
 from serving.models.factory import DtypeChoice, choose_dtype, load_model
 from serving.parse_schema import RequestSchema
 from serving.ranking import Ranking, RankingParts
@@ -49,7 +50,8 @@ class CheckedVersion:
 def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
     """The dense model of a snapshot in a number format. Raises RankingModelError."""
     model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
-    return RankingParts(snapshot.version, schema, model, InputAssembler(snapshot.spec, schema.features, dtype))
+    assembler = InputAssembler(snapshot.spec, schema.features, dtype)
+    return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
 
 
 def check_version(
@@ -74,18 +76,22 @@ def check_version(
 
     Raises:
         GoldenMismatchError: it must not serve.
-        RankingModelError: bfloat16 was asked for where the CPU has none.
+        RankingModelError: bfloat16 was asked for where the device has none.
         RouterError, ShardNodeError: its rows can't be looked up.
     """
     check = _Check(snapshot, parts, replicas, clock)
     check.connect()
-    wanted, golden = choose_dtype(asked), snapshot.golden()
-    if golden is None or snapshot.manifest.golden is None:
-        if wanted is torch.float32 or asked != "auto":
-            check.use(wanted)
-            return CheckedVersion(wanted)
-        return CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
-    return check.golden(golden, snapshot.manifest.golden.tolerance, wanted)
+    wanted, golden = choose_dtype(asked, check.device()), snapshot.golden()
+    if golden is not None and snapshot.manifest.golden is not None:
+        checked = check.golden(golden, snapshot.manifest.golden.tolerance, wanted)
+    elif wanted is torch.float32 or asked != "auto":
+        if wanted is not torch.float32:
+            check.use(ranking_parts(snapshot, parts.schema, wanted))
+        checked = CheckedVersion(wanted)
+    else:
+        checked = CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
+    check.warm(golden)
+    return checked
 
 
 class _Check:
@@ -107,24 +113,37 @@ class _Check:
         for future in [replica.call(connect) for replica in self._replicas]:
             future.result()
 
+    def device(self) -> torch.device:
+        async def ask(ranking: Ranking) -> torch.device:
+            return ranking.device
+
+        return self._replicas[0].call(ask).result()
+
+    def warm(self, golden: GoldenRequests | None) -> None:
+        async def warm(ranking: Ranking) -> None:
+            ranking.warm(golden)
+
+        for future in [replica.call(warm) for replica in self._replicas]:
+            future.result()
+
     def golden(self, golden: GoldenRequests, tolerance: float, wanted: torch.dtype) -> CheckedVersion:
         difference = self._difference(self._replicas[0], self._parts, golden)
         as_exported = self._is_as_exported(difference, tolerance)
         dtype, fallback = torch.float32, ""
         if wanted is not torch.float32:
-            fallback = self._why_not(wanted, golden, tolerance)
-            dtype = torch.float32 if fallback else self.use(wanted)
+            parts = ranking_parts(self._snapshot, self._parts.schema, wanted)
+            fallback = self._why_not(parts, golden, tolerance)
+            if not fallback:
+                dtype = wanted
+                self.use(parts)
         for replica in self._replicas:
             difference = max(difference, self._difference(replica, None, golden))
         as_exported = as_exported and self._is_as_exported(difference, tolerance)
         return CheckedVersion(dtype, fallback, difference if as_exported else None, tolerance)
 
-    def use(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype is not torch.float32:
-            parts = ranking_parts(self._snapshot, self._parts.schema, dtype)
-            for replica in self._replicas:
-                replica.use(parts)
-        return dtype
+    def use(self, parts: RankingParts) -> None:
+        for replica in self._replicas:
+            replica.use(parts)
 
     def _is_as_exported(self, difference: float, tolerance: float) -> bool:
         """Whether the difference is within the tolerance. Raises GoldenMismatchError if no delta accounts for that."""
@@ -143,9 +162,8 @@ class _Check:
         )
         return False
 
-    def _why_not(self, wanted: torch.dtype, golden: GoldenRequests, tolerance: float) -> str:
+    def _why_not(self, parts: RankingParts, golden: GoldenRequests, tolerance: float) -> str:
         """Why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
-        parts = ranking_parts(self._snapshot, self._parts.schema, wanted)
         difference = self._difference(self._replicas[0], parts, golden)
         if difference > tolerance and self._has_deltas():
             check = partial(dtype_difference, other=parts, golden=golden, clock=self._clock)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from serving.cli.devices import device_option
 from serving.cli.examples import WithExamples
 from serving.cli.options import Sharding, cards_option, films_options, port_options, sharding_option
 
@@ -27,6 +28,7 @@ from serving.cli.options import Sharding, cards_option, films_options, port_opti
     help="Shard nodes; each is a process.",
 )
 @cards_option(2)
+@device_option("cpu")
 @sharding_option
 @click.option("--local", is_flag=True, help="Everything in this process, nothing serialised between router and rows.")
 @port_options(8080, 8081)
@@ -48,6 +50,7 @@ def demo(
     store: Path | None,
     shards: int,
     cards: int,
+    device: str,
     sharding: Sharding,
     local: bool,
     host: str,
@@ -67,6 +70,7 @@ def demo(
       shardrank demo
       shardrank demo --movielens ml-100k --shards 3 --sharding table
       shardrank demo --local --once --json report.json
+      shardrank demo --local --device cuda:0
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
     from serving.cli.output import stdout_console
@@ -81,6 +85,7 @@ def demo(
         store=store,
         shards=1 if local else shards,
         cards=cards,
+        device=device,
         sharding=sharding,
         local=local,
         host=host,

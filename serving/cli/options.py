@@ -81,7 +81,7 @@ def cards_option(default: int) -> Callable[[Decorated], Decorated]:
         default=default,
         show_default=True,
         metavar="N",
-        help="Cards of each shard node: one arena of rows for each.",
+        help="Cards of each shard node: GPUs, or logical cards on one (see --device); on the CPU arenas of rows.",
     )
 
 
@@ -145,7 +145,8 @@ def memory_budget_option(function: Decorated) -> Decorated:
         "--memory-budget-gb",
         type=click.FloatRange(min=0),
         metavar="GB",
-        help="RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM.",
+        help="RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM. "
+        "With GPUs, RAM for rows that no card has room for, if that is less than --pinned-memory-gb.",
     )(function)
 
 
@@ -209,15 +210,14 @@ def ranking_options(function: Decorated) -> Decorated:
         type=click.Choice(["auto", "float32", "bfloat16"]),
         default="auto",
         show_default=True,
-        help="Number format of the dense model; auto is bfloat16 where the CPU has it and golden scores bear it out.",
+        help="Number format of the dense model; auto is bfloat16 where the device has it and golden scores allow it.",
     )(function)
     return click.option(
         "--ranking-replicas",
         type=click.IntRange(1, 64),
-        default=1,
-        show_default=True,
         metavar="N",
-        help="Ranking replicas of each serving process; each is a thread that scores one batch at a time.",
+        help="Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on "
+        "GPUs in this process they take turns over the cards. Default: 1; with such rows, one for each card.",
     )(function)
 
 

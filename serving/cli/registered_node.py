@@ -19,6 +19,7 @@ from loader.pace import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.records import FleetRecord, NodeId
 from serving.cli.options import Sharding
 from shard_node.address import Address
+from shard_node.cuda.card_set import CardOptions, CardSet
 
 if TYPE_CHECKING:
     from loader.manifest import ModelSpec
@@ -49,6 +50,8 @@ class RegisteredNodeConfig(Frozen):
         node_id: stable over restarts; None for one made of shard, host and port.
         threads: that pool.
         verify: compare SHA-256 of row files.
+        device: where rows lie, as `--device` has it.
+        card_options: what a version may take of the cards, if that is not the CPU.
         memory_cap_bytes, memory_budget_bytes, stage_cpu_share, stage_bytes_per_s: as of `NodeConfig`.
     """
 
@@ -65,6 +68,8 @@ class RegisteredNodeConfig(Frozen):
     node_id: NodeId | None
     threads: int = Field(ge=1)
     verify: bool
+    device: str = "cpu"
+    card_options: CardOptions = CardOptions()
     memory_cap_bytes: int | None
     memory_budget_bytes: int | None
     stage_cpu_share: float
@@ -77,6 +82,7 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
     Raises:
         FleetMismatchError: it divides rows otherwise than its fleet.
         AddressError: it can't listen.
+        ShardNodeError: the devices can't be had.
         RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
     """
     import torch
@@ -93,16 +99,17 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
         num_cards=config.cards,
         sharding=config.sharding,
     )
+    card_set = CardSet.open(config.device, config.cards, config.card_options)
     node = ShardNode(identity)
     try:
-        run_until_signalled(lambda: _program(config, node), loop_factory=uvloop.new_event_loop)
+        run_until_signalled(lambda: _program(config, node, card_set), loop_factory=uvloop.new_event_loop)
     except StopRequestedError as stop:
         logger.info("stopped by %s", stop)
     finally:
         node.close()
 
 
-async def _program(config: RegisteredNodeConfig, node: ShardNode) -> None:
+async def _program(config: RegisteredNodeConfig, node: ShardNode, card_set: CardSet | None) -> None:
     from loader.registry.opening import open_registry
     from loader.registry.typed import FleetRegistry
     from loader.settled_heap import settle_heap
@@ -110,8 +117,8 @@ async def _program(config: RegisteredNodeConfig, node: ShardNode) -> None:
     from shard_node.node_agent import NodeActions
     from shard_node.server import NodeServer, ServerLimits
 
-    # Where rows may have to be read from disk, the event loop never pools by itself.
-    mapped = {} if config.memory_budget_bytes is None else {"max_inline_bytes": 0}
+    # Where a disk or a card may have to be waited for, the event loop never pools by itself.
+    mapped = {} if config.memory_budget_bytes is None and card_set is None else {"max_inline_bytes": 0}
     registry = open_registry(config.registry)
     server = NodeServer(node, ServerLimits(threads=config.threads, **mapped))
     try:
@@ -120,7 +127,8 @@ async def _program(config: RegisteredNodeConfig, node: ShardNode) -> None:
             click.echo(f"shard {config.shard_index}/{config.num_shards} listens on {address}")
         fleet = FleetRegistry(registry)
         await _join(fleet, config)
-        actions = NodeActions(node, fleet, _plan_of(config), _node_config(config, server.addresses))
+        node_config = _node_config(config, server.addresses)
+        actions = NodeActions(node, fleet, _plan_of(config), node_config, card_set=card_set)
         agent = Agent(fleet, actions, AgentConfig(models=config.models or None))
         settle_heap()
         await _serve(agent, actions, server.drain)

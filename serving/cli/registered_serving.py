@@ -15,6 +15,7 @@ from loader.pace import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan
+from serving.cli.devices import device_arguments, num_replicas, open_card_set
 from serving.fleet.ports import SharedPort
 from serving.limits import RequestLimits
 from serving.server import Listening, ServerConfig, serve_until_signalled
@@ -22,6 +23,7 @@ from serving.service import RankingService
 from serving.serving_agent import LocalRows, ServingConfig
 from serving.serving_node import ServingNode
 from shard_node.agent import AgentConfig
+from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode
 from shard_node.node_agent import NodeActions, NodeConfig
 
@@ -49,6 +51,7 @@ def run_registered(
 
     Raises:
         RegistryRecordError: the URL is none. A registry that does not answer is waited for.
+        ShardNodeError: the devices can't be had.
         ListenError, FleetError: a port can't be bound.
     """
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
@@ -59,11 +62,14 @@ def run_registered(
     )
     fleet = FleetRegistry(open_registry(options["registry"]))
     node_id = options["node_id"] or default_node_id(config)
+    card_set = None
+    if options["local"]:
+        card_set = open_card_set(options)
     serving = ServingConfig.model_validate(
         {name: options[name] for name in ("store", "verify", "dtype", "stage_cpu_share")}
-        | {"node_id": node_id, "num_replicas": options["ranking_replicas"]}
+        | {"node_id": node_id, "num_replicas": num_replicas(options["ranking_replicas"], card_set)}
     )
-    local = _local_rows(options, fleet, node_id) if options["local"] else None
+    local = _local_rows(options, fleet, node_id, card_set) if options["local"] else None
     node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
 
     def on_listening(listening: Listening) -> None:
@@ -88,7 +94,7 @@ def worker_arguments(options: dict[str, Any]) -> list[str]:
     for name in _WORKER_FLAGS:
         if options[name] is not None and (options["local"] or name not in _LOCAL_FLAGS):
             arguments += [f"--{name.replace('_', '-')}", str(options[name])]
-    return arguments
+    return arguments + device_arguments(options) if options["local"] else arguments
 
 
 def worker_node_ids(options: dict[str, Any]) -> list[str]:
@@ -130,7 +136,7 @@ def _default_node_id(http_port: int) -> str:
     return "".join(one if one.isascii() and (one.isalnum() or one in "_.:-") else "_" for one in text)[:200]
 
 
-def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str) -> LocalRows:
+def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
     """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
 
     def plan(spec: ModelSpec) -> Plan:
@@ -152,7 +158,7 @@ def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str) -> 
     )
     identity = {"shard_index": 0, "num_shards": 1, "num_cards": options["cards"], "sharding": options["sharding"]}
     node = ShardNode(NodeIdentity.model_validate(identity))
-    return LocalRows(node, NodeActions(node, fleet, partition, config), plan)
+    return LocalRows(node, NodeActions(node, fleet, partition, config, card_set=card_set), plan)
 
 
 def _bytes(gigabytes: float | None) -> int | None:

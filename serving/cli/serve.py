@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from serving.cli.devices import (
+    DEVICE_FLAGS,
+    device_arguments,
+    device_options,
+    num_replicas,
+    open_card_set,
+)
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
     Assignment,
@@ -37,7 +44,7 @@ REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
 """How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
 
 _REGISTERED_ONLY = frozenset({"local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share"})
-_LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"})
+_LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb", *DEVICE_FLAGS})
 
 
 @click.command(cls=WithExamples)
@@ -79,6 +86,7 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
 @sharding_option
 @replicate_option
 @memory_budget_option
+@device_options
 @click.option(
     "--max-memory-gb",
     type=click.FloatRange(min=0),
@@ -157,7 +165,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         else:
             run_registered(options, limits, _server_config(options), _say)
         return
-    folder = _static_folder(options)
+    folder = _static_folder(ctx)
     if options["workers"] > 1:
         from loader.reader import Snapshot
 
@@ -166,21 +174,28 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         config = _workers_config(ctx, _worker_arguments(options, folder) + arguments)
         _run_workers(config, options["http_port"], options["grpc_port"])
         return
+    _run(_source(options, folder), limits, _server_config(options), options["probe_port"])
+
+
+def _source(options: dict[str, Any], folder: Path) -> ModelSource:
+    """Raises as `open_card_set`, and AddressError."""
     from serving.loading import ModelSource
 
     budget_gb = options["memory_budget_gb"]
+    shards, card_set = _addresses(options["shards"]), None
+    if not shards:
+        card_set = open_card_set(options)
     same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
-    source = ModelSource.model_validate(
+    return ModelSource.model_validate(
         {name: options[name] for name in same}
-        | {"snapshot": folder, "shards": _addresses(options["shards"]), "num_replicas": options["ranking_replicas"]}
-        | {"memory_budget_bytes": None if budget_gb is None else int(budget_gb * 1e9)}
+        | {"snapshot": folder, "shards": shards, "num_replicas": num_replicas(options["ranking_replicas"], card_set)}
+        | {"memory_budget_bytes": None if budget_gb is None else int(budget_gb * 1e9), "card_set": card_set}
     )
-    _run(source, limits, _server_config(options), options["probe_port"])
 
 
 def _is_registered(ctx: click.Context) -> bool:
     """Whether the process belongs to a fleet. Raises UsageError for flags of another form."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    given = {name for name in ctx.params if _is_given(ctx, name)}
     static = sorted(given & {"version", "snapshot", "shards"})
     if ctx.params["registry"] is None or (static and "registry" not in given):
         if wrong := sorted(given & _REGISTERED_ONLY):
@@ -195,17 +210,25 @@ def _is_registered(ctx: click.Context) -> bool:
     return True
 
 
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE
+
+
 def _flags(names: Sequence[str]) -> str:
     return ", ".join("--shard" if name == "shards" else f"--{name.replace('_', '-')}" for name in names)
 
 
-def _static_folder(options: dict[str, Any]) -> Path:
+def _static_folder(ctx: click.Context) -> Path:
     """The snapshot's folder. Raises UsageError and SnapshotNotFoundError."""
+    options = ctx.params
     models = options["models"]
     if len(models) > 1:
         raise click.UsageError("Several --model need --registry.")
-    if options["shards"] and options["memory_budget_gb"] is not None:
-        raise click.UsageError("--memory-budget-gb is for rows in this process; shard nodes have their own.")
+    if options["shards"]:
+        wrong = [name for name in ("memory_budget_gb", *DEVICE_FLAGS) if _is_given(ctx, name)]
+        if wrong:
+            verb = "is" if len(wrong) == 1 else "are"
+            raise click.UsageError(f"{_flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
     model = models[0] if models else None
     return SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder().resolve()
 
@@ -253,7 +276,7 @@ def _worker_arguments(options: dict[str, Any], folder: Path) -> list[str]:
     for name in (*names, "shutdown_delay_s"):
         if options[name] is not None:
             arguments += [f"--{name.replace('_', '-')}", str(options[name])]
-    return arguments
+    return arguments if options["shards"] else arguments + device_arguments(options)
 
 
 def _workers_config(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from serving.cli.devices import card_options, device_options, open_card_set
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
-    Sharding,
     ShardNumber,
     cards_option,
     member_options,
@@ -67,6 +67,7 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
 @sharding_option
 @replicate_option
 @memory_budget_option
+@device_options
 @click.option(
     "--max-memory-gb",
     type=click.FloatRange(min=0),
@@ -89,7 +90,12 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
     help="With --registry: read at most this much of a version in a second, in 10^6 bytes.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 256), default=1, show_default=True, metavar="N", help="Threads that pool rows."
+    "--threads",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
 )
 @verify_option
 @click.pass_context
@@ -123,15 +129,7 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     addresses = [Address.parse(text) for text in options["listen"]]
     model = models[0] if models else None
     folder = SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder()
-    node = _load(
-        folder,
-        options["shard"],
-        options["cards"],
-        options["sharding"],
-        options["replicate_bytes"],
-        options["memory_budget_gb"],
-        options["verify"],
-    )
+    node = _load(folder, options)
     _serve(node, addresses, options["threads"])
 
 
@@ -163,7 +161,18 @@ def _registered(options: dict[str, Any]) -> RegisteredNodeConfig:
 
     index, count = options["shard"]
     advertise, rate = options["advertise"], options["stage_mb_per_s"]
-    same = ("registry", "store", "models", "cards", "sharding", "replicate_bytes", "node_id", "threads", "verify")
+    same = (
+        "registry",
+        "store",
+        "models",
+        "cards",
+        "sharding",
+        "replicate_bytes",
+        "node_id",
+        "threads",
+        "verify",
+        "device",
+    )
     settings = {name: options[name] for name in (*same, "stage_cpu_share")} | {
         "shard_index": index,
         "num_shards": count,
@@ -171,6 +180,7 @@ def _registered(options: dict[str, Any]) -> RegisteredNodeConfig:
         "advertise": None if advertise is None else Address.parse(advertise),
         "memory_cap_bytes": _bytes(options["max_memory_gb"]),
         "memory_budget_bytes": _bytes(options["memory_budget_gb"]),
+        "card_options": card_options(options),
         "stage_bytes_per_s": None if rate is None else rate * 1e6,
     }
     try:
@@ -185,25 +195,21 @@ def _bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else int(gigabytes * 1e9)
 
 
-def _load(
-    folder: Path,
-    shard: tuple[int, int],
-    cards: int,
-    sharding: Sharding,
-    replicate_bytes: int,
-    memory_budget_gb: float | None,
-    verify: bool,
-) -> ShardNode:
-    """A node with its rows in memory and live. Raises as `Snapshot.open`, `Plan.make` and `load_tables`."""
+def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
+    """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
     from loader.reader import Snapshot
     from router.plan import Plan
     from shard_node.loading import load_tables
     from shard_node.node import ShardNode
 
-    index, count = shard
-    snapshot = Snapshot.open(folder, verify=verify)
-    plan = Plan.make(snapshot.spec, count, sharding, cards, replicate_bytes)
-    tables = load_tables(snapshot, plan.partition(index), plan.digest, memory_budget_bytes=_bytes(memory_budget_gb))
+    index, count = options["shard"]
+    budget_bytes = _bytes(options["memory_budget_gb"])
+    card_set = open_card_set(options)
+    snapshot = Snapshot.open(folder, verify=options["verify"])
+    plan = Plan.make(snapshot.spec, count, options["sharding"], options["cards"], options["replicate_bytes"])
+    tables = load_tables(
+        snapshot, plan.partition(index), plan.digest, memory_budget_bytes=budget_bytes, card_set=card_set
+    )
     node = ShardNode(plan.identity(index))
     node.stage(snapshot.spec.model, snapshot.version, tables)
     node.flip(snapshot.spec.model, snapshot.version)
@@ -213,10 +219,10 @@ def _load(
 
 
 def _limits(node: ShardNode, threads: int) -> ServerLimits:
-    """The server's limits: where rows may have to be read from disk, the event loop never pools by itself."""
+    """The server's limits: where a disk or a card may have to be waited for, the event loop never pools by itself."""
     from shard_node.server import ServerLimits
 
-    if any(use.tier == "mapped" for use in node.info().memory):
+    if any(use.tier != "ram" for use in node.info().memory):
         return ServerLimits(threads=threads, max_inline_bytes=0)
     return ServerLimits(threads=threads)
 

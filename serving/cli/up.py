@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from serving.cli.devices import device_arguments, device_options
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
-    Sharding,
     cards_option,
     memory_budget_option,
     port_options,
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 @sharding_option
 @replicate_option
 @memory_budget_option
+@device_options
 @click.option(
     "--max-memory-gb",
     type=click.FloatRange(min=0),
@@ -77,30 +78,7 @@ if TYPE_CHECKING:
 @ranking_options
 @verify_option
 @click.pass_context
-def up(
-    ctx: click.Context,
-    store: Path | None,
-    models: tuple[str, ...],
-    version: int | None,
-    snapshot: Path | None,
-    registry: str | None,
-    shards: int,
-    replicas: int,
-    cards: int,
-    workers: int,
-    sharding: Sharding,
-    replicate_bytes: int,
-    memory_budget_gb: float | None,
-    max_memory_gb: float | None,
-    host: str,
-    http_port: int,
-    grpc_port: int,
-    ranking_replicas: int,
-    dtype: str,
-    limit: tuple[tuple[str, str], ...],
-    limits_file: Path | None,
-    verify: bool,
-) -> None:
+def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
 
     Runs until Ctrl-C. Starts a coordinator, shards × replicas shard nodes on private Unix sockets and the serving
@@ -118,18 +96,22 @@ def up(
     from serving.cli.limits import limit_arguments
     from serving.fleet.config import FleetConfig
 
-    settings = {
-        **_what(store, models, version, snapshot), "registry": registry,
-        "shards": shards, "replicas": replicas, "cards": cards, "workers": workers,
-        "sharding": sharding, "replicate_bytes": replicate_bytes, "memory_budget_gb": memory_budget_gb,
-        "verify": verify, "host": host, "http_port": http_port, "grpc_port": grpc_port,
-        "shard_node_arguments": () if max_memory_gb is None else ("--max-memory-gb", str(max_memory_gb)),
+    max_memory_gb, replicas = options["max_memory_gb"], options["ranking_replicas"]
+    node_arguments = () if max_memory_gb is None else ("--max-memory-gb", str(max_memory_gb))
+    same = (
+        *("registry", "shards", "replicas", "cards", "workers", "sharding", "replicate_bytes", "memory_budget_gb"),
+        *("verify", "host", "http_port", "grpc_port"),
+    )
+    settings = _what(options["store"], options["models"], options["version"], options["snapshot"]) | {
+        **{name: options[name] for name in same},
+        "shard_node_arguments": (*node_arguments, *device_arguments(options)),
         "log_level": _root_parameter(ctx, "log_level"),
         "serve_arguments": (
-            *("--ranking-replicas", str(ranking_replicas), "--dtype", dtype),
-            *limit_arguments(limits_file, limit),
+            *(() if replicas is None else ("--ranking-replicas", str(replicas))),
+            *("--dtype", options["dtype"]),
+            *limit_arguments(options["limits_file"], options["limit"]),
         ),
-    }  # fmt: skip
+    }
     _run(FleetConfig.model_validate(settings))
 
 

@@ -20,6 +20,7 @@ class DemoConfig(Frozen):
         seed: of the split, the training and what is generated.
         store: where the snapshot goes; None for a folder that is removed at the end.
         shards, cards, sharding: the fleet's shape.
+        device: where rows lie, as `DeviceChoice.parse` reads it.
         replicate_bytes: tables of at most this size go to every shard. Small, because the demo's tables are: with the
             default of a real fleet nothing would be divided.
         local: everything in this process.
@@ -35,6 +36,7 @@ class DemoConfig(Frozen):
     store: Path | None = None
     shards: int = Field(default=2, ge=1, le=64)
     cards: int = Field(default=2, ge=1, le=64)
+    device: str = "cpu"
     sharding: Literal["hash", "range", "table"] = "hash"
     replicate_bytes: int = Field(default=4096, ge=0)
     local: bool = False

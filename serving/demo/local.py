@@ -14,6 +14,7 @@ from serving.fleet.workers import WorkerPorts
 from serving.loading import ModelSource, load_served_model
 from serving.server import Listening, ServerConfig, running_server
 from serving.service import RankingService
+from shard_node.cuda.card_set import CardSet
 
 
 @asynccontextmanager
@@ -23,10 +24,14 @@ async def local_server(
     """Loads the snapshot and serves it at ports that the caller holds, on this event loop, while the block runs.
 
     Raises:
-        ShardrankError: as `load_served_model`.
+        ShardrankError: as `load_served_model` and `CardSet.open`.
     """
     source = ModelSource(
-        snapshot=folder, cards=config.cards, sharding=config.sharding, replicate_bytes=config.replicate_bytes
+        snapshot=folder,
+        cards=config.cards,
+        card_set=await asyncio.to_thread(CardSet.open, config.device, config.cards),
+        sharding=config.sharding,
+        replicate_bytes=config.replicate_bytes,
     )
     service = RankingService()
     try:

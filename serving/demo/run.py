@@ -262,6 +262,7 @@ def _fleet(config: DemoConfig, folder: Path, registry: str) -> FleetConfig:
         host=config.host,
         http_port=config.http_port,
         grpc_port=config.grpc_port,
+        shard_node_arguments=("--device", config.device),
     )
 
 

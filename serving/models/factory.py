@@ -19,6 +19,7 @@ from serving.models.ranking_model import RankingModel
 from serving.models.target_attention import TargetAttention
 
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
+_CPU = torch.device("cpu")
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
@@ -91,21 +92,30 @@ def bfloat16_is_native(capabilities: Mapping[str, Any] | None = None) -> bool:
     return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
 
 
-def choose_dtype(choice: DtypeChoice, *, native: bool | None = None) -> torch.dtype:
-    """The number format of the ranking model: `auto` is bfloat16 where the CPU has it.
+def device_has_bfloat16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 matrices in hardware: GPUs of compute capability 8.0 and above do."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bfloat16_is_native()
+
+
+def choose_dtype(choice: DtypeChoice, device: torch.device = _CPU, *, native: bool | None = None) -> torch.dtype:
+    """The number format of the ranking model: `auto` is bfloat16 where the device has it.
 
     Args:
         choice: what was configured.
-        native: whether the CPU has bfloat16; None asks it.
+        device: that will score.
+        native: whether it has bfloat16; None asks it.
 
     Raises:
-        RankingModelError: if bfloat16 is asked for and the CPU has none.
+        RankingModelError: if bfloat16 is asked for and the device has none.
     """
     if choice == "float32":
         return torch.float32
-    native = bfloat16_is_native() if native is None else native
+    native = device_has_bfloat16(device) if native is None else native
     if choice == "bfloat16" and not native:
-        raise RankingModelError("dtype 'bfloat16': this CPU has no bfloat16; use 'auto' or 'float32'")
+        what = "CPU" if device.type == "cpu" else "GPU"
+        raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
     return torch.bfloat16 if native else torch.float32
 
 

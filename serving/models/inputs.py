@@ -155,6 +155,17 @@ class RankingInputs:
         """N."""
         return self.columns.shape[0]
 
+    def on(self, device: torch.device) -> RankingInputs:
+        """The same inputs on another device; themselves if they are there."""
+        if self.columns.device == device:
+            return self
+        sequences = {
+            name: SequenceInput(sequence.rows.to(device), sequence.mask.to(device))
+            for name, sequence in self.sequences.items()
+        }
+        owner = self.request_of_candidate.to(device)
+        return RankingInputs(self.columns.to(device), self.dense_width, self.embedding_width, sequences, owner)
+
     def to(self, dtype: torch.dtype) -> RankingInputs:
         """The same inputs in another floating-point type."""
         sequences = {

@@ -114,12 +114,13 @@ class CardEngine:
             raise InvalidBagsError(
                 f"{bags.num_bags} bags of {bags.num_values} values; a batch has fewer than {MAX_BATCH_VALUES} of each"
             )
+        tables = bags.keys.astype(np.int64)
         pool = self._free_pools.get()
         try:
-            blocks = pool.pool(bags)
+            blocks = pool.pool(bags, tables)
         finally:
             self._free_pools.put(pool)
-        self._rows.lookups.add(bags.keys.astype(np.int64), bags)
+        self._rows.lookups.add(tables, bags)
         return blocks
 
     def lane(self, card: int) -> Lane:

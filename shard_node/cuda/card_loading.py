@@ -64,7 +64,8 @@ class CardTableLoad:
         card_set: the cards, and what a version may take of them.
         memory_budget_bytes: RAM that its pinned rows may take, if that is less than the card set's options say.
         observed: how often rows of the version before were looked up, by table; counts for another number of rows are
-            left out. What the snapshot says itself goes first.
+            left out. What the snapshot says itself goes first. They decide only where rows go: counts of another
+            vocabulary's rows place them no better than chance, and no worse.
         upload_bytes: of each of the buffers that rows pass through.
 
     Attributes:

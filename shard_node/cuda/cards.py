@@ -31,7 +31,7 @@ class Memory(Protocol):
         ...
 
     def free(self) -> None:
-        """Gives it back. Nothing that uses it may be under way. Idempotent."""
+        """Gives it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself."""
         ...
 
 
@@ -79,10 +79,10 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Recorded work that is launched as one."""
+    """Recorded work that is launched as one. It knows addresses, and keeps none of the memory that lies there."""
 
     def replay(self, stream: Stream) -> None:
-        """Puts it on the stream."""
+        """Puts it on the stream, which is the one it was captured on: graphs of one stream share torch's memory."""
         ...
 
 
@@ -122,7 +122,7 @@ class Card(Protocol):
         ...
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
-        """Launches `grid` blocks of THREADS_PER_BLOCK threads. The structures are copied at once."""
+        """Launches `grid` blocks of THREADS_PER_BLOCK threads, at least one. The structures are copied at once."""
         ...
 
     def copy_to_card(self, target: int, source: PinnedMemory, first: int, size_bytes: int, stream: Stream) -> None:
@@ -142,7 +142,10 @@ class Card(Protocol):
         ...
 
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Within it, this thread's torch operations go to the stream."""
+        """Within it, this thread's torch operations go to the stream.
+
+        None may wait for the whole device (`torch.cuda.synchronize`) while a stream of it is captured anywhere.
+        """
         ...
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:

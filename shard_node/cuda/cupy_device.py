@@ -81,6 +81,8 @@ class CupyDevice:
             self._functions = compiled(_SOURCE.read_text(encoding="utf-8"), KERNELS, index)
         self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
         self.spare_events: deque[int] = deque()
+        # At the end of the process CUDA may be gone before.
+        weakref.finalize(self, _destroy_events, index, self.spare_events).atexit = False
 
     def current(self, action: str) -> Current:
         """A context within which the device is current; `action` is for the message of CardError."""
@@ -122,13 +124,18 @@ class CupyDevice:
             return int(runtime.memGetInfo()[0])
 
 
+def _destroy_events(index: int, events: deque[int]) -> None:
+    with Current(index, "ending events"):
+        while events:
+            runtime.eventDestroy(events.pop())
+
+
 class CupyMemory:
     """Bytes of one device. Given back by `free`, or when nobody holds it any more."""
 
     def __init__(self, device: CupyDevice, address: int, size_bytes: int) -> None:
         self._address, self._size_bytes = address, size_bytes
         self._release = weakref.finalize(self, _free, device, address, size_bytes)
-        # At the end of the process CUDA may be gone before.
         self._release.atexit = False
 
     @property

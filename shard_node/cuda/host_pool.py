@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.cuda.batch import BatchLayout, BatchShapes, BatchViews, RunTable
 from shard_node.cuda.cards import Memory, PinnedMemory
 from shard_node.cuda.kernel_params import MODES
@@ -28,9 +28,14 @@ class HostPool:
         self._out: Memory | None = None
         self._down: PinnedMemory | None = None
 
-    def pool(self, bags: KeyedBags) -> list[Float32Array]:
-        """As `Engine.pool`, of checked bags of which there is at least one."""
-        runs, group_elements = block_runs(self._lane.rows.shapes, bags)
+    def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
+        """As `Engine.pool`, of checked bags of which there is at least one.
+
+        Args:
+            bags: keys are tables.
+            tables: int64 [S], the same keys.
+        """
+        runs, group_elements = block_runs(self._lane.rows.shapes, bags, tables)
         try:
             down = self._pool(bags, RunTable(self._lane.rows.shapes, runs), runs.out_bytes)
         except BaseException:
@@ -84,17 +89,17 @@ class HostPool:
         self._free_outputs()
 
 
-def block_runs(shapes: BatchShapes, bags: KeyedBags) -> tuple[OutputRuns, list[tuple[int, int]]]:
+def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
     """Runs that write one block [bags of the group, embedding_dim] for each group, all behind one another.
 
     Args:
         shapes: of the layout.
         bags: keys are tables.
+        tables: int64 [S], the same keys.
 
     Returns:
         The runs, and for each group the elements [first, end) of its block; blocks are aligned to 16 bytes.
     """
-    tables = bags.keys.astype(np.int64)
     dims = shapes.dim_of_table[tables]
     elements = bags.bags_per_key * dims
     ends = np.zeros(tables.size + 1, np.int64)

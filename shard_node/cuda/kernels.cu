@@ -2,9 +2,9 @@
 //
 // What the kernels take is described, field by field, in kernel_params.py. Rows are laid out as row_format.py says.
 //
-// One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with ROWS_IN_FLIGHT rows on their way at
-// a time: nothing is passed between threads, so the same source also runs on the host (cuda_on_host.h), one thread
-// after the other. Needs no CUDA header: NVRTC compiles it as it is.
+// One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with several rows on their way at a time.
+// Nothing is passed between threads, so the same source also runs on the host (cuda_on_host.h), one thread after the
+// other. Needs no CUDA header: NVRTC compiles it as it is.
 //
 // Rows, places and batches are loaded through the read-only path. Nobody writes them while a launch reads them: row
 // writes and uploads are other launches, ordered by events.
@@ -22,7 +22,6 @@ using i64 = long long;
 constexpr int MAX_OWNERS = 66;
 constexpr u32 THREADS_PER_BLOCK = 256;
 constexpr u32 CHUNK_BYTES = 16;
-constexpr int ROWS_IN_FLIGHT = 4;
 
 constexpr u32 NOT_HERE = 0xFFFFFFFFu;
 constexpr u32 MAPPED = 0xFFFFFFFEu;
@@ -136,7 +135,9 @@ __device__ __forceinline__ T* keep_whole(T* pointer) {
 // sometimes is held through the whole loop.
 __device__ __forceinline__ uint4 load_if(bool wanted, const uint4* address) {
     uint4 v;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%5];}"
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; "
+                 "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0; "
+                 "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%5];}"
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
                  : "r"(static_cast<u32>(wanted)), "l"(address));
     return v;
@@ -144,7 +145,8 @@ __device__ __forceinline__ uint4 load_if(bool wanted, const uint4* address) {
 
 __device__ __forceinline__ uint2 load_if(bool wanted, const uint2* address) {
     uint2 v;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; mov.u32 %1, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%3];}"
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; mov.u32 %1, 0; "
+                 "@p ld.global.nc.v2.u32 {%0, %1}, [%3];}"
                  : "=&r"(v.x), "=&r"(v.y)
                  : "r"(static_cast<u32>(wanted)), "l"(address));
     return v;
@@ -169,10 +171,14 @@ __device__ __forceinline__ u32 word_of(const uint4& chunk, int number) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Row formats. ELEMENTS: of one chunk. Tail: scale and bias as they lie in the row. `add` adds weight * row.
+// Row formats. ELEMENTS: of one chunk. IN_FLIGHT: rows that a thread has on their way at once; as many as leave room
+// for MIN_BLOCKS thread blocks on a multiprocessor without spilling registers. Tail: scale and bias as they lie in the
+// row. `add` adds weight * row.
 
 struct Int8Rows {
     static constexpr int ELEMENTS = 16;
+    static constexpr int IN_FLIGHT = 4;
+    static constexpr int MIN_BLOCKS = 3;
     using Tail = uint2;
 
     __device__ static __forceinline__ u32 tail_offset(u32 dim) { return (dim + 7u) & ~7u; }
@@ -192,6 +198,8 @@ struct Int8Rows {
 
 struct Int4Rows {
     static constexpr int ELEMENTS = 32;
+    static constexpr int IN_FLIGHT = 4;
+    static constexpr int MIN_BLOCKS = 2;
     using Tail = u32;
 
     __device__ static __forceinline__ u32 tail_offset(u32 dim) { return ((dim + 1u) / 2u + 3u) & ~3u; }
@@ -223,6 +231,8 @@ struct NoTail {};
 
 struct Fp16Rows {
     static constexpr int ELEMENTS = 8;
+    static constexpr int IN_FLIGHT = 4;
+    static constexpr int MIN_BLOCKS = 4;
     using Tail = NoTail;
 
     __device__ static __forceinline__ u32 tail_offset(u32) { return 0; }
@@ -241,6 +251,8 @@ struct Fp16Rows {
 
 struct Fp32Rows {
     static constexpr int ELEMENTS = 4;
+    static constexpr int IN_FLIGHT = 4;
+    static constexpr int MIN_BLOCKS = 4;
     using Tail = NoTail;
 
     __device__ static __forceinline__ u32 tail_offset(u32) { return 0; }
@@ -260,7 +272,7 @@ __device__ __forceinline__ bool aligned(const void* address, u32 bytes) {
     return (reinterpret_cast<u64>(address) & (bytes - 1u)) == 0;
 }
 
-// values[0 .. left) to `out`; in vectors where all of them go and the address allows it.
+// values[0 .. min(left, N)) to `out`; in vectors where all of them go and the address allows it.
 template <int N>
 __device__ __forceinline__ void store_floats(float* out, u32 left, const float (&values)[N]) {
     if (left >= N && aligned(out, 16)) {
@@ -302,6 +314,16 @@ __device__ __forceinline__ void store_16_bits(u16* out, u32 left, const float (&
     }
 }
 
+// The first `left` of the values, at most N, from the output's element `element` on.
+template <int N>
+__device__ __forceinline__ void store(const BatchParams& batch, i64 element, u32 left, const float (&values)[N]) {
+    if (batch.out_dtype == OUT_FP32) {
+        store_floats(static_cast<float*>(batch.out) + element, left, values);
+    } else {
+        store_16_bits(static_cast<u16*>(batch.out) + element, left, values, batch.out_dtype);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Pooling
 
@@ -319,6 +341,20 @@ __device__ __forceinline__ u64 row_at(const ArenaParams& arena, u32 table, u32 p
     const u32 slot = place >> arena.owner_bits;
     const u64 start = __ldg(arena.starts + (table * (arena.num_cards + 2u) + owner));
     return reinterpret_cast<u64>(arena.rows[owner]) + (start + static_cast<u64>(slot) * arena.row_stride);
+}
+
+// Counts a bag's values that have no row. Rare: pooling only notes that there is something to count, and one thread of
+// the bag reads its values once more.
+__device__ __forceinline__ void count_bad(
+    const BatchParams& batch, u32 first, u32 end, const u32* places, u32 num_rows) {
+#pragma unroll 1
+    for (u32 i = first; i < end; ++i) {
+        const u32 value = __ldg(batch.values + i);
+        const bool is_row = value < num_rows;
+        if (!is_row || __ldg(places + value) == NOT_HERE) {
+            atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
+        }
+    }
 }
 
 template <class Rows>
@@ -356,15 +392,15 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     bool is_bad = false;  // whether some value has no row on the cards that should have one
 
     // Three stages: while rows are on their way, so are the places of the next rows and the values after those.
-    u32 values[ROWS_IN_FLIGHT];
-    u32 next_places[ROWS_IN_FLIGHT];
+    u32 values[Rows::IN_FLIGHT];
+    u32 next_places[Rows::IN_FLIGHT];
     const auto load_values = [&](u32 first) {
 #pragma unroll
-        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
+        for (int i = 0; i < Rows::IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
     };
     const auto load_places = [&](u32 first) {
 #pragma unroll
-        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+        for (int i = 0; i < Rows::IN_FLIGHT; ++i) {
             const bool is_value = first + i < end;
             const bool is_row = is_value && values[i] < table.num_rows;
             next_places[i] = load_if(is_row, places + values[i], is_value ? NOT_HERE : MAPPED);
@@ -372,15 +408,15 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     };
     load_values(position);
     load_places(position);
-    load_values(position + ROWS_IN_FLIGHT);
+    load_values(position + Rows::IN_FLIGHT);
 
-    for (; position < end; position += ROWS_IN_FLIGHT) {
-        uint4 chunks[ROWS_IN_FLIGHT];
-        typename Rows::Tail tails[ROWS_IN_FLIGHT];
-        u32 weights[ROWS_IN_FLIGHT];
-        bool here[ROWS_IN_FLIGHT];
+    for (; position < end; position += Rows::IN_FLIGHT) {
+        uint4 chunks[Rows::IN_FLIGHT];
+        typename Rows::Tail tails[Rows::IN_FLIGHT];
+        u32 weights[Rows::IN_FLIGHT];
+        bool here[Rows::IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+        for (int i = 0; i < Rows::IN_FLIGHT; ++i) {
             here[i] = is_on_cards(next_places[i]);
             is_bad |= next_places[i] == NOT_HERE;
             const u64 row = row_at(arena, run.x, here[i] ? next_places[i] : 0);
@@ -389,25 +425,15 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
             const u64 weight = reinterpret_cast<u64>(batch.weights) + (position + i) * sizeof(float);
             weights[i] = load_if(here[i] && batch.weights, reinterpret_cast<const u32*>(weight), ONE);
         }
-        load_places(position + ROWS_IN_FLIGHT);
-        load_values(position + 2 * ROWS_IN_FLIGHT);
+        load_places(position + Rows::IN_FLIGHT);
+        load_values(position + 2 * Rows::IN_FLIGHT);
 #pragma unroll
-        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+        for (int i = 0; i < Rows::IN_FLIGHT; ++i) {
             if (here[i]) Rows::add(sums, biases, chunks[i], tails[i], __uint_as_float(weights[i]));
         }
     }
 
-    // Rare, so the loop above only notes that there is something to count, and one thread of the bag does it here.
-    if (is_bad && chunk_number == 0) {
-#pragma unroll 1
-        for (u32 i = end - length; i < end; ++i) {
-            const u32 value = __ldg(batch.values + i);
-            const bool is_row = value < table.num_rows;
-            if (!is_row || __ldg(places + value) == NOT_HERE) {
-                atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
-            }
-        }
-    }
+    if (is_bad && chunk_number == 0) count_bad(batch, end - length, end, places, table.num_rows);
 
     const float factor = run.w == MODE_MEAN && length ? 1.0f / static_cast<float>(length) : 1.0f;
 #pragma unroll
@@ -416,34 +442,25 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     // Loaded only now: until here they would take registers from the rows in flight.
     const i64 out_offset = __ldg(&batch.runs[work.x].out_offset);
     const i64 out_stride = __ldg(&batch.runs[work.x].out_stride);
-    const i64 element = out_offset + static_cast<i64>(bag) * out_stride + column;
-    const u32 left = arena.embedding_dim - column;
-    if (batch.out_dtype == OUT_FP32) {
-        store_floats(static_cast<float*>(batch.out) + element, left, sums);
-    } else {
-        store_16_bits(static_cast<u16*>(batch.out) + element, left, sums, batch.out_dtype);
-    }
+    store(batch, out_offset + static_cast<i64>(bag) * out_stride + column, arena.embedding_dim - column, sums);
 }
 
-// The second number: thread blocks that a multiprocessor is to hold at once; as many as leave registers for
-// ROWS_IN_FLIGHT rows without spilling.
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 3)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int8Rows::MIN_BLOCKS)
     pool_int8(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Int8Rows>(arena, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int4Rows::MIN_BLOCKS)
     pool_int4(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Int4Rows>(arena, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp16Rows::MIN_BLOCKS)
     pool_fp16(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Fp16Rows>(arena, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp32Rows::MIN_BLOCKS)
     pool_fp32(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Fp32Rows>(arena, batch);
 }

@@ -31,6 +31,7 @@ class RowChecks:
         self._layout = layout
         self._is_here: BoolArray = np.asarray(partition.card_of_bucket >= 0)
         self._is_divided: BoolArray = np.asarray(~self._is_here.all(axis=1))
+        self._any_divided = bool(self._is_divided.any())
         self._shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables], np.int64)
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
@@ -40,6 +41,8 @@ class RowChecks:
             InvalidBagsError: naming what is wrong, with table and row.
         """
         self.limits.check(bags, tables)
+        if not self._any_divided:
+            return
         if tables is None:
             tables = bags.keys.astype(np.int64)
         if self._is_divided[tables].any():

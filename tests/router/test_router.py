@@ -358,3 +358,18 @@ def test_a_router_needs_a_shard_for_each_of_the_plan(stores):
     router = local_router(stored.snapshot, Topology(shards=2))
     with pytest.raises(PlanError, match="the plan has 2 shards, but 0 were given"):
         Router(stored.schema, None, router.plan, [])
+
+
+def test_ids_are_mapped_without_asking_a_shard_to_what_a_lookup_asks_for(tmp_path):
+    path, _ = write_snapshot(tmp_path, make_spec())
+    snapshot = Snapshot.open(path)
+    router = local_router(snapshot, Topology())
+    lengths = np.array([1, 2, 0, 3], np.int64)
+    rows = np.array([7, 3, 3, 1, 0, 2], np.int64)
+    bags = KeyedBags.from_lengths(np.array([0, 1], np.int32), np.array([2, 2], np.int64), lengths, rows)
+    mapped = router.map(bags)
+    assert not len(mapped.rejected)
+    asked = asyncio.run(lookup(router, snapshot, bags)).bags
+    for one in (mapped.bags, asked):
+        np.testing.assert_array_equal(one.values, rows)
+        np.testing.assert_array_equal(one.offsets, bags.offsets)

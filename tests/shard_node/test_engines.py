@@ -72,7 +72,7 @@ def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     return Snapshot.open(path), ReferenceEngine(spec, decoded_tables(spec, tables))
 
 
-@pytest.fixture(params=[*ENGINES, *engine_params()])
+@pytest.fixture(scope="module", params=[*ENGINES, *engine_params()])
 def engines(request, stored) -> Iterator[tuple[Engine, ReferenceEngine]]:
     snapshot, reference = stored
     param = request.param

@@ -119,6 +119,11 @@ def test_bfloat16_is_refused_where_the_cpu_has_none() -> None:
         choose_dtype("bfloat16", native=False)
 
 
+def test_the_error_names_the_device_that_has_no_bfloat16() -> None:
+    with pytest.raises(RankingModelError, match="'bfloat16': this GPU has no bfloat16"):
+        choose_dtype("bfloat16", torch.device("cuda", 0), native=False)
+
+
 def test_emulated_bfloat16_does_not_count_as_native() -> None:
     emulating = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
     assert not bfloat16_is_native(emulating)

@@ -48,6 +48,9 @@ def pack(bags: KeyedBags, table: RunTable, layout: BatchLayout | None = None) ->
     layout = layout or BatchLayout.tight(bags, blocks)
     views = BatchViews(np.full(layout.size_bytes, 0xEE, np.uint8), layout)
     views.write_constant(table)
+    for target in views.blocks:
+        # As a larger batch before may have left it.
+        target[:] = 0
     views.pack(bags, blocks)
     return views
 

@@ -81,6 +81,19 @@ def test_answers_are_the_callers_own(engine):
         np.testing.assert_array_equal(block, before)
 
 
+def test_callers_who_take_turns_take_cards_in_turn(stored):
+    engine = OnCards(3, "peers").load(stored[0])
+    lanes = [pool._lane for pool in engine._pools]
+    assert [lane.card.number for lane in lanes] == [*range(3)] * POOLS_PER_CARD
+    for turn in range(2 * len(lanes)):
+        before = [lane.stream.done for lane in lanes]
+        engine.pool(one_big_bag(2))
+        worked = [lane.stream.done > done for lane, done in zip(lanes, before, strict=True)]
+        assert worked.index(True) == turn % len(lanes)
+        assert sum(worked) == 1
+    engine.close()
+
+
 def small_engine(snapshot: Snapshot, total_bytes: int) -> tuple[CardEngine, EmulatedCards]:
     cards = EmulatedCards(2, total_bytes=total_bytes)
     card_set = CardSet(cards, options_for(SPEC, 2, "every tier"), CardMemory(cards, reserve_bytes=0))

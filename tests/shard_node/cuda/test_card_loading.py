@@ -217,6 +217,20 @@ def test_rows_of_another_node_are_on_no_card(tmp_path, bucketing):
     assert sum(held) == 2000
 
 
+@pytest.mark.parametrize(("num_cards", "shard"), [(1, 1), (3, 1), (40, 0)])
+def test_a_node_with_no_row_of_a_table_and_cards_with_no_bucket_are_loaded_too(tmp_path, num_cards, shard):
+    spec = one_table_spec(5)
+    snapshot = Snapshot.open(write_snapshot(tmp_path, spec, seed=3)[0])
+    plan = Plan.make(spec, 2, "table", num_cards, 0)
+    cards = EmulatedCards(num_cards)
+    before = free_bytes(cards)
+    tables = load_tables(snapshot, plan.partition(shard), plan.digest, card_set=CardSet(cards))
+    expected = snapshot.read_rows("items", 0, 5) if shard == 0 else np.zeros((5, 16), np.uint8)
+    np.testing.assert_array_equal(stored_rows(tables.engine, "items"), expected)
+    tables.close()
+    assert free_bytes(cards) == before
+
+
 @pytest.mark.parametrize("observed", [False, True])
 def test_progress_tells_every_byte_of_every_row_once(snapshot, observed):
     told: list[tuple[str, int, int]] = []

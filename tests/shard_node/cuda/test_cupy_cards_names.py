@@ -8,6 +8,7 @@ import inspect
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +117,15 @@ def test_the_numbers_of_cudas_constants_are_those_that_its_documentation_has():
     constants = (runtime.memcpyDefault, runtime.streamNonBlocking, runtime.eventDisableTiming)
     assert constants == (4, 1, 2)
     assert (runtime.hostAllocPortable, runtime.hostAllocMapped) == (1, 2)
+
+
+def test_what_cupy_makes_without_a_device_can_be_made_as_it_is():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed; it needs no device for this")
+    cupy.RawModule(code="", options=("-std=c++17",), backend="nvrtc")  # Compiles only when it is asked for a kernel.
+    memory = cupy.cuda.UnownedMemory(4096, 64, object(), 0)
+    array = cupy.ndarray((64,), dtype=np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
+    assert (array.data.ptr, array.nbytes, array.dtype) == (4096, 64, np.uint8)
+    assert "stream=" in array.__dlpack__.__doc__
 
 
 def test_every_name_of_torch_is_there():

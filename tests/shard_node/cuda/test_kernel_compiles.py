@@ -88,7 +88,7 @@ def test_kernels_keep_to_registers(compiler, architecture, asserting_source, tmp
 def test_a_kernel_that_does_not_keep_to_registers_is_told_apart(compiler, tmp_path):
     source = tmp_path / "kernels.cu"
     text = KERNEL_SOURCE.read_text()
-    squeezed = text.replace("(THREADS_PER_BLOCK, 2)\n    pool_int4", "(THREADS_PER_BLOCK, 8)\n    pool_int4")
+    squeezed = text.replace("Int4Rows::MIN_BLOCKS)", "8)")
     assert squeezed != text
     source.write_text(squeezed)
     report = resources(compiler, source, "sm_90", tmp_path)

@@ -166,8 +166,8 @@ class EmulatedGraph:
     def replay(self, stream: Stream) -> None:
         if not isinstance(stream, EmulatedStream):
             raise EmulationError(f"{stream!r} is no stream of an emulated card")
-        if stream.card != self._record.stream.card:
-            raise EmulationError(f"a graph of card {self._record.stream.card} can't be replayed on card {stream.card}")
+        if stream is not self._record.stream:
+            raise EmulationError("a graph must be replayed on the stream that it was captured on")
         # torch's part of the work happens during the call, so all before it has to have happened.
         stream.synchronize()
         record = _Record(self._record.stream, self._record.work, replayed_on=stream)
@@ -222,6 +222,7 @@ class EmulatedCard:
 
         def run() -> None:
             self._check_reach(target, size_bytes)
+            self._check_reach(pinned, size_bytes)
             ctypes.memmove(target, pinned, size_bytes)
 
         self._put(stream, ("to card", target, pinned, size_bytes), run)
@@ -231,6 +232,7 @@ class EmulatedCard:
 
         def run() -> None:
             self._check_reach(source, size_bytes)
+            self._check_reach(pinned, size_bytes)
             ctypes.memmove(pinned, source, size_bytes)
 
         self._put(stream, ("to host", pinned, source, size_bytes), run)

@@ -82,7 +82,11 @@ def _loaded(compiler: str, source: Path, sanitized: bool) -> HostKernels:
     entries = "".join(f"CUDA_ON_HOST_KERNEL({kernel})\n" for kernel in KERNELS)
     unit = f'#define SHARDRANK_ON_HOST\n#include "{source}"\n{entries}'
     command = [compiler, *FLAGS, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER), "-x", "c++", "-"]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_TIMEOUT_S).stdout
+    # Not the sanitizer that this process may run under: the compiler is not to be checked.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    version = subprocess.run(
+        [compiler, "--version"], env=environment, capture_output=True, check=True, timeout=COMPILE_TIMEOUT_S
+    ).stdout
     key = hashlib.sha256(
         b"\0".join([version, repr(command).encode(), unit.encode(), source.read_bytes(), HOST_HEADER.read_bytes()])
     ).hexdigest()
@@ -97,6 +101,7 @@ def _loaded(compiler: str, source: Path, sanitized: bool) -> HostKernels:
             made = Path(unfinished.name)
         done = subprocess.run(
             [*command, "-o", str(made)],
+            env=environment,
             input=unit,
             capture_output=True,
             text=True,

@@ -1,0 +1,143 @@
+"""Graphs on cards of every kind: what they do again, on which stream, and what may go on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from shard_node.cuda.kernel_params import ADD_KERNEL, THREADS_PER_BLOCK
+from shardrank_testing.card_bytes import add_params, numbers, on_card
+
+
+def doubled_on(made, card, stream, count):
+    """Work that a graph can hold: a copy up, a launch, torch, a copy down; and its buffers."""
+    up, down = made.allocate_pinned(4 * count), made.allocate_pinned(4 * count)
+    memory = card.allocate(4 * count)
+    where = on_card(card, made, np.zeros(1, np.int64), stream)
+    ones = on_card(card, made, np.ones(count, np.float32), stream)
+    view = card.tensor(memory, 0, (count,), torch.float32)
+
+    def work():
+        params = add_params(where, ones, memory.address, 1, count)
+        card.copy_to_card(memory.address, up, 0, 4 * count, stream)
+        card.launch(ADD_KERNEL, (-(-count // THREADS_PER_BLOCK), 1), [params], stream)
+        with card.torch_stream(stream):
+            view.copy_(view * 2)
+        card.copy_to_host(down, 0, memory.address, 4 * count, stream)
+
+    return work, up, down
+
+
+def test_a_graph_does_its_work_again_on_what_lies_in_memory_then(cards):
+    made = cards(2)
+    for card in made.cards:
+        stream = card.stream()
+        work, up, down = doubled_on(made, card, stream, 1000)
+        work()
+        stream.synchronize()
+        graph = card.capture(stream, work)
+        for seed in range(3):
+            up.array.view(np.float32)[:] = numbers(1000, seed)
+            graph.replay(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(down.array.view(np.float32), (numbers(1000, seed) + 1) * 2)
+
+
+def test_a_graph_is_replayed_on_its_own_stream_alone(cards):
+    made = cards(1)
+    card, stream = made.cards[0], made.cards[0].stream()
+    work, *buffers = doubled_on(made, card, stream, 100)
+    work()
+    stream.synchronize()
+    graph = card.capture(stream, work)
+    with pytest.raises(Exception, match="must be replayed on the stream that it was captured on"):
+        graph.replay(card.stream())
+    del buffers
+
+
+def test_graphs_of_one_stream_are_replayed_in_any_order_and_end_one_by_one(cards):
+    made = cards(1)
+    card, stream = made.cards[0], made.cards[0].stream()
+
+    def captured(count):
+        work, up, down = doubled_on(made, card, stream, count)
+        work()
+        stream.synchronize()
+        # A graph knows addresses: whoever keeps it keeps what lies there, here by way of the work.
+        return card.capture(stream, work), work, up, down
+
+    def check(graph, _, up, down, seed):
+        expected = numbers(up.size_bytes // 4, seed)
+        up.array.view(np.float32)[:] = expected
+        graph.replay(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(down.array.view(np.float32), (expected + 1) * 2)
+
+    for seed in range(2):  # In the second round all graphs of the first are gone.
+        graphs = {count: captured(count) for count in (300, 1000, 20)}
+        for count in (20, 1000, 300, 1000):
+            check(*graphs[count], seed)
+        del graphs[1000]
+        check(*graphs[20], seed)
+        graphs[70] = captured(70)
+        for count in (20, 70, 300):
+            check(*graphs.pop(count), seed)
+
+
+def test_work_goes_on_in_other_threads_while_a_graph_is_captured(cards):
+    made = cards(1)
+    card = made.cards[0]
+    stream, other = card.stream(), card.stream()
+    work, up, down = doubled_on(made, card, stream, 1000)
+    elsewhere, there_up, there_down = doubled_on(made, card, other, 1000)
+    work()
+    stream.synchronize()
+    there_up.array.view(np.float32)[:] = numbers(1000, 1)
+    inside, outside = threading.Event(), threading.Event()
+
+    def work_elsewhere():
+        inside.wait()
+        elsewhere()
+        other.record().synchronize()
+        outside.set()
+
+    def work_meanwhile():
+        work()
+        inside.set()
+        outside.wait()
+
+    thread = threading.Thread(target=work_elsewhere)
+    thread.start()
+    graph = card.capture(stream, work_meanwhile)
+    thread.join()
+    np.testing.assert_array_equal(there_down.array.view(np.float32), (numbers(1000, 1) + 1) * 2)
+    up.array.view(np.float32)[:] = numbers(1000, 2)
+    graph.replay(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(down.array.view(np.float32), (numbers(1000, 2) + 1) * 2)
+
+
+def test_a_capture_that_fails_leaves_the_stream_usable(cards):
+    made = cards(1)
+    card, stream = made.cards[0], made.cards[0].stream()
+    work, up, down = doubled_on(made, card, stream, 1000)
+    work()
+    stream.synchronize()
+
+    def fails():
+        work()
+        raise KeyError("not a CUDA error")
+
+    with pytest.raises(KeyError):
+        card.capture(stream, fails)
+    up.array.view(np.float32)[:] = numbers(1000, 3)
+    work()
+    stream.synchronize()
+    np.testing.assert_array_equal(down.array.view(np.float32), (numbers(1000, 3) + 1) * 2)
+    graph = card.capture(stream, work)
+    graph.replay(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(down.array.view(np.float32), (numbers(1000, 3) + 1) * 2)
