@@ -22,6 +22,8 @@ using i64 = long long;
 constexpr int MAX_OWNERS = 66;
 constexpr u32 THREADS_PER_BLOCK = 256;
 constexpr u32 CHUNK_BYTES = 16;
+// Of one bag, that a thread has on their way at a time.
+constexpr int ROWS_IN_FLIGHT = 4;
 
 constexpr u32 NOT_HERE = 0xFFFFFFFFu;
 constexpr u32 MAPPED = 0xFFFFFFFEu;
@@ -171,13 +173,12 @@ __device__ __forceinline__ u32 word_of(const uint4& chunk, int number) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Row formats. ELEMENTS: of one chunk. IN_FLIGHT: rows that a thread has on their way at once; as many as leave room
-// for MIN_BLOCKS thread blocks on a multiprocessor without spilling registers. Tail: scale and bias as they lie in the
-// row. `add` adds weight * row.
+// Row formats. ELEMENTS: of one chunk. MIN_BLOCKS: thread blocks that a multiprocessor is to hold at once; as many as
+// leave registers for ROWS_IN_FLIGHT rows without spilling. Tail: scale and bias as they lie in the row. `add` adds
+// weight * row.
 
 struct Int8Rows {
     static constexpr int ELEMENTS = 16;
-    static constexpr int IN_FLIGHT = 4;
     static constexpr int MIN_BLOCKS = 3;
     using Tail = uint2;
 
@@ -198,7 +199,6 @@ struct Int8Rows {
 
 struct Int4Rows {
     static constexpr int ELEMENTS = 32;
-    static constexpr int IN_FLIGHT = 4;
     static constexpr int MIN_BLOCKS = 2;
     using Tail = u32;
 
@@ -231,7 +231,6 @@ struct NoTail {};
 
 struct Fp16Rows {
     static constexpr int ELEMENTS = 8;
-    static constexpr int IN_FLIGHT = 4;
     static constexpr int MIN_BLOCKS = 4;
     using Tail = NoTail;
 
@@ -251,7 +250,6 @@ struct Fp16Rows {
 
 struct Fp32Rows {
     static constexpr int ELEMENTS = 4;
-    static constexpr int IN_FLIGHT = 4;
     static constexpr int MIN_BLOCKS = 4;
     using Tail = NoTail;
 
@@ -392,15 +390,15 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     bool is_bad = false;  // whether some value has no row on the cards that should have one
 
     // Three stages: while rows are on their way, so are the places of the next rows and the values after those.
-    u32 values[Rows::IN_FLIGHT];
-    u32 next_places[Rows::IN_FLIGHT];
+    u32 values[ROWS_IN_FLIGHT];
+    u32 next_places[ROWS_IN_FLIGHT];
     const auto load_values = [&](u32 first) {
 #pragma unroll
-        for (int i = 0; i < Rows::IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
     };
     const auto load_places = [&](u32 first) {
 #pragma unroll
-        for (int i = 0; i < Rows::IN_FLIGHT; ++i) {
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             const bool is_value = first + i < end;
             const bool is_row = is_value && values[i] < table.num_rows;
             next_places[i] = load_if(is_row, places + values[i], is_value ? NOT_HERE : MAPPED);
@@ -408,15 +406,15 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     };
     load_values(position);
     load_places(position);
-    load_values(position + Rows::IN_FLIGHT);
+    load_values(position + ROWS_IN_FLIGHT);
 
-    for (; position < end; position += Rows::IN_FLIGHT) {
-        uint4 chunks[Rows::IN_FLIGHT];
-        typename Rows::Tail tails[Rows::IN_FLIGHT];
-        u32 weights[Rows::IN_FLIGHT];
-        bool here[Rows::IN_FLIGHT];
+    for (; position < end; position += ROWS_IN_FLIGHT) {
+        uint4 chunks[ROWS_IN_FLIGHT];
+        typename Rows::Tail tails[ROWS_IN_FLIGHT];
+        u32 weights[ROWS_IN_FLIGHT];
+        bool here[ROWS_IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < Rows::IN_FLIGHT; ++i) {
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             here[i] = is_on_cards(next_places[i]);
             is_bad |= next_places[i] == NOT_HERE;
             const u64 row = row_at(arena, run.x, here[i] ? next_places[i] : 0);
@@ -425,10 +423,10 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
             const u64 weight = reinterpret_cast<u64>(batch.weights) + (position + i) * sizeof(float);
             weights[i] = load_if(here[i] && batch.weights, reinterpret_cast<const u32*>(weight), ONE);
         }
-        load_places(position + Rows::IN_FLIGHT);
-        load_values(position + 2 * Rows::IN_FLIGHT);
+        load_places(position + ROWS_IN_FLIGHT);
+        load_values(position + 2 * ROWS_IN_FLIGHT);
 #pragma unroll
-        for (int i = 0; i < Rows::IN_FLIGHT; ++i) {
+        for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             if (here[i]) Rows::add(sums, biases, chunks[i], tails[i], __uint_as_float(weights[i]));
         }
     }
