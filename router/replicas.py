@@ -14,6 +14,7 @@ from router.plan import Plan
 from router.replica_set import Member, Replica, ReplicaSet, ReplicaSource
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.errors import (
+    CardError,
     DeadlineExceededError,
     GenerationNotFoundError,
     NodeOverloadedError,
@@ -31,10 +32,11 @@ _ASK_ANOTHER = (
     NodeOverloadedError,
     GenerationNotFoundError,
     RemoteError,
+    CardError,
     PlanMismatchError,
     DeadlineExceededError,
 )
-_RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError)
+_RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError, CardError)
 # Longer than any healthy lookup of a batch, shorter than a user's patience.
 HEDGE_AFTER_S = 0.1
 INFO_TIMEOUT_S = 1.0

@@ -65,6 +65,7 @@ class ArenaOnCards:
         self.tables = tuple(tables)
         self.format = RowFormat.of(group.dtype, group.embedding_dim)
         self._cards = cards.cards
+        self._rows_bytes = tuple(rows_bytes)
         self._first_place = np.zeros(len(tables) + 1, np.int64)
         np.cumsum([table.num_embeddings for table in tables], out=self._first_place[1:])
         self._rows: list[Memory | None] = []
@@ -87,19 +88,18 @@ class ArenaOnCards:
         return 4 * int(self._first_place[-1])
 
     def card_bytes(self, card: int) -> int:
-        """Of a card's own rows and of the places there."""
-        rows = self._rows[card]
-        return self.places_bytes + (rows.size_bytes if rows is not None else 0)
+        """Of a card's own rows and of the places there. May be asked in any thread, also after `free`."""
+        return self.places_bytes + self._rows_bytes[card]
 
-    def hot_bytes(self, card: int) -> int:
-        """Of a card's copies of the hot rows."""
-        hot = self._hot[card]
-        return hot.size_bytes if hot is not None else 0
+    @property
+    def hot_bytes(self) -> int:
+        """Of one card's copies of the hot rows. May be asked as `card_bytes`."""
+        return self._rows_bytes[len(self._cards)]
 
     @property
     def pinned_bytes(self) -> int:
-        """Of the pinned rows."""
-        return self._host.size_bytes if self._host is not None else 0
+        """Of the pinned rows. May be asked as `card_bytes`."""
+        return self._rows_bytes[len(self._cards) + 1]
 
     def places_address(self, card: int, table: int, first_row: int = 0) -> int:
         """Where, on a card, the place (uint32) of a table's row lies; those of its later rows follow.

@@ -70,7 +70,8 @@ class CardEngine:
         self._layout = layout
         self._arenas = tuple(arenas)
         streams = [card.stream() for card in cards.cards]
-        self._counters = CardCounters(cards, streams)
+        # Not those of row writes: who asks for a few bytes does not wait for lookups.
+        self._counters = CardCounters(cards, [card.stream() for card in cards.cards])
         self._writer: RowWriter | None = None
         self._pools: list[HostPool] = []
         self._free_pools: queue.SimpleQueue[HostPool] = queue.SimpleQueue()
@@ -146,7 +147,7 @@ class CardEngine:
         uses = []
         for card in range(len(self.card_set.cards.cards)):
             uses.append(MemoryUse(card, "card", sum(arena.card_bytes(card) for arena in self._arenas)))
-            if hot := sum(arena.hot_bytes(card) for arena in self._arenas):
+            if hot := sum(arena.hot_bytes for arena in self._arenas):
                 uses.append(MemoryUse(card, "hot", hot))
         if pinned := sum(arena.pinned_bytes for arena in self._arenas):
             uses.append(MemoryUse(0, "pinned", pinned))

@@ -93,6 +93,10 @@ class CardMemory:
                 filling = _on(cards, self._filling)
                 free, kept = cards[0].free_bytes(), self._reserve_bytes[device] // KEPT_FREE_DIVISOR
                 if wanted and wanted + filling > free - kept:
+                    # Of versions that are gone, torch keeps what their batches and graphs took.
+                    cards[0].give_back_unused()
+                    free = cards[0].free_bytes()
+                if wanted and wanted + filling > free - kept:
                     raise MemoryBudgetError(
                         f"rows take {wanted} bytes of device {device} ({_names(cards)}), but {free} are free and "
                         f"{kept} are kept free; versions that are here take {_on(cards, self._claims) - filling}, "

@@ -103,6 +103,10 @@ class Card(Protocol):
         """Memory that can still be allocated; logical cards of one device see the same."""
         ...
 
+    def give_back_unused(self) -> None:
+        """Frees what is only kept for later, of torch's memory on its device. May wait for the device."""
+        ...
+
     @property
     def device_index(self) -> int:
         """The device that it lies on."""

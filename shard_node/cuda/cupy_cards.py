@@ -145,6 +145,10 @@ class CupyCard:
         """Memory that can still be allocated. What torch's allocator keeps for later counts as used."""
         return self.device.free_bytes()
 
+    def give_back_unused(self) -> None:
+        """Has torch's allocator let go of what it keeps for later. Waits for the device."""
+        self.device.give_back_unused()
+
     def allocate(self, size_bytes: int) -> CupyMemory:
         """Raises MemoryBudgetError, with the numbers, if the device has not as much."""
         return self.device.allocate(size_bytes)

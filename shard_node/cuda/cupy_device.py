@@ -22,8 +22,8 @@ from shard_node.errors import CardError, MemoryBudgetError
 KERNELS: Final = (*POOL_KERNELS.values(), WRITE_KERNEL, ADD_KERNEL)
 
 CAPTURING: Final = threading.RLock()
-"""Held by a capture, of which there may be one at a time in a process, and while memory of a device is given back: that
-waits for the whole device, which nothing may do while one of its streams is captured."""
+"""Held by a capture, of which there may be one at a time in a process, and while memory of a device or pinned memory is
+given back: that waits for the whole device, which nothing may do while one of its streams is captured."""
 
 _SOURCE: Final = Path(__file__).with_name("kernels.cu")
 
@@ -51,7 +51,10 @@ class Current:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._previous not in (-1, self._index):
-            runtime.setDevice(self._previous)
+            try:
+                runtime.setDevice(self._previous)
+            except CUDA_ERRORS as lost:
+                error = error or lost
         if isinstance(error, CUDA_ERRORS):
             raise CardError(f"device {self._index}: {self._action}: {error}") from error
 
@@ -63,7 +66,7 @@ def cuda_status(error: CardError) -> int | None:
 
 
 class CupyDevice:
-    """One device, shared by its logical cards: kernels, and handles of events that nobody holds.
+    """One device, shared by its logical cards: kernels, and handles of events and streams that nobody holds.
 
     Args:
         index: as CUDA counts them.
@@ -81,8 +84,9 @@ class CupyDevice:
             self._functions = compiled(_SOURCE.read_text(encoding="utf-8"), KERNELS, index)
         self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
         self.spare_events: deque[int] = deque()
+        self.spare_streams: dict[int, deque[int]] = {}  # by priority
         # At the end of the process CUDA may be gone before.
-        weakref.finalize(self, _destroy_events, index, self.spare_events).atexit = False
+        weakref.finalize(self, _destroy_spares, index, self.spare_events, self.spare_streams).atexit = False
 
     def current(self, action: str) -> Current:
         """A context within which the device is current; `action` is for the message of CardError."""
@@ -92,11 +96,16 @@ class CupyDevice:
         """By cudaMalloc, outside of every pool, so that peers have access.
 
         Raises:
-            MemoryBudgetError: with the numbers, if there is not as much.
+            MemoryBudgetError: with the numbers, if there is not as much, even without what torch keeps for later.
         """
         try:
-            with self.current(f"allocating {size_bytes} bytes"):
-                address = int(runtime.malloc(size_bytes)) if size_bytes else 0
+            try:
+                address = self._malloc(size_bytes)
+            except CardError as error:
+                if cuda_status(error) != OUT_OF_MEMORY:
+                    raise
+                self.give_back_unused()
+                address = self._malloc(size_bytes)
         except CardError as error:
             if cuda_status(error) != OUT_OF_MEMORY:
                 raise
@@ -105,6 +114,10 @@ class CupyDevice:
                 f"{self.total_bytes} are free"
             ) from error
         return CupyMemory(self, address, size_bytes)
+
+    def _malloc(self, size_bytes: int) -> int:
+        with self.current(f"allocating {size_bytes} bytes"):
+            return int(runtime.malloc(size_bytes)) if size_bytes else 0
 
     def allocate_pinned(self, size_bytes: int) -> CupyPinnedMemory:
         """By cudaHostAlloc, for all devices. Raises MemoryBudgetError if the host can't lock as much."""
@@ -123,11 +136,22 @@ class CupyDevice:
         with self.current("asking for its memory"):
             return int(runtime.memGetInfo()[0])
 
+    def give_back_unused(self) -> None:
+        """Has torch's allocator let go of what it keeps for later, on all devices. Waits for them."""
+        try:
+            with CAPTURING, self.current("giving back unused memory"):
+                torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise CardError(f"device {self.index}: unused memory can't be given back: {error}") from error
 
-def _destroy_events(index: int, events: deque[int]) -> None:
-    with Current(index, "ending events"):
+
+def _destroy_spares(index: int, events: deque[int], streams: dict[int, deque[int]]) -> None:
+    with Current(index, "ending events and streams"):
         while events:
             runtime.eventDestroy(events.pop())
+        for spare in streams.values():
+            while spare:
+                runtime.streamDestroy(spare.pop())
 
 
 class CupyMemory:
@@ -205,7 +229,7 @@ def _free(device: CupyDevice, address: int, size_bytes: int) -> None:
 
 def _free_pinned(device: CupyDevice, address: int, size_bytes: int) -> None:
     if address:
-        with device.current(f"freeing {size_bytes} bytes of pinned memory"):
+        with CAPTURING, device.current(f"freeing {size_bytes} bytes of pinned memory"):
             runtime.freeHost(address)
 
 

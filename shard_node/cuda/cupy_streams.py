@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from shard_node.cuda.cards import Event, Stream
-from shard_node.cuda.cupy_api import NOT_READY, runtime
+from shard_node.cuda.cupy_api import CUDA_ERRORS, NOT_READY, runtime
 from shard_node.cuda.cupy_device import CAPTURING, CupyDevice
 from shard_node.errors import CardError
 
@@ -45,8 +46,13 @@ class CupyEvent:
         """Whether it has passed. Raises CardError if work before it failed."""
         with self._device.current("asking an event"):
             status = int(runtime.eventQuery(self.pointer))
-            if status != NOT_READY:
+            try:
                 runtime.check_status(status)
+            except CUDA_ERRORS:
+                # CUDA keeps "not ready" as the thread's last error, for which torch would take it at its next launch;
+                # checking the status has cleared it.
+                if status != NOT_READY:
+                    raise
         return status != NOT_READY
 
     def __del__(self) -> None:
@@ -56,6 +62,9 @@ class CupyEvent:
 class CupyStream:
     """Work of one card, in order. It neither waits for the default stream nor is waited for by it.
 
+    Its handle is used again when nobody holds the stream any more: by the handle torch keeps memory for later, and
+    workspaces for ever, so new handles with every version would take more and more of the card.
+
     Attributes:
         for_torch: the same stream.
         graphs: that were captured on it and are still there. They share memory.
@@ -64,10 +73,14 @@ class CupyStream:
 
     def __init__(self, device: CupyDevice, priority: int) -> None:
         self._device = device
-        with device.current("making a stream"):
-            self._pointer = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
-        # At the end of the process CUDA may be gone before.
-        weakref.finalize(self, _destroy, device, self._pointer).atexit = False
+        spare = device.spare_streams.setdefault(priority, deque())
+        try:
+            self._pointer = spare.popleft()
+        except IndexError:
+            with device.current("making a stream"):
+                self._pointer = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
+        self._give_back = weakref.finalize(self, spare.append, self._pointer)
+        self._give_back.atexit = False
         self.for_torch: torch.cuda.Stream = torch.cuda.ExternalStream(self._pointer, device.torch_device)  # type: ignore[no-untyped-call]
         self.graphs: weakref.WeakSet[CupyGraph] = weakref.WeakSet()
         self.graph_pool: Any = None
@@ -76,6 +89,10 @@ class CupyStream:
     def pointer(self) -> int:
         """cudaStream_t."""
         return self._pointer
+
+    def keep_handle(self) -> None:
+        """Never uses the handle again after this stream: nobody knows what state it is in."""
+        self._give_back.detach()
 
     def synchronize(self) -> None:
         """Blocks until all of it is done, without the interpreter lock. Raises CardError if work on it failed."""
@@ -99,17 +116,17 @@ class CupyStream:
             runtime.streamWaitEvent(self._pointer, made_here(event, CupyEvent).pointer, 0)
 
 
-def _destroy(device: CupyDevice, pointer: int) -> None:
-    with device.current("ending a stream"):
-        runtime.streamDestroy(pointer)
-
-
 class CupyGraph:
     """A torch graph, as the memory of models comes from torch's allocator, which must know of a capture."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, captured_on: CupyStream) -> None:
         self._graph = graph
         self._captured_on = captured_on
+
+    def __del__(self) -> None:
+        # Not beside a capture: torch keeps a list of a device's graphs without a lock.
+        with CAPTURING:
+            del self._graph
 
     def replay(self, stream: Stream) -> None:
         """Puts it on the stream, which must be the one it was captured on: graphs of a stream share memory.
@@ -132,6 +149,7 @@ def capture(on: CupyStream, work: Callable[[], None]) -> CupyGraph:
     with CAPTURING, _no_collection(), torch.cuda.stream(on.for_torch):
         if not on.graphs:  # The allocator does not take up a pool again that no graph uses any more.
             on.graph_pool = torch.cuda.graph_pool_handle()
+        _forget_workspaces()
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=on.graph_pool, capture_error_mode="thread_local")
@@ -147,12 +165,22 @@ def capture(on: CupyStream, work: Callable[[], None]) -> CupyGraph:
             # Nobody knows what state it is in: neither this graph nor its pool is used again.
             _broken_graphs.append(graph)
             on.graphs.clear()
+            on.keep_handle()
             if isinstance(error, RuntimeError):
                 raise CardError(f"a graph can't be captured: {error}") from error
             raise
         captured = CupyGraph(graph, on)
         on.graphs.add(captured)
     return captured
+
+
+def _forget_workspaces() -> None:
+    """Has cuBLAS take new workspaces for what comes, so that those of a graph lie in the graphs' own memory.
+
+    A graph knows its workspace's address, and torch gives a stream's workspaces back as soon as one of the stream's
+    graphs ends (pytorch/pytorch#193402). From the graphs' memory nobody else is given anything while one of them lives.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from shard_node.cuda.kernel_params import MODES, OUT_BYTES, OutDtype
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
 
-MAX_BATCH_VALUES = 2**32 - 1
-"""Offsets are uint32 on cards."""
+MAX_BATCH_VALUES = 2**31 - 1
+"""Positions are uint32 on cards, and kernels look some way ahead of the last one, which must not wrap around."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -160,6 +160,24 @@ def test_memory_is_told_by_card_and_tier_and_adds_up(stored):
     engine.close()
 
 
+def test_what_an_engine_holds_can_still_be_asked_while_it_is_closed(stored):
+    """A node tells of all versions it knew a moment ago; one of them may be freed meanwhile."""
+    engine = OnCards(3, "every tier").load(stored[0])
+    before = engine.memory(), engine.rows_looked_up(), engine.cards()
+    engine.close()
+    assert (engine.memory(), engine.rows_looked_up(), engine.cards()) == before
+
+
+def test_counters_are_read_without_waiting_for_row_writes(stored):
+    engine = OnCards(2, "peers", "as late as can be").load(stored[0])
+    number, table = next((number, one) for number, one in enumerate(engine.layout.tables) if one.dtype == "int8")
+    engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
+    writes = [stream.record() for stream in engine._rows.order.streams]
+    assert engine.counters() == (0, 0)
+    assert not any(write.done for write in writes)
+    engine.close()
+
+
 def test_lookups_in_a_table_that_no_card_has_are_counted_as_mapped(stored):
     engine = OnCards(2, "mapped").load(stored[0])
     engine.pool(one_big_bag(4))

@@ -87,6 +87,40 @@ def test_graphs_of_one_stream_are_replayed_in_any_order_and_end_one_by_one(cards
             check(*graphs.pop(count), seed)
 
 
+def test_matrix_products_of_a_graph_go_on_when_another_graph_of_the_stream_ends(cards):
+    """Their workspaces, which torch gives back then, must not be anybody else's."""
+    made = cards(1)
+    card, stream = made.cards[0], made.cards[0].stream()
+    # Few sums of many products, which cuBLAS splits, and adds up in a workspace.
+    short, long = 64, 8192
+    memory = card.allocate(2 * (2 * short * long + short * short))
+    left = card.tensor(memory, 0, (short, long), torch.bfloat16)
+    right = card.tensor(memory, 2 * short * long, (long, short), torch.bfloat16)
+    out = card.tensor(memory, 4 * short * long, (short, short), torch.bfloat16)
+
+    def work():
+        with card.torch_stream(stream):
+            torch.mm(left, right, out=out)
+
+    with card.torch_stream(stream):
+        left.fill_(1)
+        right.fill_(2)
+    work()
+    stream.synchronize()
+    ending, graph = card.capture(stream, work), card.capture(stream, work)
+    del ending
+    with card.torch_stream(stream):
+        # Takes what was given back, and is looked at afterwards.
+        taken = [torch.full((4 << 20,), 7.0, device=card.torch_device) for _ in range(4)]
+        out.zero_()
+    card.give_back_unused()
+    graph.replay(stream)
+    stream.synchronize()
+    with card.torch_stream(stream):
+        assert bool((out == 2 * long).all())
+        assert all(bool((one == 7).all()) for one in taken)
+
+
 def test_work_goes_on_in_other_threads_while_a_graph_is_captured(cards):
     made = cards(1)
     card = made.cards[0]

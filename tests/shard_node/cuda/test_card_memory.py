@@ -49,6 +49,19 @@ def test_a_refused_claim_takes_nothing_of_any_device():
     memory.take([TOTAL - KEPT, TOTAL - KEPT])
 
 
+def test_what_torch_keeps_of_versions_that_are_gone_is_given_back_before_a_claim_is_refused():
+    cards = EmulatedCards(3, total_bytes=TOTAL, num_devices=2)
+    memory = CardMemory(cards)
+    for device in range(2):
+        cards.kept_for_later[device] = [cards.cards[device].allocate(30 * MIB)]
+    memory.take([MIB, MIB, MIB])
+    assert sorted(cards.kept_for_later) == [0, 1]
+    memory.take([0, 40 * MIB, 0])
+    assert sorted(cards.kept_for_later) == [0]
+    with pytest.raises(MemoryBudgetError, match=f"rows take {TOTAL} bytes of device 0 .* but {TOTAL} are free"):
+        memory.take([TOTAL, 0, 0])
+
+
 def test_what_is_allocated_is_counted_once_when_the_device_counts_it():
     cards = EmulatedCards(1, total_bytes=TOTAL)
     memory = CardMemory(cards)

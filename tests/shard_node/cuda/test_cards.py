@@ -221,6 +221,21 @@ def test_more_than_a_device_has_is_refused_with_the_numbers(cards):
     assert card.allocate(64).address
 
 
+def test_what_torch_keeps_for_later_is_given_to_who_asks_for_it(cards):
+    made = cards(1)
+    card = made.cards[0]
+    card.give_back_unused()
+    size = int(0.6 * card.free_bytes())
+    stream = card.stream()
+    with card.torch_stream(stream):
+        kept = torch.empty(size, dtype=torch.uint8, device=card.torch_device)
+    del kept
+    stream.synchronize()
+    memory = card.allocate(size)
+    assert memory.size_bytes == size
+    memory.free()
+
+
 def test_memory_that_is_given_back_is_free_again_and_may_be_given_back_twice(cards):
     made = cards(1)
     card, size = made.cards[0], 256 << 20

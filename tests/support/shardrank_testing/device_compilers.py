@@ -16,6 +16,8 @@ import pytest
 
 CompilerName = Literal["nvcc", "nvrtc"]
 TIMEOUT_S = 100
+OPTIONS_OF_CUPY = (b"-ftz=true", b"--device-as-default-execution-space")
+"""That CuPy adds to those which it is given."""
 
 _REPORT = re.compile(
     r"Function properties for (?P<kernel>\w+)\s*\n[^\n]*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
@@ -68,7 +70,7 @@ def _nvrtc(source: Path, architecture: str) -> str:
     nvrtc = ctypes.CDLL(str(libraries["libnvrtc"]))
     program = ctypes.c_void_p()
     _ok(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), b"kernels.cu", 0, None, None))
-    options = (f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"--ptxas-options=-v")
+    options = (f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"--ptxas-options=-v", *OPTIONS_OF_CUPY)
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     _ok(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))

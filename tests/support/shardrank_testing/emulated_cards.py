@@ -18,6 +18,7 @@ import torch
 
 from shard_node.cuda.cards import Event, Graph, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import MAX_CARDS
+from shard_node.errors import CardError
 from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulatedPinnedMemory, EmulationError
 from shardrank_testing.host_kernels import HostKernels, host_kernels
 
@@ -37,6 +38,7 @@ class EmulatedEvent:
 
     def synchronize(self) -> None:
         _refuse_in_capture("synchronize with an event")
+        self.stream.check()
         self.stream.run_up_to(self._position)
 
     def run(self) -> None:
@@ -51,8 +53,9 @@ class EmulatedEvent:
 class EmulatedStream:
     """Work in order."""
 
-    def __init__(self, card: int, lock: threading.RLock, deferred: bool) -> None:
+    def __init__(self, card: int, lock: threading.RLock, deferred: bool, check: Callable[[], None]) -> None:
         self.card = card
+        self.check = check
         self._lock = lock
         self._deferred = deferred
         self._queue: deque[_Run] = deque()
@@ -96,15 +99,18 @@ class EmulatedStream:
 
     def synchronize(self) -> None:
         _refuse_in_capture("synchronize with a stream")
+        self.check()
         self.catch_up()
 
     def record(self) -> EmulatedEvent:
         _refuse_in_capture("record an event")
+        self.check()
         with self._lock:
             return EmulatedEvent(self, self._put_count)
 
     def wait(self, event: Event) -> None:
         _refuse_in_capture("wait for an event")
+        self.check()
         if not isinstance(event, EmulatedEvent):
             raise EmulationError(f"{event!r} is no event of an emulated card")
         self.put_now(event.run)
@@ -191,10 +197,16 @@ class EmulatedCard:
         return self._cards.space.total_bytes(self.device_index)
 
     def free_bytes(self) -> int:
+        self._cards.check()
         return self._cards.space.free_bytes(self.device_index)
+
+    def give_back_unused(self) -> None:
+        for memory in self._cards.kept_for_later.pop(self.device_index, []):
+            memory.free()
 
     def allocate(self, size_bytes: int) -> EmulatedMemory:
         _refuse_in_capture("allocate memory")
+        self._cards.check()
         return EmulatedMemory(self._cards.space, self.device_index, size_bytes)
 
     def stream(self, *, low_priority: bool = False) -> EmulatedStream:
@@ -276,6 +288,7 @@ class EmulatedCard:
         return EmulatedGraph(work, record)
 
     def _put(self, stream: Stream, description: _Description, run: _Run) -> None:
+        self._cards.check()
         if not isinstance(stream, EmulatedStream) or stream.card != self.number:
             raise EmulationError(f"{stream!r} is no stream of card {self.number}")
         stream.put((self.number, *description), run)
@@ -299,6 +312,10 @@ class EmulatedCards:
         num_devices: over which cards are dealt round; None: each card is a device of its own.
         pinned_bytes: pinned memory of the host.
         deferred: work runs only when it is waited for.
+
+    Attributes:
+        kept_for_later: by device, what stands for memory that torch keeps.
+        fault: what all that is asked of them is answered with, as CUDA does after a kernel has failed; "" for none.
     """
 
     def __init__(
@@ -320,6 +337,8 @@ class EmulatedCards:
         self._lock = threading.RLock()
         totals: dict[int | None, int] = dict.fromkeys(range(devices), total_bytes)
         self.space = AddressSpace(totals | {None: pinned_bytes})
+        self.fault = ""
+        self.kept_for_later: dict[int, list[EmulatedMemory]] = {}
         self._cards = tuple(EmulatedCard(self, number, number % devices) for number in range(num_cards))
 
     @property
@@ -336,7 +355,13 @@ class EmulatedCards:
 
     def new_stream(self, card: int) -> EmulatedStream:
         # One lock for all streams where running one runs others: whoever waits may hold none of its own.
-        return EmulatedStream(card, self._lock if self._deferred else threading.RLock(), self._deferred)
+        lock = self._lock if self._deferred else threading.RLock()
+        return EmulatedStream(card, lock, self._deferred, self.check)
+
+    def check(self) -> None:
+        """Raises CardError if they have failed."""
+        if self.fault:
+            raise CardError(self.fault)
 
     def pinned_bytes(self, memory: PinnedMemory, first: int, size_bytes: int) -> int:
         """Address of the bytes of pinned memory, which have to be there."""

@@ -1,0 +1,95 @@
+"""A workload with one of everything that a request can have, and how a server reads a workload's payloads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loader.fingerprint import fingerprint_strings
+from loadtest.workloads.oip_payload import HEADER_LENGTH
+from loadtest.workloads.payloads import Api, Payload
+from loadtest.workloads.workload import Workload, WorkloadRequest
+from router.feature_schema import FeatureSchema
+from serving.limits import RequestLimits
+from serving.oip import read_grpc, read_http
+from serving.oip.parser import InferParser
+from serving.parse_json import JsonParser
+from serving.parse_proto import ProtoParser, read_rank
+from serving.parse_schema import RequestSchema
+from serving.request import RankRequest
+from shard_node.bags import KeyedBags
+from shardrank_testing.serving_api import CITIES, api_spec
+
+MAX_HOTNESS = 4
+
+
+class MixedWorkload:
+    """The model of `serving_api`: ragged bags, empty bags, weights, strings, dense inputs on both sides."""
+
+    name = "mixed"
+
+    def __init__(self, num_candidates: int = 5, max_hotness: int = MAX_HOTNESS) -> None:
+        self.spec = api_spec()
+        self.schema = FeatureSchema.of(self.spec)
+        self._num_candidates = num_candidates
+        self._max_hotness = max_hotness
+
+    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+        schema, count = self.schema, self._num_candidates
+        bags_per_key = np.where(schema.is_context, 1, count).astype(np.int64)
+        lengths = rng.integers(0, self._max_hotness + 1, int(bags_per_key.sum()))
+        of_bag = np.repeat(np.arange(bags_per_key.size), bags_per_key)
+        # The target of the attention has one id.
+        lengths[of_bag == schema.index["film"]] = 1
+        key = np.repeat(of_bag, lengths)
+        values = rng.integers(0, self._rows[key])
+        words = tuple(CITIES[index] for index in values[key == schema.index["city"]])
+        values[key == schema.index["city"]] = fingerprint_strings(words)
+        weights = np.ones(values.size, np.float32)
+        for name in ("tag", "liked-tag"):
+            chosen = key == schema.index[name]
+            weights[chosen] = rng.standard_normal(int(chosen.sum()), dtype=np.float32)
+        dense = self.spec.dense_inputs
+        return WorkloadRequest(
+            bags=KeyedBags.from_lengths(
+                np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values, weights
+            ),
+            num_candidates=count,
+            context_dense=rng.standard_normal(dense.context, dtype=np.float32),
+            candidate_dense=rng.standard_normal((count, dense.candidate), dtype=np.float32),
+            texts={"city": words},
+        )
+
+    @property
+    def _rows(self) -> np.ndarray:
+        tables = self.schema.layout.tables
+        return np.array([table.num_embeddings for table in tables], np.int64)[self.schema.table_index]
+
+
+def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest:
+    """The request as the server's own parser reads it; it has no lease, and arrives at time 0."""
+    limits = RequestLimits()
+    schema = RequestSchema(workload.schema, limits)
+    if api == "json":
+        return JsonParser(schema).rank(payload.body, None, 0.0)
+    if api == "grpc":
+        return ProtoParser(schema).rank(read_rank(payload.body), None, 0.0)
+    if api == "oip-grpc":
+        return InferParser(schema).rank(read_grpc.read_infer(payload.body), None, 0.0)
+    length = read_http.parse_header_length(dict(payload.headers)[HEADER_LENGTH], len(payload.body))
+    return InferParser(schema).rank(
+        read_http.read_infer(workload.spec.model, None, payload.body, length, limits), None, 0.0
+    )
+
+
+def assert_same_request(found: RankRequest, expected: WorkloadRequest) -> None:
+    """The parsed request is the workload's, array by array."""
+    bags = expected.bags
+    ones = np.ones(bags.num_values, np.float32)
+    assert found.num_candidates == expected.num_candidates
+    for name in ("keys", "bags_per_key", "offsets", "values"):
+        np.testing.assert_array_equal(getattr(found.bags, name), getattr(bags, name), err_msg=name)
+    weights = [ones if one is None else one for one in (found.bags.weights, bags.weights)]
+    np.testing.assert_array_equal(*weights)
+    np.testing.assert_array_equal(found.context_dense, expected.context_dense)
+    np.testing.assert_array_equal(found.candidate_dense, expected.candidate_dense)
+    assert sorted(found.texts) == sorted(word for words in expected.texts.values() for word in words)
