@@ -166,7 +166,10 @@ def main(
         path = json_path or Path(folder) / "result.json"
         report = Report.read(path) if add and path.exists() else Report(path)
         report.head = report.head or _head(size)
-        report.save()
+        try:
+            report.save()
+        except OSError as error:
+            raise click.UsageError(f"--json {path}: can't be written: {error.strerror}") from error
         if one_process:
             say = partial(console.print, markup=False, highlight=False)
             run_here(report, chosen, seconds, partial(open_on, device), size, say)

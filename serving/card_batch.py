@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from serving.models.ranking_model import RankingModel
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.cuda.cards import Graph
 from shard_node.cuda.lane import Lane
+from shard_node.errors import MemoryBudgetError
 
 FLOAT_BYTES = 4
 
@@ -76,6 +77,7 @@ class CardBatch:
         most: as given.
         size_bytes: of its buffers on the card.
         num_uses: batches so far.
+        can_capture: whether its work may be recorded; False once that failed.
 
     Raises:
         MemoryBudgetError: the card or the host has no room; nothing is kept then.
@@ -84,6 +86,7 @@ class CardBatch:
     def __init__(self, lane: Lane, layout: CardLayout, model: RankingModel, most: BatchClass) -> None:
         self.most = most
         self.num_uses = 0
+        self.can_capture = True
         self._lane = lane
         self._card = lane.card
         self._layout = layout
@@ -132,7 +135,11 @@ class CardBatch:
         self._extra.fill(batch, bags, self._layout)
 
     def run_empty(self) -> None:
-        """Runs the work of the whole class without a batch, so that what it needs once is there."""
+        """Runs the work of the whole class without a batch, so that what it needs once is there.
+
+        Raises:
+            MemoryBudgetError: the card has no room for the dense model's work.
+        """
         num_keys = self._layout.num_features
         nothing = np.zeros(0, np.int64)
         keys = np.arange(num_keys, dtype=np.int32)
@@ -148,17 +155,27 @@ class CardBatch:
 
         Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
         out as long as a batch has them, so a model with some has only the first.
+
+        Raises:
+            CardError, MemoryBudgetError: it can't be recorded; batches are scored as before.
         """
         stream = self._lane.stream
-        if not self._layout.sequences:
-            self._ranking = self._card.capture(stream, self._rank_class)
-        self._pooling = self._card.capture(stream, self._slot.enqueue)
+        try:
+            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank_class)
+            self._pooling = self._card.capture(stream, self._slot.enqueue)
+        except BaseException:
+            self.can_capture = False
+            raise
+        self._ranking = ranking
 
     def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
         """Scores what was filled in. Blocks, without the interpreter lock, until the scores are here.
 
         Returns:
             float32 [N], a copy.
+
+        Raises:
+            MemoryBudgetError: the card has no room for the dense model's work.
         """
         stream = self._lane.stream
         self._lane.launch(partial(self._pool, bags))
@@ -188,18 +205,30 @@ class CardBatch:
 
     def _rank_class(self) -> None:
         """Puts the dense model's work on the stream, for as many candidates as the class has."""
-        with self._card.torch_stream(self._lane.stream), torch.inference_mode():
+        with self._dense_work(self.most.num_candidates):
             self._score(self._inputs, self._owner)
         self._send_scores(self.most.num_candidates)
 
     def _rank(self, batch: MergedBatch) -> None:
         """Puts the dense model's work on the stream, for the batch's own size."""
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        with self._card.torch_stream(self._lane.stream), torch.inference_mode():
+        with self._dense_work(num_candidates):
             columns, owner = self._columns[:num_candidates], self._owner[:num_candidates]
             inputs = self._ranking_inputs(columns, owner, self._padded_sequences(num_requests))
             self._score(inputs, owner)
         self._send_scores(num_candidates)
+
+    @contextmanager
+    def _dense_work(self, num_candidates: int) -> Iterator[None]:
+        """Within it torch works on the lane's stream, and memory that it does not find is a MemoryBudgetError."""
+        try:
+            with self._card.torch_stream(self._lane.stream), torch.inference_mode():
+                yield
+        except torch.OutOfMemoryError as error:
+            card = self._card.number
+            raise MemoryBudgetError(
+                f"card {card} has no room for the dense model's work on {num_candidates} candidates: {error}"
+            ) from error
 
     def _score(self, inputs: RankingInputs, owner: Tensor) -> None:
         shapes, columns = self._layout.shapes, inputs.columns

@@ -23,7 +23,7 @@ from serving.models.card_layout import CardLayout
 from serving.ranking import Ranking, RankingParts
 from serving.version_stats import VersionCounter
 from shard_node.bags import Float32Array
-from shard_node.errors import DeadlineExceededError, MemoryBudgetError
+from shard_node.errors import DeadlineExceededError
 from shard_node.shard import Shard
 
 
@@ -90,13 +90,7 @@ class CardRanking(Ranking):
         self._metrics.stage(self._model_name, "lookup", ready - began, "rank")
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
-        try:
-            scores = packed.score(batch, mapped.bags)
-        except torch.OutOfMemoryError as error:
-            raise MemoryBudgetError(
-                f"card {self._scorer.lane.card.number} has no room for the dense model's work on "
-                f"{batch.candidate_dense.shape[0]} candidates: {error}"
-            ) from error
+        scores = packed.score(batch, mapped.bags)
         self._metrics.stage(self._model_name, "rank", self._clock() - ready, "rank")
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)
         return scores, mapped.rejected

@@ -18,14 +18,16 @@ from serving.models.ranking_model import RankingModel
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane
-from shard_node.errors import MemoryBudgetError
+from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.shard import LocalShard, Shard
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCHES = 64
 MAX_BYTES = 512 << 20
-"""Of a replica's buffers. A device keeps 1/16 of its memory free of rows, which its replicas share."""
+"""Of a replica's buffers. Its card's replicas share what is left of rows: 1/8 of the device, and 1/32 at the least."""
+MAX_FAILED_CAPTURES = 8
+"""After so many a replica records nothing any more: each may keep some memory of the card for ever."""
 USES_BEFORE_CAPTURE = 1
 """A class that came once may be the only one of its kind; one that comes again is worth a graph."""
 
@@ -49,11 +51,13 @@ class ScorerCounts:
 
     Attributes:
         graphs: classes that were captured.
+        failed_captures: classes whose work could not be recorded, and is launched piece by piece.
         replays: batches of such classes.
         evicted: classes whose buffers were given up for others.
     """
 
     graphs: int = 0
+    failed_captures: int = 0
     replays: int = 0
     evicted: int = 0
 
@@ -131,15 +135,12 @@ class CardScorer:
             if len(self._batches) >= self.max_batches or self._size_bytes() >= self.max_bytes:
                 return
             try:
-                found = self._batches.get((model, most)) or self._make(model, most)
+                self._warm_class(model, most)
             except MemoryBudgetError as error:
                 if not self._batches:
                     raise
                 logger.warning("batches of %d candidates and more find room when they come, or none: %s", count, error)
                 return
-            if self._deserves_graph(found):
-                found.run_empty()
-                self._capture(found)
 
     def close(self) -> None:
         """Frees all buffers and the lane, once."""
@@ -149,6 +150,16 @@ class CardScorer:
             self.lane.close()
         finally:
             self.on_close()
+
+    def _warm_class(self, model: CardModel, most: BatchClass) -> None:
+        found = self._batches.get((model, most)) or self._make(model, most)
+        if self._deserves_graph(found):
+            try:
+                found.run_empty()
+            except MemoryBudgetError:
+                self._batches.pop((model, most)).free()
+                raise
+            self._capture(found)
 
     def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
         made = self._batches[model, most] = CardBatch(self.lane, model.layout, model.model, most)
@@ -173,15 +184,23 @@ class CardScorer:
             self.counts.evicted += 1
 
     def _deserves_graph(self, batch: CardBatch) -> bool:
-        if not self.use_graphs or batch.is_captured:
+        if not self.use_graphs or batch.is_captured or not batch.can_capture:
             return False
         most = rounded_candidates(self.limits.max_batch_candidates)
         # Ids are rounded up to a power of two: the class of the largest batch holds at most twice as many.
         return batch.most.num_candidates <= most and batch.most.num_values <= 2 * self.limits.max_batch_ids
 
     def _capture(self, batch: CardBatch) -> None:
-        batch.capture()
-        self.counts.graphs += 1
+        """Records a class's work. A class that can't be is scored without a graph: slower, and as right."""
+        try:
+            batch.capture()
+        except (CardError, MemoryBudgetError) as error:
+            self.counts.failed_captures += 1
+            self.use_graphs = self.counts.failed_captures < MAX_FAILED_CAPTURES
+            others = "" if self.use_graphs else ", and so are all that come from now on"
+            logger.warning("%s are ranked without a CUDA graph, which is slower%s: %s", batch.most, others, error)
+        else:
+            self.counts.graphs += 1
 
     def _size_bytes(self) -> int:
         return sum(batch.size_bytes for batch in self._batches.values())

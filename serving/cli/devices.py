@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from serving.cli.options import FiniteRange
+
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardOptions, CardSet
 
@@ -31,14 +33,14 @@ def device_options(function: Decorated) -> Decorated:
     )(function)
     function = click.option(
         "--hot-gb",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         metavar="GB",
         help="With GPUs: memory of each card for copies of the hottest rows, which every card has. Default: what is "
         "left when all rows are on cards, else a sixteenth.",
     )(function)
     function = click.option(
         "--pinned-memory-gb",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=DEFAULT_PINNED_GB,
         show_default=True,
         metavar="GB",
@@ -47,7 +49,7 @@ def device_options(function: Decorated) -> Decorated:
     )(function)
     function = click.option(
         "--card-memory-gb",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         metavar="GB",
         help="With GPUs: memory of each card for the rows of one version, in 10^9 bytes. Default: half of what is "
         "free at the start, so that two versions fit side by side.",

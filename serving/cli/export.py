@@ -10,7 +10,7 @@ import click
 
 from serving.cli.descriptions import read_description
 from serving.cli.examples import WithExamples
-from serving.cli.options import Assignment
+from serving.cli.options import Assignment, FiniteRange
 from serving.cli.output import human_bytes, progress_bars
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--golden-tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=0.05,
     show_default=True,
     metavar="X",

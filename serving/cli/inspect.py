@@ -71,5 +71,7 @@ def _print(found: Inspection) -> None:
             f"Golden requests: {golden.num_requests} with {golden.num_candidates} candidates, "
             f"tolerance {golden.tolerance:g}"
         )
+    counted = [one.name for one in found.tables if one.access_counts]
+    click.echo(f"Access counts: {', '.join(counted) or 'none'}")
     for key, value in found.metadata.items():
         click.echo(f"{key}: {value}")

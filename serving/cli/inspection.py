@@ -9,7 +9,7 @@ from loader.reader import Snapshot
 
 
 class InspectedTable(Frozen):
-    """One table. `size_bytes` is that of its row files."""
+    """One table. `size_bytes` is that of its row files; `access_counts` is whether it says how often rows were used."""
 
     name: str
     num_embeddings: int
@@ -21,6 +21,7 @@ class InspectedTable(Frozen):
     bucketing: str
     files: int
     size_bytes: int
+    access_counts: bool
 
 
 class InspectedFeature(Frozen):
@@ -66,6 +67,7 @@ class Inspection(Frozen):
                 bucketing=table.bucketing,
                 files=len(files.rows),
                 size_bytes=sum(entry.size_bytes for entry in files.rows),
+                access_counts=files.access_counts is not None,
             )
             for table, files in zip(spec.tables, manifest.tables, strict=True)
         )

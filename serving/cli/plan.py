@@ -8,7 +8,7 @@ import click
 
 from serving.cli.devices import DEFAULT_PINNED_GB
 from serving.cli.examples import WithExamples
-from serving.cli.options import Assignment, json_flag, replicate_option, sharding_option
+from serving.cli.options import Assignment, FiniteRange, json_flag, replicate_option, sharding_option
 from serving.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @click.option("--cards", type=click.IntRange(1, 64), metavar="N", help="Cards of each node; default: the system's.")
 @click.option(
     "--card-memory-gb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="GB",
-    help="Memory of each card for rows and places, in 10^9 bytes; default: all of the system's card.",
+    help="Memory of each card for rows and places, in 10^9 bytes; default: all of the system's card. An engine leaves "
+    "an eighth of it to everything else if nothing is said.",
 )
 @click.option(
     "--pinned-memory-gb",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=DEFAULT_PINNED_GB,
     show_default=True,
     metavar="GB",
@@ -44,7 +45,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 )
 @click.option(
     "--hot-gb",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="GB",
     help="Memory of each card for copies of the hottest rows. Default: what is left when all rows are on cards, else "
     "a sixteenth.",
@@ -90,7 +91,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 )
 @click.option(
     "--zipf",
-    type=click.FloatRange(0, 8),
+    type=FiniteRange(0, 8),
     metavar="S",
     help="Lookups of a table's row r in proportion to r^-S; 0 is uniform. Default: the published model's, else 0.",
 )
@@ -99,12 +100,12 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     type=click.Choice(["int8", "int4", "fp16", "fp32"]),
     help="Rows stored so, in place of what the model says; published models are int8 by default.",
 )
-@click.option("--hbm-gb-per-s", type=click.FloatRange(min=1), metavar="GB", help="What a copy within a card reaches.")
+@click.option("--hbm-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="What a copy within a card reaches.")
 @click.option(
-    "--nvlink-gb-per-s", type=click.FloatRange(min=1), metavar="GB", help="Line rate between cards, one direction."
+    "--nvlink-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="Line rate between cards, one direction."
 )
 @click.option(
-    "--host-gb-per-s", type=click.FloatRange(min=1), metavar="GB", help="Line rate from host to card, one direction."
+    "--host-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="Line rate from host to card, one direction."
 )
 @json_flag("the plan")
 def plan(**options: Any) -> None:

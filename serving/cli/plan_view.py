@@ -50,10 +50,11 @@ def print_plan(plan: CapacityPlan) -> None:
 
 def _print_head(plan: CapacityPlan) -> None:
     options, size = plan.options, plan.size
+    codes = f" (codes alone {human_bytes(size.code_bytes)})" if size.code_bytes < size.stored_bytes else ""
     tables = "1 table" if plan.num_tables == 1 else f"{plan.num_tables} tables"
     click.echo(
         f"{plan.model}: {tables}, {_human_count(plan.num_rows)} rows; as float32 "
-        f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}, on cards "
+        f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
         f"{human_bytes(size.on_cards_bytes)} and {human_bytes(size.places_bytes)} of places on each"
     )
     of_shards = f"shard {plan.shard_index} of {options.shards} (the fullest): " if options.shards > 1 else ""

@@ -19,17 +19,17 @@ from shard_node.cuda.card_set import CardSet
 
 @asynccontextmanager
 async def local_server(
-    config: DemoConfig, folder: Path, ports: WorkerPorts, progress: Progress
+    config: DemoConfig, folder: Path, card_set: CardSet | None, ports: WorkerPorts, progress: Progress
 ) -> AsyncIterator[Listening]:
     """Loads the snapshot and serves it at ports that the caller holds, on this event loop, while the block runs.
 
     Raises:
-        ShardrankError: as `load_served_model` and `CardSet.open`.
+        ShardrankError: as `load_served_model`.
     """
     source = ModelSource(
         snapshot=folder,
         cards=config.cards,
-        card_set=await asyncio.to_thread(CardSet.open, config.device, config.cards),
+        card_set=card_set,
         sharding=config.sharding,
         replicate_bytes=config.replicate_bytes,
     )

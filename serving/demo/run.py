@@ -50,6 +50,8 @@ from serving.fleet.local_fleet import running_fleet
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.fleet.workers import WorkerPorts, held_ports
 from serving.training.requests import evaluation_json
+from shard_node.cuda.card_set import CardSet
+from shard_node.cuda.device_choice import DeviceChoice
 
 CALL_TIMEOUT_S = 10.0
 
@@ -84,13 +86,15 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         json_file: where to write the report.
 
     Raises:
-        ShardrankError: if a stage fails. A port that is taken or a file that can't be written is told before the work.
+        ShardrankError: if a stage fails. A port that is taken, a device that can't be used or a file that can't be
+            written is told before the work.
     """
     stopwatch = Stopwatch()
     with ExitStack() as stack:
         ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
         if json_file is not None:
             _check_writable(json_file)
+        card_set = _open_card_set(config)
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         with progress_bars() as bars:
             with stopwatch.stage("read"):
@@ -110,11 +114,19 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
         try:
             return run_until_signalled(
-                lambda: _serve_and_rank(config, ports, version, expected, stopwatch, console, once, json_file)
+                lambda: _serve_and_rank(config, ports, card_set, version, expected, stopwatch, console, once, json_file)
             )
         except StopRequestedError:
             # During the report: not finished. Afterwards it was the way to end: `_serve_and_rank` returned then.
             return 130
+
+
+def _open_card_set(config: DemoConfig) -> CardSet | None:
+    """The cards of rows in this process. Raises as `CardSet.open`; shard nodes open cards of their own, and later."""
+    if config.local:
+        return CardSet.open(config.device, config.cards)
+    DeviceChoice.parse(config.device)
+    return None
 
 
 def _check_writable(json_file: Path) -> None:
@@ -131,6 +143,7 @@ def _check_writable(json_file: Path) -> None:
 async def _serve_and_rank(
     config: DemoConfig,
     ports: WorkerPorts,
+    card_set: CardSet | None,
     version: TrainedVersion,
     expected: Expectation,
     stopwatch: Stopwatch,
@@ -139,7 +152,7 @@ async def _serve_and_rank(
     json_file: Path | None,
 ) -> int:
     start = time.monotonic()
-    async with _serving(config, ports, version.folder) as endpoints:
+    async with _serving(config, ports, card_set, version.folder) as endpoints:
         stopwatch.seconds["start"] = round(time.monotonic() - start, 3)
         with stopwatch.stage("rank"):
             ranked = await _in_thread(lambda stop: _rank(config, version, expected, endpoints, stop))
@@ -267,11 +280,13 @@ def _fleet(config: DemoConfig, folder: Path, registry: str) -> FleetConfig:
 
 
 @asynccontextmanager
-async def _serving(config: DemoConfig, ports: WorkerPorts, folder: Path) -> AsyncIterator[Endpoints]:
+async def _serving(
+    config: DemoConfig, ports: WorkerPorts, card_set: CardSet | None, folder: Path
+) -> AsyncIterator[Endpoints]:
     with ExitStack() as starting:
         bars = starting.enter_context(progress_bars())
         if config.local:
-            async with local_server(config, folder, ports, bars) as listening:
+            async with local_server(config, folder, card_set, ports, bars) as listening:
                 starting.close()
                 yield Endpoints(listening.host, listening.http_port, listening.grpc_port)
             return

@@ -121,6 +121,8 @@ def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | No
         cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices))
     except (CardsUnavailableError, DeviceChoiceError) as reason:
         if choice.kind == "cuda":
+            if isinstance(reason, CardsUnavailableError):
+                raise CardsUnavailableError(f"device {str(choice)!r}: {reason}") from reason
             raise
         logger.info("device 'auto' is the CPU: %s", reason)
         return None

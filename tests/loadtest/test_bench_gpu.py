@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 
-from loadtest.bench_gpu import run_here
+from loadtest.bench_gpu import main, run_here
 from loadtest.gpu_compare import BAG, GATHER, OURS
 from loadtest.gpu_report import Part, Report
 from loadtest.gpu_size import FULL
@@ -112,6 +114,7 @@ def test_requests_are_ranked_end_to_end_as_the_cpu_engine_ranks_them(opened, tmp
     assert sorted(configurations) == sorted(product(("dlrm", "dcn_v2"), (1, 4), (False, True), TINY.candidates))
     for row in timed:
         assert 0 < row["p10_ms"] <= row["p50_ms"] <= row["p99_ms"]
+        assert (row["share_by_graph"] > 0) == row["graphs"]
         assert row["candidates_per_s"] == pytest.approx(row["requests_per_s"] * row["candidates"])
 
 
@@ -122,6 +125,12 @@ def test_the_tables_show_every_part(tmp_path):
     text = output.getvalue()
     for title in ("copies", "kernel, int8", "kernel, ns/row by share", "beside others", "parts", "aims"):
         assert title in text
+
+
+def test_a_file_that_can_not_be_written_is_told_before_any_work(tmp_path):
+    result = CliRunner().invoke(main, ["--json", str(tmp_path / "nowhere" / "gpu.json")])
+    assert result.exit_code == 2
+    assert "can't be written: No such file or directory" in re.sub(r"[\s│]+", " ", result.output)
 
 
 def test_a_part_without_time_measures_nothing_and_says_so(tmp_path):

@@ -297,7 +297,7 @@ def test_a_dense_model_without_room_to_work_is_an_error_of_the_batch(shop, monke
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(model, "forward", forward)
-        with pytest.raises(MemoryBudgetError, match="card 0 has no room for the dense model's work on 500 candidates"):
+        with pytest.raises(MemoryBudgetError, match="card 0 has no room for the dense model's work on 512 candidates"):
             score(served, batch)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -111,6 +112,15 @@ def test_inspect_tells_the_same_as_text_and_as_json(store: Path) -> None:
     text = run("inspect", "--snapshot", str(store / "films" / "1")).output
     for table in document["tables"]:
         assert re.search(rf"{table['name']} +{table['num_embeddings']} +{table['embedding_dim']} ", text)
+
+
+def test_inspect_tells_which_tables_have_access_counts(store: Path, tmp_path: Path) -> None:
+    write_snapshot(tmp_path, make_spec(), access_counts={"user": np.ones(1000, np.uint32)})
+    for folder, counted in ((store, []), (tmp_path, ["user"])):
+        document = json.loads(run("inspect", "--store", str(folder), "--json").output)
+        assert [table["name"] for table in document["tables"] if table["access_counts"]] == counted
+        told = f"Access counts: {', '.join(counted) or 'none'}\n"
+        assert told in run("inspect", "--store", str(folder)).output
 
 
 def test_a_store_with_several_models_wants_one_named(store: Path, tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_a_device_that_is_none_ends_the_command(api_model: ApiModel, command: st
     assert (code, "device 'tpu' is none of" in output) == (1, True)
 
 
+@pytest.mark.parametrize("flag", ["--card-memory-gb", "--pinned-memory-gb", "--hot-gb", "--memory-budget-gb"])
+def test_memory_that_is_no_number_is_refused(api_model: ApiModel, flag: str) -> None:
+    for text in ("nan", "inf"):
+        code, output = invoke("serve", "--snapshot", str(api_model.path), flag, text)
+        assert (code, f"{text} is not a finite number" in output) == (2, True)
+
+
 def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
     api_model: ApiModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,25 @@ def test_text_and_json_tell_the_same() -> None:
     assert "fits: every row is on cards (every row on cards needs 4.5 GB of each)" in text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored", "of_a_host"),
+    [
+        ("fp32", "stored 1.02 TB, on cards", 64.0),
+        ("int8", "stored 272.0 GB (codes alone 256.0 GB), on cards", 18.0),
+        ("int4", "stored 136.0 GB (codes alone 128.0 GB), on cards", 10.0),
+    ],
+)
+def test_the_textbook_model_has_the_textbooks_sizes(dtype: str, stored: str, of_a_host: float) -> None:
+    arguments = ("--model", "textbook", "--dtype", dtype, "--shards", "16", "--cards", "1", "--batch", "65536")
+    plan = planned(*arguments)
+    assert plan.size.float32_bytes == 1.024e12
+    assert plan.size.code_bytes == {"fp32": 1.024e12, "int8": 0.256e12, "int4": 0.128e12}[dtype]
+    # A row on a card is padded to 16 bytes, with its scale and bias.
+    assert plan.cards[0].own_bytes == of_a_host * 1e9
+    assert plan.batch.lookups == 65_536 * 40
+    assert f"as float32 1.02 TB, {stored}" in run(*arguments).output
+
+
 def test_the_flags_are_what_is_planned_for() -> None:
     plan = planned(
         "--model", "merlin-tiny", "--system", "gb200", "--card-memory-gb", "9", "--pinned-memory-gb", "3",
@@ -104,6 +123,10 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
         (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'hash'"),
         (("--model", "dlrm-v2", "--shards", "300"), 2, "256 buckets"),
         (("--model", "dlrm-v2", "--system", "z80"), 2, "is not one of"),
+        (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
+        (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
+        (("--model", "dlrm-v2", "--zipf", "nan"), 2, "nan is not a finite number"),
+        (("--model", "dlrm-v2", "--hbm-gb-per-s", "nan"), 2, "nan is not a finite number"),
     ],
 )
 def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int, problem: str) -> None:

@@ -21,10 +21,14 @@ from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli import main
-from serving.cli.registered_node import advertised, default_node_id
+from serving.cli.registered_node import RegisteredNodeConfig, _program, advertised, default_node_id
 from shard_node.address import Address
 from shard_node.client import ShardClient
+from shard_node.cuda.card_set import CardSet
+from shard_node.errors import CardError
+from shard_node.node import NodeIdentity, ShardNode
 from shardrank_testing.bags import random_table_bags
+from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.processes import Program, running
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
@@ -132,6 +136,46 @@ def test_a_killed_node_comes_back_with_the_live_version_and_a_new_one_is_swapped
             await until(fleet, lambda nodes: is_ready("a", 1)(nodes) and is_ready("a", 2)(nodes))
             await want(fleet, hold=(2,), live=2)
             await until(fleet, lambda nodes: [one.version for one in nodes["a"].versions] == [2])
+
+    asyncio.run(scenario())
+
+
+def test_a_node_whose_cards_have_failed_leaves_the_fleet_and_ends_with_their_error(tmp_path):
+    async def scenario():
+        async with AsyncExitStack() as stack:
+            fleet = await stack.enter_async_context(fleet_in(tmp_path))
+            await publish(fleet, tmp_path, 1)
+            await want(fleet, hold=(1,), live=1)
+            identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=2, sharding="hash")
+            cards, node = EmulatedCards(2), ShardNode(identity)
+            config = RegisteredNodeConfig(
+                registry=str(tmp_path / "registry"),
+                store=tmp_path / "store",
+                models=(),
+                shard_index=0,
+                num_shards=1,
+                cards=2,
+                sharding="hash",
+                replicate_bytes=0,
+                listen=(Address(path=f"{tmp_path}/a.sock"),),
+                advertise=None,
+                node_id="a",
+                threads=1,
+                verify=True,
+                memory_cap_bytes=None,
+                memory_budget_bytes=None,
+                stage_cpu_share=1.0,
+                stage_bytes_per_s=None,
+            )
+            program = asyncio.create_task(_program(config, node, CardSet(cards)))
+            await until(fleet, is_ready("a", 1))
+            cards.fault = "device 0: cudaErrorIllegalAddress"
+            with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
+                async with asyncio.timeout(NEVER_S):
+                    await program
+            assert not await fleet.nodes()
+            cards.fault = ""
+            node.close()
 
     asyncio.run(scenario())
 

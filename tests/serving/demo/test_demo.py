@@ -93,7 +93,9 @@ def test_the_local_demo_needs_no_other_process_and_no_data(tmp_path: Path) -> No
     assert "curl" not in result.stdout
 
 
-def test_a_taken_port_or_a_report_that_can_not_be_written_is_told_before_any_work(tmp_path: Path) -> None:
+def test_a_taken_port_a_device_that_is_none_or_a_report_that_can_not_be_written_is_told_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*arguments: str) -> str:
         result = CliRunner().invoke(main, ["demo", "--once", "--store", str(tmp_path / "store"), *arguments])
         assert result.exit_code == 1
@@ -113,6 +115,12 @@ def test_a_taken_port_or_a_report_that_can_not_be_written_is_told_before_any_wor
     assert refused("--json", str(report), *ANY_PORTS) == (
         f"error: --json {report}: there is no folder '{report.parent}'\n"
     )
+    for more in ((), ("--local",)):
+        assert "error: device 'tpu' is none of " in refused("--device", "tpu", *more, *ANY_PORTS)
+    for module in ("cupy_cards", "cupy_api"):
+        monkeypatch.delitem(sys.modules, f"shard_node.cuda.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install 'shardrank[cuda]'" in refused("--device", "cuda", "--local", *ANY_PORTS)
 
 
 def free_port() -> int:

@@ -103,7 +103,9 @@ def no_cupy(monkeypatch):
 
 
 def test_cuda_without_cupy_is_refused_with_how_to_install_it(no_cupy):
-    with pytest.raises(CardsUnavailableError, match=r"CuPy can't be imported .*pip install 'shardrank\[cuda\]'"):
+    with pytest.raises(
+        CardsUnavailableError, match=r"device 'cuda': CuPy can't be imported .*pip install 'shardrank\[cuda\]'"
+    ):
         open_cards(DeviceChoice("cuda"), 1)
 
 

@@ -1,0 +1,141 @@
+"""`shardrank serve --profile`: what real processes write about the requests that they have answered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.cli import main
+from serving.profile_file import ProfileDocument
+from serving.proto.shardrank.v1 import ranking_pb2_grpc
+from serving.stage_account import Account
+from serving.stages import IN_BATCH, STAGES
+from shardrank_testing.processes import Program, running
+from shardrank_testing.serving_api import MODEL, api_request, api_service, rank_message, running_api
+
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--shutdown-delay-s", "0")
+CANDIDATES = 400
+TOLERANCE = 0.05
+
+
+def ports(program: Program) -> tuple[str, str]:
+    url = program.read_until(r"HTTP: (http://127.0.0.1:\d+)")[1]
+    return url, program.read_until(r"gRPC: (127.0.0.1:\d+)")[1]
+
+
+def stage_sums(metrics: str) -> dict[tuple[str, str], float]:
+    return {
+        (one.labels["method"], one.labels["stage"]): one.value
+        for family in text_string_to_metric_families(metrics)
+        for one in family.samples
+        if one.name == "shardrank_stage_seconds_sum"
+    }
+
+
+async def ask(url: str, target: str, rounds: int) -> dict[tuple[str, str], float]:
+    """Asks over both APIs, several at a time. Returns what stages' histograms have grown by."""
+    body, message = api_request(1, CANDIDATES), rank_message(api_request(2, CANDIDATES))
+    limits = httpx.Limits(max_connections=4)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as http,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
+        before = stage_sums((await http.get("/metrics")).text)
+
+        async def over_http() -> None:
+            for _ in range(rounds):
+                assert (await http.post(f"/v1/models/{MODEL}:rank", json=body)).status_code == 200
+
+        async def over_grpc() -> None:
+            for _ in range(rounds):
+                assert len((await stub.Rank(message)).scores) == CANDIDATES
+
+        await asyncio.gather(*(over_http() for _ in range(3)), *(over_grpc() for _ in range(3)))
+        # A refused request, and a lookup: neither belongs to what ranking took.
+        assert (await http.post(f"/v1/models/{MODEL}:rank", content=b"{")).status_code == 400
+        assert (await http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [1, 2]}})).status_code == 200
+        after = stage_sums((await http.get("/metrics")).text)
+    return {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
+
+
+def read(path: Path) -> ProfileDocument:
+    return ProfileDocument.model_validate_json(path.read_bytes())
+
+
+def account(document: ProfileDocument, api: str, method: str = "rank") -> Account:
+    (found,) = [one for one in document.accounts if (one.api, one.method, one.model) == (api, method, MODEL)]
+    return found
+
+
+def busy(accounts: list[Account], stage: str) -> float:
+    return sum(one.busy_s for each in accounts for one in each.stages if one.stage == stage)
+
+
+def check_adds_up(one: Account) -> None:
+    assert [stage.stage for stage in one.stages] == list(STAGES)
+    assert all(stage.seconds >= 0 for stage in one.stages)
+    assert sum(stage.seconds for stage in one.stages) == pytest.approx(one.whole_s, rel=TOLERANCE)
+    assert one.unaccounted_s == pytest.approx(one.whole_s - sum(stage.seconds for stage in one.stages))
+
+
+def test_the_stages_of_a_real_server_add_up_to_the_whole_and_are_those_of_its_metrics(api_model, tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    arguments = ("--snapshot", str(api_model.path), "--dtype", "float32", "--profile", str(path))
+    with running("serve", *arguments, *ANY_PORTS) as program:
+        told = asyncio.run(ask(*ports(program), rounds=20))
+        # Written before the first request, so that a path that can't be written is told at once.
+        assert read(path).kind == "profile"
+        assert program.stop() == 0
+    document = read(path)
+    ranked = [account(document, "http"), account(document, "grpc")]
+    for one in ranked:
+        assert one.requests == 60
+        check_adds_up(one)
+    assert account(document, "http", "lookup").requests == 1
+    assert 0 < sum(one.batches for one in ranked) <= 120
+    for stage in STAGES:
+        assert busy(ranked, stage) == pytest.approx(told["rank", stage], rel=0.02, abs=2e-3), stage
+    for stage in IN_BATCH:
+        # Measured once and told twice.
+        assert busy(ranked, stage) == pytest.approx(told["rank", stage]), stage
+    assert document.cpu_s == pytest.approx(sum(document.cpu_s_by_thread.values()), rel=0.1)
+    assert document.cpu_s_by_thread["MainThread"] > 0
+
+
+def test_without_a_profile_the_stages_of_single_requests_are_not_counted(api_model) -> None:
+    async def main() -> dict[tuple[str, str], float]:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                at = api.listening
+                return await ask(f"http://{at.host}:{at.http_port}", f"{at.host}:{at.grpc_port}", rounds=1)
+
+    told = {stage for method, stage in asyncio.run(main()) if method == "rank"}
+    assert {"parse", "queue", "map", "split", "shard_wait", "add", "rank", "encode", "total"} <= told
+    assert not {"receive", "decode", "hand_back"} & told
+
+
+def test_each_of_several_workers_writes_its_own_profile(api_model, tmp_path) -> None:
+    arguments = ("--snapshot", str(api_model.path), "--workers", "2", "--profile", str(tmp_path / "deep.profile.json"))
+    with running("serve", *arguments, *ANY_PORTS) as program:
+        asyncio.run(ask(*ports(program), rounds=4))
+        assert program.stop() == 0
+    documents = [read(tmp_path / f"deep.profile-{worker}.json") for worker in range(2)]
+    assert len({document.pid for document in documents}) == 2
+    ranked = [one for document in documents for one in document.accounts if one.method == "rank"]
+    assert sum(one.requests for one in ranked) == 24
+
+
+def test_a_profile_that_can_not_be_written_is_told_at_the_start(api_model, tmp_path) -> None:
+    path = tmp_path / "nowhere" / "profile.json"
+    arguments: list[Any] = ["serve", "--snapshot", str(api_model.path), "--profile", str(path), *ANY_PORTS]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code != 0
+    assert f"--profile {path}: No such file or directory" in result.output
