@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from router.feature_schema import FeatureSchema
 from router.id_mapping import RejectedIds
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+
+
+@dataclass(slots=True, eq=False)
+class LookupTimes:
+    """Where the time of one lookup went, in seconds.
+
+    Attributes:
+        map_s: ids to rows, features to tables.
+        split_s: whose rows they are, and the bags that each shard is asked for.
+        shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
+        add_s: the shards' sums added, means divided.
+    """
+
+    map_s: float = 0.0
+    split_s: float = 0.0
+    shard_wait_s: float = 0.0
+    add_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +41,7 @@ class Embeddings:
         num_rows: int64 [S], how many rows each feature has.
         bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
+        times: where the time went.
     """
 
     schema: FeatureSchema
@@ -33,6 +51,7 @@ class Embeddings:
     num_rows: Int64Array
     bags: KeyedBags
     rejected: RejectedIds
+    times: LookupTimes = field(default_factory=LookupTimes)
 
     def feature(self, index: int) -> Float32Array:
         """A view of one feature, float32 [bags, embedding_dim], or [ids, embedding_dim] with pooling `none`.

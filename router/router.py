@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from loader.errors import ShardrankError
 from loader.layout import bucket_shift
-from router.embeddings import Embeddings
+from router.embeddings import Embeddings, LookupTimes
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags
@@ -93,10 +93,14 @@ class Router:
         Raises:
             RouterError, ShardNodeError: if a shard can't answer.
         """
+        times, began = LookupTimes(), self._clock()
         mapped = self.map(bags)
         by_feature = mapped.bags
         by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
-        blocks = await self._pool(model, version, _by_table(by_row, self.schema.table_index), deadline)
+        by_table = _by_table(by_row, self.schema.table_index)
+        times.map_s = self._clock() - began
+        blocks = await self._pool(model, version, by_table, deadline, times)
+        began = self._clock()
         row_starts = self._starts_in_group(by_row)
         embeddings = Embeddings(
             schema=self.schema,
@@ -106,9 +110,11 @@ class Router:
             num_rows=by_row.bags_per_key,
             bags=by_feature,
             rejected=mapped.rejected,
+            times=times,
         )
         if self._has_mean:
             self._divide_means(embeddings)
+        times.add_s += self._clock() - began
         return embeddings
 
     async def close(self) -> None:
@@ -116,21 +122,36 @@ class Router:
         for shard in self._shards:
             await shard.close()
 
-    async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+    async def _pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, times: LookupTimes
+    ) -> list[Float32Array]:
+        began = self._clock()
         if len(self._shards) == 1:
-            return await self._shards[0].pool(model, version, bags, deadline)
+            blocks = await self._shards[0].pool(model, version, bags, deadline)
+            times.shard_wait_s = self._clock() - began
+            return blocks
         down: dict[int, ShardrankError] = {}
         while True:
             parts = split(bags, self._owners(bags), range(len(self._shards)))
+            asked = self._clock()
+            times.split_s += asked - began
             # A shard that is down is split to again only if nobody else has the rows that it was asked for.
             for part in parts:
                 if part.owner in down:
                     raise down[part.owner]
             try:
-                return self._add(bags, parts, await self._ask(model, version, parts, deadline))
+                pooled = await self._ask(model, version, parts, deadline)
             except _ShardDownError as failure:
+                began = self._clock()
+                times.shard_wait_s += began - asked
                 down[failure.shard] = failure.error
-                self._rests_until[failure.shard] = self._clock() + REST_S
+                self._rests_until[failure.shard] = began + REST_S
+                continue
+            answered = self._clock()
+            times.shard_wait_s += answered - asked
+            blocks = self._add(bags, parts, pooled)
+            times.add_s += self._clock() - answered
+            return blocks
 
     async def _ask(self, model: str, version: int, parts: list[Part], deadline: float) -> list[list[Float32Array]]:
         async def ask(part: Part) -> list[Float32Array]:

@@ -12,13 +12,15 @@ class Call:
     """One call of an API while it is handled.
 
     Attributes:
-        api: `http`, `grpc` or `embedded`.
+        api: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`.
         method: `rank`, `lookup` or `model`.
         began: monotonic seconds.
         model: name of the served model, once it is known; never what a client made up.
         version: the version that answers it, once that is chosen; 0 until then.
         counter: of that version.
-        leased: when it was chosen, monotonic seconds.
+        received: when its request had come in full, monotonic seconds; 0 until then.
+        leased: when the version was chosen, monotonic seconds.
+        parsed: when its request was parsed, monotonic seconds.
         admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
         ended: whether it was counted out. A parser on another thread may still be at work for it.
     """
@@ -29,6 +31,8 @@ class Call:
     model: str = ""
     version: int = 0
     counter: VersionCounter | None = None
+    received: float = 0.0
     leased: float = 0.0
+    parsed: float = 0.0
     admitted: bool = False
     ended: bool = False

@@ -26,7 +26,8 @@ ServingError
 ├── CanaryShareError            400 INVALID_ARGUMENT     a share of requests that is none
 ├── GoldenMismatchError         422 FAILED_PRECONDITION  a version that does not give its own golden scores
 ├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
-└── ListenError                 500 INTERNAL             a port can't be bound
+├── ListenError                 500 INTERNAL             a port can't be bound
+└── ProfileFileError            500 INTERNAL             the file of `--profile` can't be written
 ```
 
 A deadline that passes is `shard_node.errors.DeadlineExceededError` (504), wherever it is noticed.
@@ -246,3 +247,9 @@ class ListenError(ServingError):
     """An address can't be listened on."""
 
     kind = "listen"
+
+
+class ProfileFileError(ServingError):
+    """The file that a process writes its profile to can't be written."""
+
+    kind = "profile_file"

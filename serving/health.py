@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from loader.errors import ShardrankError
 from serving.node_metrics import ReportedNode
 from serving.staleness import degraded_reason
-from shard_node.errors import GenerationNotFoundError
+from shard_node.card_watch import ENOUGH_FAULTS
+from shard_node.errors import CardError, GenerationNotFoundError
 from shard_node.generation import Generations
 from shard_node.node import NodeInfo
 
@@ -55,6 +56,9 @@ class NodeWatch:
         self._problems: dict[str, str] = {}
         self._asked: frozenset[str] = frozenset()
         self._shutting_down = False
+        self._faults: dict[str, int] = {}
+        self._card_error: CardError | None = None
+        self._cards_failed = asyncio.Event()
         self._listeners: list[Listener] = []
 
     def nodes(self) -> list[ReportedNode]:
@@ -65,6 +69,8 @@ class NodeWatch:
 
     def problems(self) -> dict[str, str]:
         """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
+        if self._card_error is not None:
+            return {"": f"{self._card_error.kind}: {self._card_error}"}
         if self._shutting_down:
             return {"": "the process is shutting down"}
         if self._expected is None:
@@ -112,6 +118,8 @@ class NodeWatch:
             del self._nodes[gone]
         for gone in set(self._problems) - set(models):
             del self._problems[gone]
+        for gone in set(self._faults) - set(models):
+            del self._faults[gone]
         for listener in list(self._listeners):
             await listener()
 
@@ -122,6 +130,15 @@ class NodeWatch:
     def unlisten(self, listener: Listener) -> None:
         """Calls it no more."""
         self._listeners.remove(listener)
+
+    async def cards_failed(self) -> NoReturn:
+        """Waits until cards of this process have failed. Only a new process can use them again.
+
+        Raises:
+            CardError: what they fail with.
+        """
+        await self._cards_failed.wait()
+        raise self._card_error or CardError("the cards have failed")
 
     async def run(self) -> None:
         """Refreshes until cancelled."""
@@ -139,6 +156,7 @@ class NodeWatch:
             if model not in self._problems:
                 logger.warning("model %r is not ready: %s", model, error)
             self._problems[model] = f"{error.kind}: {error}"
+            self._count_fault(model, error)
             return
         except Exception as error:
             # A defect of one model must neither stop the watch over the others, nor pass for readiness.
@@ -146,5 +164,14 @@ class NodeWatch:
             self._problems[model] = f"internal: asking its shards failed with {type(error).__name__}"
             return
         self._nodes[model] = tuple(nodes)
+        self._faults.pop(model, None)
         if self._problems.pop(model, None) is not None:
             logger.info("model %r is ready again", model)
+
+    def _count_fault(self, model: str, error: ShardrankError) -> None:
+        # Only cards of this process: of those of shard nodes a router makes other errors.
+        self._faults[model] = self._faults.get(model, 0) + 1 if isinstance(error, CardError) else 0
+        if isinstance(error, CardError) and self._faults[model] >= ENOUGH_FAULTS and self._card_error is None:
+            logger.critical("the cards of this process have failed: %s", error)
+            self._card_error = error
+            self._cards_failed.set()

@@ -14,6 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from serving.call import Call
+from serving.request import LookupRequest, RankRequest
+from serving.stage_account import Served, StageAccount
+from serving.stages import BatchTimes
 from serving.version_stats import Outcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -33,10 +37,14 @@ class ServingMetrics:
     Args:
         collectors: what is read when the metrics are, such as what the shard nodes tell. With several workers on one
             port it is that of the worker that answers.
+
+    Attributes:
+        account: where each request's stages are added up; None unless the process is profiled.
     """
 
     def __init__(self, collectors: Sequence[Collector] = ()) -> None:
         self._collectors = tuple(collectors)
+        self.account: StageAccount | None = None
         # A registry of its own, so that several services in one process don't share names.
         registry = CollectorRegistry()
         self.requests = Counter(
@@ -50,7 +58,8 @@ class ServingMetrics:
         )
         self._stages = Histogram(
             "shardrank_stage_seconds",
-            "Time by stage. Lookup and rank are counted once per batch, all others once per request.",
+            "Time by stage. Merge, lookup and its parts, rank and answer are counted once per batch, all others once "
+            "per request.",
             ("model", "stage", "method"),
             buckets=_SECONDS,
             registry=registry,
@@ -106,6 +115,37 @@ class ServingMetrics:
         if child is None:
             child = self._stage_children[key] = self._stages.labels(*key)
         child.observe(seconds)
+
+    def batch_times(self, model: str, times: BatchTimes, method: str) -> None:
+        """Observes the stages of a batch, but for `rank`, which whoever ranks has told."""
+        self.stage(model, "merge", times.merge_s, method)
+        if (lookup := times.lookup) is not None:
+            self.stage(model, "map", lookup.map_s, method)
+            self.stage(model, "split", lookup.split_s, method)
+            self.stage(model, "shard_wait", lookup.shard_wait_s, method)
+            self.stage(model, "add", lookup.add_s, method)
+        self.stage(model, "answer", times.answer_s, method)
+
+    def answer_encoded(self, call: Call, request: RankRequest | LookupRequest, answered: float, encoded: float) -> None:
+        """Observes the end of a call: it is told `encode`, and the account all of its stages.
+
+        Args:
+            call: of an API whose `received` and `parsed` are set.
+            request: as it was answered.
+            answered: when the call went on with the answer, monotonic seconds.
+            encoded: when that was bytes, monotonic seconds.
+        """
+        self.stage(call.model, "encode", encoded - answered, call.method)
+        if self.account is not None and request.batch is not None:
+            receive_s, decode_s = call.received - call.began, call.leased - call.received
+            hand_back_s = answered - request.batch.ended
+            self.stage(call.model, "receive", receive_s, call.method)
+            self.stage(call.model, "decode", decode_s, call.method)
+            self.stage(call.model, "hand_back", hand_back_s, call.method)
+            before = (receive_s, decode_s, call.parsed - call.leased, request.queue_s)
+            after = (hand_back_s, encoded - answered)
+            served = Served(call.api, call.method, call.model)
+            self.account.add(served, before, request.batch, after, encoded - call.began)
 
     def batch(self, model: str, num_requests: int, num_candidates: int) -> None:
         """Observes the size of a batch."""

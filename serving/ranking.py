@@ -24,6 +24,7 @@ from serving.models.ranking_model import RankingModel
 from serving.parse_checks import place_of
 from serving.parse_schema import RequestSchema
 from serving.request import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from serving.stages import BatchTimes
 from serving.version_stats import VersionCounter
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
@@ -83,6 +84,7 @@ class Ranking:
         self._counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
+        self._times: BatchTimes | None = None
 
     @property
     def device(self) -> torch.device:
@@ -137,9 +139,23 @@ class Ranking:
         Raises:
             RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
         """
+        began = self._clock()
         batch = merge(requests)
         self._metrics.batch(self._model_name, len(requests), int(batch.candidate_starts[-1]))
+        merged, self._times = self._clock(), None
         scores, rejected = await self.score(batch, max(request.deadline for request in requests))
+        # Nothing else runs on this loop between the end of `score` and here, so the times are of this batch.
+        times, scored = self._times, self._clock()
+        if times is None:
+            times = BatchTimes(rank_s=scored - merged)
+        times.num_requests, times.merge_s = len(requests), merged - began
+        outcomes = self._outcomes(requests, batch, scores, rejected)
+        self._tell_times(times, scored, requests, "rank")
+        return outcomes
+
+    def _outcomes(
+        self, requests: Sequence[RankRequest], batch: MergedBatch, scores: Float32Array, rejected: RejectedIds
+    ) -> list[RankAnswer | Exception]:
         order = rank_order(scores, batch.request_of_candidate)
         finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
         starts = batch.candidate_starts.tolist()
@@ -179,7 +195,9 @@ class Ranking:
         if routed >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")
         scores = self.score_rows(batch, embeddings)
-        self._metrics.stage(self._model_name, "rank", self._clock() - routed, "rank")
+        rank_s = self._clock() - routed
+        self._metrics.stage(self._model_name, "rank", rank_s, "rank")
+        self._times = BatchTimes(lookup=embeddings.times, rank_s=rank_s)
         return scores, embeddings.rejected
 
     async def lookup(self, request: LookupRequest) -> LookupAnswer:
@@ -192,7 +210,8 @@ class Ranking:
         began = self._clock()
         version = self.parts.version
         embeddings = await self.router.lookup(self._model_name, version, request.bags, request.deadline)
-        self._metrics.stage(self._model_name, "lookup", self._clock() - began, "lookup")
+        routed = self._clock()
+        self._metrics.stage(self._model_name, "lookup", routed - began, "lookup")
         if len(embeddings.rejected):
             bag = int(embeddings.rejected.bag[0])
             raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, bag, lookup=True)
@@ -203,7 +222,9 @@ class Ranking:
             )
             for key in request.bags.keys.tolist()
         }
-        return LookupAnswer(self._model_name, version, found, request.request_id)
+        answer = LookupAnswer(self._model_name, version, found, request.request_id)
+        self._tell_times(BatchTimes(lookup=embeddings.times), routed, [request], "lookup")
+        return answer
 
     def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
         """float32 [N], the scores of a batch whose rows were looked up."""
@@ -213,6 +234,19 @@ class Ranking:
             )
             scores: Float32Array = self.parts.models.on(self.device).score(inputs.on(self.device)).cpu().numpy()
         return scores
+
+    def _tell_times(
+        self,
+        times: BatchTimes,
+        answering: float,
+        requests: Sequence[RankRequest] | Sequence[LookupRequest],
+        method: str,
+    ) -> None:
+        times.ended = self._clock()
+        times.answer_s = times.ended - answering
+        for request in requests:
+            request.batch = times
+        self._metrics.batch_times(self._model_name, times, method)
 
     def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:
         is_answered = np.fromiter((isinstance(one, RankAnswer) for one in outcomes), np.bool_, count=len(outcomes))

@@ -157,7 +157,8 @@ class Replica:
             now = self._clock()
             model = ranking.parts.schema.features.spec.model
             for pending in batch:
-                self._metrics.stage(model, "queue", now - pending.arrived, pending.method)
+                pending.request.queue_s = now - pending.arrived
+                self._metrics.stage(model, "queue", pending.request.queue_s, pending.method)
             outcomes = await self._outcomes(ranking, batch)
         finally:
             finish(zip(batch, outcomes, strict=True))

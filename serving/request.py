@@ -11,6 +11,7 @@ from shard_node.generation import Lease
 
 if TYPE_CHECKING:
     from serving.served_model import ServedModel
+    from serving.stages import BatchTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,8 @@ class RankRequest:
         top_k: how many positions `order` has, or None for all N.
         request_id: the caller's own name for the request, or "".
         texts: the strings behind the fingerprints among the ids, in their order, for error messages.
+        queue_s: how long it waited for a replica; set by that.
+        batch: where the time of its batch went; set by the replica once it has an answer.
     """
 
     lease: Lease[ServedModel]
@@ -39,6 +42,8 @@ class RankRequest:
     top_k: int | None = None
     request_id: str = ""
     texts: Sequence[str] = ()
+    queue_s: float = 0.0
+    batch: BatchTimes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +56,7 @@ class LookupRequest:
         deadline: absolute time on the monotonic clock, in seconds.
         request_id: the caller's own name for the request, or "".
         texts: the strings behind the fingerprints among the ids, in their order, for error messages.
+        queue_s, batch: as in `RankRequest`.
     """
 
     lease: Lease[ServedModel]
@@ -58,6 +64,8 @@ class LookupRequest:
     deadline: float
     request_id: str = ""
     texts: Sequence[str] = ()
+    queue_s: float = 0.0
+    batch: BatchTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

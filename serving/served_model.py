@@ -25,6 +25,7 @@ from serving.errors import NotReadyError
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
 from serving.models.factory import DtypeChoice
+from serving.oip.parser import InferParser
 from serving.parse_json import JsonParser
 from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
@@ -58,6 +59,7 @@ class ServedModel:
         schema: what a request looks like.
         json: parses JSON requests.
         proto: parses protobuf requests.
+        infer: parses requests of the Open Inference Protocol.
         description: what it tells of itself.
         counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
@@ -78,6 +80,7 @@ class ServedModel:
         self.schema = schema
         self.json = JsonParser(schema)
         self.proto = ProtoParser(schema)
+        self.infer = InferParser(schema)
         self.description = description
         self.counter = counter
         self.checked = checked

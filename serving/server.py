@@ -94,7 +94,7 @@ async def serve(
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Leave = _stay,
 ) -> None:
-    """Serves until it is cancelled; then finishes what is in flight and closes everything.
+    """Serves until it is cancelled, or its cards fail; then finishes what is in flight and closes everything.
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
     that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
@@ -111,6 +111,7 @@ async def serve(
 
     Raises:
         ListenError: if a port can't be bound.
+        CardError: the cards have failed; only a new process can use them.
         ShardrankError: whatever `load` raises.
     """
     try:
@@ -131,7 +132,7 @@ async def serve(
                 else:
                     listening = await stack.enter_async_context(running_server(service, config))
                 on_ready(listening)
-                await asyncio.Event().wait()
+                await service.watch.cards_failed()
             finally:
                 await leave()
     finally:

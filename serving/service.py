@@ -26,13 +26,14 @@ from serving.health import NodeWatch
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
 from serving.node_metrics import NodeCollector
+from serving.oip.infer_request import InferRequest
 from serving.parse_json import JsonBody, peek_key, peek_version
 from serving.parse_proto import LookupMessage, RankMessage, check_model
 from serving.pending import Pending
 from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.served_model import ServedModel
 from serving.version_metrics import VersionCollector
-from serving.version_stats import outcome_of
+from serving.version_stats import VersionCounter, outcome_of
 from serving.versions import ServedVersions
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Generation, Lease
@@ -69,6 +70,7 @@ class RankingService:
     ) -> None:
         self.limits = limits or RequestLimits()
         self.clock = clock
+        self.wall_clock = wall_clock
         self.versions = ServedVersions(expected_models, self._forget)
         self.generations = self.versions.generations
         self.watch = NodeWatch(self.generations, expected_models, max_staleness_s, wall_clock)
@@ -195,6 +197,17 @@ class RankingService:
         lease = self._lease_of_message(call, message)
         return self._parsed(call, lease, lambda: lease.payload.proto.lookup(message, lease, call.began))
 
+    def parse_infer(self, call: Call, request: InferRequest) -> RankRequest:
+        """Parses the Open Inference Protocol's form. Raises OverloadedError as `admit`, BadRequestError and others.
+
+        Raises:
+            ModelNotFoundError: no such model here, or not that version of it.
+            AmbiguousInputsError: the model can't be called by that protocol.
+        """
+        self.admit(call)
+        lease = self._lease_for(call, request.model, request.version, request.key)
+        return self._parsed(call, lease, lambda: lease.payload.infer.rank(request, lease, call.began))
+
     async def rank(self, request: RankRequest, watch_client: WatchClient | None = None) -> RankAnswer:
         """Ranks on the calling event loop.
 
@@ -280,6 +293,8 @@ class RankingService:
             self.metrics.failed(call.api, call.method, status)
         self.metrics.stage(call.model, "total", now - call.began, call.method)
         outcome = outcome_of(error)
+        if call.counter is not None and call.method == "rank":
+            call.counter.inference.ended(now - call.began, now, is_answered=error is None)
         if call.counter is not None and outcome is not None:
             call.counter.count(outcome, now - call.leased)
             self.metrics.version_answered(call.model, call.version, outcome)
@@ -313,23 +328,23 @@ class RankingService:
     ) -> RankAnswer | LookupAnswer:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[RankAnswer | LookupAnswer] = loop.create_future()
-        pending = Pending(request, self.clock(), future, loop)
+        pending, counter = Pending(request, self.clock(), future, loop), request.lease.payload.counter
         self._submit(pending)
         expiry = loop.call_later(max(0.0, request.deadline - self.clock()), _expire, future)
         if watch_client is not None:
             watch_client(partial(_leave_early, future))
         try:
-            return await future
+            return _executed(counter, request, await future)
         finally:
             expiry.cancel()
             pending.abandoned = True
 
     def _answer_in_thread(self, request: RankRequest | LookupRequest) -> RankAnswer | LookupAnswer:
         future: concurrent.futures.Future[RankAnswer | LookupAnswer] = concurrent.futures.Future()
-        pending = Pending(request, self.clock(), future, None)
+        pending, counter = Pending(request, self.clock(), future, None), request.lease.payload.counter
         self._submit(pending)
         try:
-            return future.result(max(0.0, request.deadline - self.clock()))
+            return _executed(counter, request, future.result(max(0.0, request.deadline - self.clock())))
         except TimeoutError:
             if future.done():
                 raise
@@ -343,6 +358,14 @@ class RankingService:
         except BaseException:
             pending.request.lease.release()
             raise
+
+
+def _executed(
+    counter: VersionCounter, request: RankRequest | LookupRequest, answer: RankAnswer | LookupAnswer
+) -> RankAnswer | LookupAnswer:
+    if isinstance(request, RankRequest):
+        counter.inference.executed(request)
+    return answer
 
 
 def _status_of(error: BaseException | None) -> str:

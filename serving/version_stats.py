@@ -21,6 +21,7 @@ from serving.errors import (
     UnknownFeatureError,
     UnknownIdError,
 )
+from serving.inference_counter import InferenceCounter
 from shard_node.bags import Float32Array
 
 Outcome: TypeAlias = Literal["ok", "error"]
@@ -51,9 +52,14 @@ def outcome_of(error: BaseException | None) -> Outcome | None:
 
 
 class VersionCounter:
-    """Counts of one version in this process; they only grow. Thread-safe."""
+    """Counts of one version in this process; they only grow. Thread-safe.
+
+    Attributes:
+        inference: what ranking has cost.
+    """
 
     def __init__(self) -> None:
+        self.inference = InferenceCounter()
         self._lock = threading.Lock()
         self._errors = 0
         self._latency_counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)

@@ -16,6 +16,7 @@ import numpy as np
 from loadtest.drill.http_client import HttpClient
 from loadtest.drill.oracle import Float32Array
 from loadtest.drill.questions import Method, Question
+from loadtest.grpc_channels import as_it_is
 from serving.proto.shardrank.v1 import ranking_pb2
 
 OK_STATUS = 200
@@ -117,7 +118,7 @@ class GrpcQuestions:
         )
         calls: list[Any] = [
             channel.unary_unary(
-                f"/shardrank.v1.RankingService/{name}", request_serializer=_as_it_is, response_deserializer=parse
+                f"/shardrank.v1.RankingService/{name}", request_serializer=as_it_is, response_deserializer=parse
             )
             for channel in channels
         ]
@@ -137,21 +138,3 @@ class GrpcQuestions:
         # A feature that is not there is an empty message in a protobuf map, so its values are missing below.
         parts = [np.array(response.embeddings[name].values, np.float32) for name in question.features]
         return Answer(response.version, np.concatenate(parts))
-
-
-def open_channels(host: str, port: int, count: int) -> list[grpc.aio.Channel]:
-    """Channels with connections of their own, so that they reach different serving processes behind one port."""
-    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    options = [
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),
-        # After a serving process was killed, its port is tried again at once, not after gRPC's second and more.
-        ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 1000),
-        ("grpc.max_reconnect_backoff_ms", 500),
-    ]
-    return [grpc.aio.insecure_channel(at, options=[*options, ("shardrank.channel", number)]) for number in range(count)]
-
-
-def _as_it_is(message: bytes) -> bytes:
-    return message

@@ -21,11 +21,12 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loadtest.drill.answers import AnswerLog
-from loadtest.drill.clients import CallFailedError, Client, GrpcQuestions, HttpQuestions, open_channels
+from loadtest.drill.clients import CallFailedError, Client, GrpcQuestions, HttpQuestions
 from loadtest.drill.http_client import HttpClient
 from loadtest.drill.oracle import OracleShape
 from loadtest.drill.questions import Question, make_questions
 from loadtest.drill.verdict import Kind, Verdict, judge
+from loadtest.grpc_channels import open_channels
 from serving.fleet.parent import die_with_parent
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -16,6 +17,17 @@ DEFAULT_REPLICATE_BYTES = 1 << 20
 
 Sharding: TypeAlias = Literal["hash", "range", "table"]
 SHARDINGS: tuple[Sharding, ...] = ("hash", "range", "table")
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds, which neither `nan` nor `inf` is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; fails if it is not finite or not within the bounds."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class ShardNumber(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
@@ -143,7 +155,7 @@ def memory_budget_option(function: Decorated) -> Decorated:
     """`--memory-budget-gb`."""
     return click.option(
         "--memory-budget-gb",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         metavar="GB",
         help="RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM. "
         "With GPUs, RAM for rows that no card has room for, if that is less than --pinned-memory-gb.",

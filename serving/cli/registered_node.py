@@ -6,9 +6,9 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from pydantic import Field
@@ -84,6 +84,7 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
         AddressError: it can't listen.
         ShardNodeError: the devices can't be had.
         RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
+        CardError: the cards have failed; only a new process can use them.
     """
     import torch
     import uvloop
@@ -114,6 +115,7 @@ async def _program(config: RegisteredNodeConfig, node: ShardNode, card_set: Card
     from loader.registry.typed import FleetRegistry
     from loader.settled_heap import settle_heap
     from shard_node.agent import Agent, AgentConfig
+    from shard_node.card_watch import watch_cards
     from shard_node.node_agent import NodeActions
     from shard_node.server import NodeServer, ServerLimits
 
@@ -131,17 +133,26 @@ async def _program(config: RegisteredNodeConfig, node: ShardNode, card_set: Card
         actions = NodeActions(node, fleet, _plan_of(config), node_config, card_set=card_set)
         agent = Agent(fleet, actions, AgentConfig(models=config.models or None))
         settle_heap()
-        await _serve(agent, actions, server.drain)
+        cards = None if card_set is None else card_set.cards
+        await _serve(watch_cards(node, cards), agent, actions, server.drain)
     finally:
         await server.close()
         await registry.close()
 
 
-async def _serve(agent: Agent, actions: NodeActions, drain: Callable[[float], Awaitable[bool]]) -> None:
-    running = asyncio.create_task(agent.run())
+async def _serve(
+    watch: Coroutine[Any, Any, NoReturn],
+    agent: Agent,
+    actions: NodeActions,
+    drain: Callable[[float], Awaitable[bool]],
+) -> None:
+    running, watching = asyncio.create_task(agent.run()), asyncio.create_task(watch)
     try:
-        await asyncio.shield(running)
+        ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
     finally:
+        watching.cancel()
         # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
         await agent.leave()
         await drain(DRAIN_TIMEOUT_S)

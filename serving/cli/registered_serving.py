@@ -18,6 +18,7 @@ from router.plan import Plan
 from serving.cli.devices import device_arguments, num_replicas, open_card_set
 from serving.fleet.ports import SharedPort
 from serving.limits import RequestLimits
+from serving.profile_file import profiled
 from serving.server import Listening, ServerConfig, serve_until_signalled
 from serving.service import RankingService
 from serving.serving_agent import LocalRows, ServingConfig
@@ -79,7 +80,8 @@ def run_registered(
         for port in (config.http_port, config.grpc_port):
             # One that stands alone must not share the ports of another server.
             SharedPort(config.host, port).close()
-    serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
+    with profiled(options["profile"], service.metrics):
+        serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
 
 
 def worker_arguments(options: dict[str, Any]) -> list[str]:

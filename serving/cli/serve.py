@@ -21,6 +21,7 @@ from serving.cli.devices import (
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
     Assignment,
+    FiniteRange,
     cards_option,
     member_options,
     memory_budget_option,
@@ -89,14 +90,14 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
 @device_options
 @click.option(
     "--max-memory-gb",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="GB",
     help="With --local: RAM for the rows of all versions together, in 10^9 bytes. A version beyond it is refused "
     "before it is loaded. Default: what is available.",
 )
 @click.option(
     "--stage-cpu-share",
-    type=click.FloatRange(0.01, 1),
+    type=FiniteRange(0.01, 1),
     default=0.5,
     show_default=True,
     metavar="SHARE",
@@ -115,11 +116,18 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
 @verify_option
 @click.option(
     "--shutdown-delay-s",
-    type=click.FloatRange(0, 600),
+    type=FiniteRange(0, 600),
     default=0.5,
     show_default=True,
     metavar="S",
     help="After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
+)
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. With "
+    "several --workers each has its own: FILE with -0, -1, ... before its ending.",
 )
 @click.option(
     "--probe-port",
@@ -158,7 +166,10 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         from serving.cli.registered_serving import run_registered, worker_arguments, worker_node_ids
 
         if options["workers"] > 1:
-            own = tuple(("--node-id", one) for one in worker_node_ids(options))
+            profiles = _worker_profiles(options["profile"], options["workers"])
+            own = tuple(
+                ("--node-id", one, *profile) for one, profile in zip(worker_node_ids(options), profiles, strict=True)
+            )
             environment = {REGISTRY_VARIABLE: options["registry"]}
             config = _workers_config(ctx, worker_arguments(options) + arguments, own, environment)
             _run_workers(config, options["http_port"], options["grpc_port"])
@@ -171,10 +182,11 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
 
         # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
         Snapshot.open(folder, verify=False)
-        config = _workers_config(ctx, _worker_arguments(options, folder) + arguments)
+        own = _worker_profiles(options["profile"], options["workers"])
+        config = _workers_config(ctx, _worker_arguments(options, folder) + arguments, own)
         _run_workers(config, options["http_port"], options["grpc_port"])
         return
-    _run(_source(options, folder), limits, _server_config(options), options["probe_port"])
+    _run(_source(options, folder), limits, _server_config(options), options["probe_port"], options["profile"])
 
 
 def _source(options: dict[str, Any], folder: Path) -> ModelSource:
@@ -252,9 +264,12 @@ def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
     return tuple(tuple(Address.parse(text) for text in replicas.split(",")) for replicas in shards)
 
 
-def _run(source: ModelSource, limits: RequestLimits, config: ServerConfig, probe_port: int | None) -> None:
+def _run(
+    source: ModelSource, limits: RequestLimits, config: ServerConfig, probe_port: int | None, profile: Path | None
+) -> None:
     from serving.fleet.ports import SharedPort
     from serving.loading import load_when_possible
+    from serving.profile_file import profiled
     from serving.server import serve_until_signalled
     from serving.service import RankingService
 
@@ -264,7 +279,16 @@ def _run(source: ModelSource, limits: RequestLimits, config: ServerConfig, probe
         for port in (config.http_port, config.grpc_port):
             # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
             SharedPort(config.host, port).close()
-    serve_until_signalled(service, config, lambda: load_when_possible(source, service), _say, probe_port)
+    with profiled(profile, service.metrics):
+        serve_until_signalled(service, config, lambda: load_when_possible(source, service), _say, probe_port)
+
+
+def _worker_profiles(profile: Path | None, workers: int) -> tuple[tuple[str, ...], ...]:
+    """The flags of each worker for a profile of its own: counts of several processes can't share a file."""
+    if profile is None:
+        return ((),) * workers
+    path = profile.absolute()
+    return tuple(("--profile", str(path.with_stem(f"{path.stem}-{worker}"))) for worker in range(workers))
 
 
 def _worker_arguments(options: dict[str, Any], folder: Path) -> list[str]:

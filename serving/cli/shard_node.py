@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from serving.cli.devices import card_options, device_options, open_card_set
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
+    FiniteRange,
     ShardNumber,
     cards_option,
     member_options,
@@ -70,14 +71,14 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
 @device_options
 @click.option(
     "--max-memory-gb",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="GB",
     help="With --registry: RAM for the rows of all versions together, in 10^9 bytes. A version beyond it is refused "
     "before it is loaded. Default: what is available.",
 )
 @click.option(
     "--stage-cpu-share",
-    type=click.FloatRange(0.01, 1),
+    type=FiniteRange(0.01, 1),
     default=0.5,
     show_default=True,
     metavar="SHARE",
@@ -85,7 +86,7 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
 )
 @click.option(
     "--stage-mb-per-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     metavar="MB",
     help="With --registry: read at most this much of a version in a second, in 10^6 bytes.",
 )
@@ -228,15 +229,18 @@ def _limits(node: ShardNode, threads: int) -> ServerLimits:
 
 
 def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
-    """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time."""
-    import asyncio
+    """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time.
 
+    Raises:
+        CardError: the cards have failed; only a new process can use them.
+    """
     import torch
     import uvloop
 
     from loader.settled_heap import settle_heap
     from serving.cli.registered_node import DRAIN_TIMEOUT_S
     from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from shard_node.card_watch import watch_cards
     from shard_node.server import NodeServer
 
     # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
@@ -250,7 +254,7 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
             settle_heap()
             for address in server.addresses:
                 click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
-            await asyncio.Event().wait()
+            await watch_cards(node)
         finally:
             await server.drain(DRAIN_TIMEOUT_S)
             await server.close()

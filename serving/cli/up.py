@@ -12,6 +12,7 @@ import click
 from serving.cli.devices import device_arguments, device_options
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
+    FiniteRange,
     cards_option,
     memory_budget_option,
     port_options,
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 @device_options
 @click.option(
     "--max-memory-gb",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="GB",
     help="RAM for the rows of all versions together, on each shard node, in 10^9 bytes. A version beyond it is refused "
     "before it is loaded. Default: what is available.",

@@ -11,6 +11,9 @@ from grpc_reflection.v1alpha import reflection
 from serving.errors import ListenError
 from serving.grpc_api.handlers import SERVICE_NAME, Handlers
 from serving.limits import RequestLimits
+from serving.oip.grpc_handlers import SERVICE_NAME as INFERENCE_SERVICE_NAME
+from serving.oip.grpc_handlers import InferHandlers
+from serving.oip.reflected import reflected_services
 from serving.service import RankingService
 
 HEALTH_INTERVAL_S = 0.5
@@ -22,11 +25,12 @@ class GrpcServer:
     def __init__(self, service: RankingService) -> None:
         self._service = service
         self._server = grpc.aio.server(options=server_options(service.limits))
-        self._server.add_generic_rpc_handlers((Handlers(service).generic_handler(),))
+        handlers = (Handlers(service).generic_handler(), InferHandlers(service).generic_handler())
+        self._server.add_generic_rpc_handlers(handlers)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        names, pool = reflected_services()
+        reflection.enable_server_reflection(names, self._server, pool)
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -63,6 +67,7 @@ class GrpcServer:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", status)
         await self._health.set(SERVICE_NAME, status)
+        await self._health.set(INFERENCE_SERVICE_NAME, status)
 
 
 def server_options(limits: RequestLimits) -> list[tuple[str, int]]:

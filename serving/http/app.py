@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from loader.errors import ShardrankError
 from serving.description import ModelDescription
 from serving.errors import MethodNotAllowedError, NoSuchRouteError
+from serving.http.direct import DirectRoutes
 from serving.http.documents import (
     LOOKUP_EXAMPLE,
     LOOKUP_SCHEMA,
@@ -31,6 +33,9 @@ from serving.http.documents import (
 )
 from serving.http.endpoints import Endpoints, error_response
 from serving.http.large_work import LargeWork
+from serving.oip.http_endpoints import InferEndpoints
+from serving.oip.http_endpoints import error_response as oip_error_response
+from serving.oip.http_routes import DIRECT_INFER, add_routes, is_inference_path
 from serving.service import RankingService
 
 API_VERSION = "1"
@@ -62,6 +67,7 @@ class ModelName(Convertor[str]):
 
 
 register_url_convertor(ModelName.NAME, ModelName())
+_DIRECT_RANK = re.compile(f"/v1/models/(?P<model>{ModelName.regex}):rank")
 _MODEL = f"/v1/models/{{model:{ModelName.NAME}}}"
 
 
@@ -82,7 +88,8 @@ def create_app(service: RankingService, large: LargeWork | None = None) -> FastA
         description="Online ranking from sharded embeddings: ids in, scores out.",
         redirect_slashes=False,
     )
-    endpoints = Endpoints(service, large or LargeWork())
+    large = large or LargeWork()
+    endpoints = Endpoints(service, large)
 
     def route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any) -> None:
         app.router.add_api_route(path, handler, methods=[method], route_class_override=RawRoute, **options)
@@ -97,6 +104,9 @@ def create_app(service: RankingService, large: LargeWork | None = None) -> FastA
         responses={200: {"model": LookupDocument}, **_ERRORS},
         openapi_extra=_raw(json_body(LOOKUP_SCHEMA, LOOKUP_EXAMPLE)),
     )  # fmt: skip
+    infer = InferEndpoints(service, large)
+    add_routes(route, infer, ModelName.NAME)
+    app.add_middleware(DirectRoutes, routes={_DIRECT_RANK: endpoints.rank, DIRECT_INFER: infer.infer})
     route(
         "/v1/models", endpoints.models, "GET", tags=["models"], summary="The live version of every model",
         responses={200: {"model": ModelsDocument}},
@@ -136,10 +146,15 @@ def _raw(extra: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": [parameter], **extra}
 
 
+def _error_response(request: Request, error: ShardrankError) -> Response:
+    respond = oip_error_response if is_inference_path(request.url.path) else error_response
+    return respond(request, error)
+
+
 async def _defect(request: Request, error: Exception) -> Response:
     """What should never happen, in the form of every other error. The framework raises it again for the log."""
     del error
-    return error_response(request, ShardrankError("internal error; the server's log says more"))
+    return _error_response(request, ShardrankError("internal error; the server's log says more"))
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -148,9 +163,9 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return error_response(request, NoSuchRouteError(f"{where}: there is no such path; see /docs"))
+        return _error_response(request, NoSuchRouteError(f"{where}: there is no such path; see /docs"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        response = error_response(request, MethodNotAllowedError(f"{where}: this method is not allowed here"))
+        response = _error_response(request, MethodNotAllowedError(f"{where}: this method is not allowed here"))
         response.headers.update(error.headers or {})
         return response
     raise error

@@ -16,7 +16,7 @@ from serving.encode_json import RETRY_AFTER_S, encode, error_document, lookup_do
 from serving.http.body import read_body
 from serving.http.documents import ReadyDocument
 from serving.http.large_work import LargeWork
-from serving.http.protocol import DISCONNECT_EXTENSION
+from serving.http.protocol import watch_client
 from serving.metrics import CONTENT_TYPE
 from serving.service import RankingService
 
@@ -86,25 +86,29 @@ class Endpoints:
 
     async def _rank(self, call: Call, request: Request) -> bytes:
         body = await read_body(request, self._service.limits.max_body_bytes)
+        call.received = self._service.clock()
         self._service.admit(call)
         parse = partial(self._service.parse_rank, call, request.path_params["model"], body)
         parsed = await self._large.parse(len(body), parse)
-        answer = await self._service.rank(parsed, _watch_client(request))
-        began = self._service.clock()
+        call.parsed = self._service.clock()
+        answer = await self._service.rank(parsed, watch_client(request))
+        answered = self._service.clock()
         encoded = await self._large.encode(answer.scores.size, lambda: encode(rank_document(answer)))
-        self._service.metrics.stage(call.model, "encode", self._service.clock() - began, call.method)
+        self._service.metrics.answer_encoded(call, parsed, answered, self._service.clock())
         return encoded
 
     async def _lookup(self, call: Call, request: Request) -> bytes:
         body = await read_body(request, self._service.limits.max_body_bytes)
+        call.received = self._service.clock()
         self._service.admit(call)
         parse = partial(self._service.parse_lookup, call, request.path_params["model"], body)
         parsed = await self._large.parse(len(body), parse)
-        answer = await self._service.lookup(parsed, _watch_client(request))
-        began = self._service.clock()
+        call.parsed = self._service.clock()
+        answer = await self._service.lookup(parsed, watch_client(request))
+        answered = self._service.clock()
         floats = sum(feature.values.size for feature in answer.embeddings.values())
         encoded = await self._large.encode(floats, lambda: encode(lookup_document(answer)))
-        self._service.metrics.stage(call.model, "encode", self._service.clock() - began, call.method)
+        self._service.metrics.answer_encoded(call, parsed, answered, self._service.clock())
         return encoded
 
     async def _model(self, call: Call, request: Request) -> bytes:
@@ -131,14 +135,3 @@ def _json_response(request: Request, status: int, body: bytes) -> Response:
     if (request_id := request.headers.get(REQUEST_ID_HEADER)) is not None:
         response.headers[REQUEST_ID_HEADER] = request_id
     return response
-
-
-def _watch_client(request: Request) -> Callable[[Callable[[], None]], None]:
-    """What registers a callback for the moment at which the client closes its connection."""
-    disconnect = request.scope.get("extensions", {}).get(DISCONNECT_EXTENSION)
-
-    def register(callback: Callable[[], None]) -> None:
-        if disconnect is not None:
-            disconnect.watch(callback)
-
-    return register

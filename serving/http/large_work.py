@@ -15,6 +15,7 @@ LARGE_ANSWER_FLOATS = LARGE_BODY_BYTES // 12
 THREADS = 2
 
 Request = TypeVar("Request", RankRequest, LookupRequest)
+Encoded = TypeVar("Encoded")
 
 
 class LargeWork:
@@ -37,7 +38,7 @@ class LargeWork:
             future.add_done_callback(_release)
             raise
 
-    async def encode(self, num_floats: int, encode: Callable[[], bytes]) -> bytes:
+    async def encode(self, num_floats: int, encode: Callable[[], Encoded]) -> Encoded:
         """Encodes here if the answer is short, else in a thread."""
         if num_floats <= LARGE_ANSWER_FLOATS:
             return encode()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from starlette.requests import Request
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -53,6 +54,17 @@ class Disconnect:
         self._has_gone = True
         if self._callback is not None:
             self._callback()
+
+
+def watch_client(request: Request) -> Callable[[Callable[[], None]], None]:
+    """What registers a callback for the moment at which the client closes its connection."""
+    disconnect = request.scope.get("extensions", {}).get(DISCONNECT_EXTENSION)
+
+    def register(callback: Callable[[], None]) -> None:
+        if disconnect is not None:
+            disconnect.watch(callback)
+
+    return register
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

@@ -180,9 +180,10 @@ def test_a_file_of_counts_that_fit_no_table_is_refused(tmp_path, tensors, messag
 def test_a_folder_or_file_without_counts_is_refused(tmp_path):
     with pytest.raises(ExportError, match=r"no access counts; expected <table>.npy"):
         read_access_counts(tmp_path, make_spec())
-    (tmp_path / "film.npy").write_bytes(b"nothing")
-    with pytest.raises(ExportError, match=r"film.npy: not an array that can be read"):
-        read_access_counts(tmp_path, make_spec())
+    for content in (b"nothing", b""):
+        (tmp_path / "film.npy").write_bytes(content)
+        with pytest.raises(ExportError, match=r"film.npy: not an array that can be read: (?!.*pickle)"):
+            read_access_counts(tmp_path, make_spec())
     (tmp_path / "counts").write_text(json.dumps({"film": 1}))
     with pytest.raises(ExportError, match="counts: "):
         read_access_counts(tmp_path / "counts", make_spec())

@@ -24,7 +24,7 @@ from shardrank_testing.serving_api import (
 
 def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_example():
     document = create_app(RankingService()).openapi()
-    assert set(document["paths"]) == {
+    assert {path for path in document["paths"] if not path.startswith("/v2")} == {
         "/v1/models/{model}:rank",
         "/v1/models/{model}:lookup",
         "/v1/models",
@@ -62,7 +62,7 @@ def test_the_framework_answers_errors_in_the_same_form(api_model):
     async def main() -> None:
         with api_service(api_model) as service:
             async with running_api(service) as api:
-                answer = await api.http.get("/v2/nothing", headers={"x-request-id": "abc"})
+                answer = await api.http.get("/v3/nothing", headers={"x-request-id": "abc"})
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
                 assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
                 answer = await api.http.get(f"/v1/models/{MODEL}:rank")

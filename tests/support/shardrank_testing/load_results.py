@@ -7,6 +7,7 @@ an open-loop generator would have measured follows by Lindley's recursion, and i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -183,12 +184,14 @@ def _us(times_ms: Floats) -> npt.NDArray[np.int64]:
     return np.round(times_ms * 1000).astype(np.int64)
 
 
+@cache
 def example_run() -> LoadResult:
     """A run with two swaps and a fault, with a few requests that time out."""
     stalls = (Stall(9.2, 60, "swap to 2"), Stall(18.6, 45, "swap to 3"), Stall(24.1, 290, "shard 1 killed"))
     return QueueLoad(stalls=stalls).run()
 
 
+@cache
 def example_sweep(cpu_share: float = 0.42) -> SweepResult:
     """A sweep up to where the queue has no end; the last step's generator used `cpu_share` of a core."""
     rates = (100.0, 200.0, 400.0, 800.0, 1600.0, 1200.0, 850.0)

@@ -1,0 +1,128 @@
+"""`shardrank loadtest` and its command `run`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+
+from loadtest.workloads.options import request_options, workload_options
+from serving.cli.examples import WithExamples
+
+COMMANDS = {
+    "run": "loadtest.load.cli:run",
+    "prepare": "loadtest.workloads.cli:prepare",
+    "report": "loadtest.report.cli:report",
+}
+
+
+class LoadTestGroup(WithExamples, click.Group):
+    """Loads a command's module when the command is named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which one meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LoadTestGroup)
+def loadtest() -> None:
+    """Measure how a server stands a load.
+
+    Examples:
+      shardrank loadtest prepare --workload dlrm-v2:0.01 --store models
+      shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01 --rate 200 --html run.html
+    """
+
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(cls=WithExamples)
+@click.option("--target", required=True, metavar="URL", help="http://HOST[:PORT] or grpc://HOST:PORT.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, 200_000, min_open=True),
+    metavar="R",
+    help="Requests a second, whatever the server does. With --sweep, the first one; default: 50.",
+)
+@click.option("--sweep", "sweeps", is_flag=True, help="Search the highest rate that keeps p99 within --slo-ms.")
+@click.option("--max-rate", type=click.FloatRange(1, 200_000), default=100_000, help="A sweep goes no further.")
+@click.option(
+    "--duration", "duration_s", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Default: 10."
+)
+@click.option(
+    "--warmup", "warmup_s", type=click.FloatRange(0, 3600), metavar="S", help="Before it; not counted. Default: 2."
+)
+@workload_options
+@click.option("--model", metavar="NAME", help="Default: the workload's own name.")
+@click.option(
+    "--api",
+    type=click.Choice(["json", "oip-http", "grpc", "oip-grpc"]),
+    help="oip: Open Inference Protocol, over HTTP with binary tensors. Default: json at http://, grpc at grpc://.",
+)
+@request_options
+@click.option("--arrivals", type=click.Choice(["poisson", "constant"]), help="Default: poisson.")
+@click.option("--slo-ms", type=click.FloatRange(0, 60_000, min_open=True), metavar="MS", help="Deadline. Default: 60.")
+@click.option(
+    "--timeout-ms",
+    type=click.FloatRange(0, 60_000, min_open=True),
+    metavar="MS",
+    help="A request is given up after it. Default: 1000.",
+)
+@click.option("--processes", type=click.IntRange(1, 64), metavar="N", help="That send. Default: 1.")
+@click.option("--connections", "max_connections", type=click.IntRange(1), metavar="N", help="Of HTTP. Default: 512.")
+@click.option("--max-in-flight", type=click.IntRange(1), metavar="N", help="One beyond fails unsent. Default: 4096.")
+@click.option("--requests", type=click.IntRange(1), metavar="N", help="Distinct ones in each process. Default: 1024.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Of requests and their times. Default: 0.")
+@click.option("--marks", type=FILE, metavar="FILE", help="Lines of `UNIX_SECONDS LABEL`; read when the run is over.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result to this file.")
+@click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    rate: float | None,
+    sweeps: bool,
+    max_rate: float,
+    duration_s: float | None,
+    warmup_s: float | None,
+    marks: Path | None,
+    json_file: Path | None,
+    html_file: Path | None,
+    **given: object,
+) -> None:
+    """Send requests at a given rate and measure latency from when each was due.
+
+    Open loop: requests don't wait for answers, so a server that stalls meets those that came meanwhile, and their
+    latency has the stall in it. The exit code is 1 if the numbers can't be believed, because the generator itself was
+    late or out of CPU, or if a sweep found no rate. SIGUSR1 sets a mark in the time line.
+
+    Examples:
+      shardrank loadtest run --target http://127.0.0.1:8080 --rate 200
+      shardrank loadtest run --target grpc://127.0.0.1:8081 --rate 500 --duration 60 --json run.json --html run.html
+      shardrank loadtest run --target http://127.0.0.1:8080 --api oip-http --sweep --slo-ms 20
+    """
+    from loadtest.load.command import LoadCommand, execute
+
+    if rate is None and not sweeps:
+        raise click.UsageError("--rate or --sweep is needed")
+    command = LoadCommand(
+        rate=rate,
+        max_rate=max_rate if sweeps else None,
+        duration_s=duration_s,
+        warmup_s=warmup_s,
+        marks=marks,
+        json_file=json_file,
+        html_file=html_file,
+    )
+    ctx.exit(execute(command, given))

@@ -1,0 +1,130 @@
+"""What a load test is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from loader.manifest import Frozen
+from loadtest.load.result import Arrivals
+from loadtest.workloads.payloads import Api
+
+APIS_BY_SCHEME: dict[str, tuple[Api, ...]] = {"http": ("json", "oip-http"), "grpc": ("grpc", "oip-grpc")}
+DEFAULT_PORTS = {"http": 80}
+MAX_RUN_S = 3600.0
+MAX_RATE = 200_000.0
+
+
+class Target(Frozen):
+    """Where a server is: its scheme `http` or `grpc`, host and port."""
+
+    scheme: str
+    host: str = Field(min_length=1)
+    port: int = Field(ge=1, le=65535)
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Reads `http://host[:port]` or `grpc://host:port`.
+
+        Raises:
+            ValueError: it is something else, TLS for example.
+        """
+        parts = urlsplit(text)
+        if parts.scheme not in APIS_BY_SCHEME:
+            raise ValueError(f"{text!r} is not http://HOST[:PORT] or grpc://HOST:PORT; TLS is not spoken")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+            raise ValueError(f"{text!r}: a host and a port, and nothing else, is allowed")
+        port = parts.port or DEFAULT_PORTS.get(parts.scheme)
+        if port is None or not parts.hostname:
+            raise ValueError(f"{text!r}: a host and a port are needed")
+        return cls(scheme=parts.scheme, host=parts.hostname, port=port)
+
+
+class LoadConfig(Frozen):
+    """What to ask, where and how, for all runs of one load test.
+
+    Attributes:
+        target: `http://host[:port]` or `grpc://host:port`.
+        api: None for the target's first: JSON, or shardrank's gRPC.
+        model: to ask for; None for the workload's own name.
+        workload: as `open_workload` reads it.
+        context_features: of a drawn workload, how many features come once a request.
+        ids: their distribution; None for the workload's own.
+        candidates: how many a request has; None for the workload's own.
+        movielens: folder of MovieLens 100K, for the workload `films`.
+        arrivals: `poisson` or `constant`.
+        timeout_ms: after which a request is given up, from its intended time.
+        slo_ms: deadline of goodput, from the intended time.
+        processes: that send.
+        requests: distinct ones that each process makes ahead, as far as `max_request_bytes` goes.
+        max_request_bytes: of these, in each process.
+        max_in_flight: requests that are out or wait, all processes together.
+        max_connections: of HTTP, all processes together.
+        grpc_channels: connections of gRPC, all processes together.
+        seed: of requests and their times.
+    """
+
+    target: str
+    api: Api | None = None
+    model: str | None = None
+    workload: str = "dlrm-v2:0.001"
+    context_features: int = Field(default=0, ge=0)
+    ids: str | None = None
+    candidates: str | None = None
+    movielens: Path | None = None
+    arrivals: Arrivals = "poisson"
+    timeout_ms: float = Field(default=1000, gt=0, le=60_000)
+    slo_ms: float = Field(default=60, gt=0, le=60_000)
+    processes: int = Field(default=1, ge=1, le=64)
+    requests: int = Field(default=1024, ge=1, le=1_000_000)
+    max_request_bytes: int = Field(default=128 << 20, ge=1, le=16 << 30)
+    max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
+    max_connections: int = Field(default=512, ge=1, le=60_000)
+    grpc_channels: int = Field(default=4, ge=1, le=1024)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        scheme = Target.parse(self.target).scheme
+        if self.api is not None and self.api not in APIS_BY_SCHEME[scheme]:
+            raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(APIS_BY_SCHEME[scheme])} are")
+        if self.slo_ms > self.timeout_ms:
+            raise ValueError(f"slo_ms: {self.slo_ms:g} is more than timeout_ms, {self.timeout_ms:g}")
+        for name in ("max_in_flight", "max_connections"):
+            if getattr(self, name) < self.processes:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than processes, {self.processes}")
+        return self
+
+    @property
+    def at(self) -> Target:
+        """The target, read."""
+        return Target.parse(self.target)
+
+    @property
+    def spoken(self) -> Api:
+        """The API that is used."""
+        return self.api or APIS_BY_SCHEME[self.at.scheme][0]
+
+
+class RunConfig(Frozen):
+    """One run of it.
+
+    Attributes:
+        rate: requests a second, all processes together.
+        warmup_s: of sending before what counts.
+        duration_s: of sending that counts.
+        seed: of the times.
+    """
+
+    rate: float = Field(gt=0, le=MAX_RATE)
+    warmup_s: float = Field(default=2.0, ge=0, le=MAX_RUN_S)
+    duration_s: float = Field(default=10.0, gt=0, le=MAX_RUN_S)
+    seed: int = Field(default=0, ge=0)
+
+    @property
+    def until_s(self) -> float:
+        """The end of sending, from the run's begin."""
+        return self.warmup_s + self.duration_s

@@ -1,0 +1,210 @@
+"""What one process records of its requests, and how the records of several are added up."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from loader.manifest import Frozen
+from loadtest.load.histogram import DIGITS_OF_A_SECOND, LatencyHistogram
+from loadtest.load.result import Count, EncodedHistogram
+
+OK = 0
+NEVER = -1.0
+"""The time at which a request was sent that was not."""
+COLUMNS = 5
+RECORDS_PER_FLUSH = 4096
+MAX_KINDS = 64
+EXAMPLES_OF_A_KIND = 3
+MAX_EXAMPLE_CHARS = 300
+OTHER = "other"
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+
+class RecordedTimes(Frozen):
+    """A histogram on its way from one process to another."""
+
+    histogram: EncodedHistogram
+    min_us: Count | None
+    max_us: Count | None
+    sum_us: Count
+
+
+class Records(Frozen):
+    """All that one process recorded.
+
+    Attributes:
+        latency, service: of right answers to requests that were due after the warm-up.
+        lag: how late the process came to each request that was due after the warm-up.
+        sent, within_slo, errors: of requests that were due after the warm-up.
+        examples: messages of failed requests.
+        due_by_second, ok_by_second: requests that were due in each second of the run, and those of them answered right.
+        turns_by_second, ends_by_second: how many requests it came to, and how many were over, in each second.
+        latency_by_second: of those answered right, by the second in which they were due.
+    """
+
+    latency: RecordedTimes
+    service: RecordedTimes
+    lag: RecordedTimes
+    sent: Count
+    within_slo: Count
+    errors: dict[str, Count]
+    examples: tuple[str, ...]
+    due_by_second: tuple[Count, ...]
+    ok_by_second: tuple[Count, ...]
+    turns_by_second: tuple[Count, ...]
+    ends_by_second: tuple[Count, ...]
+    latency_by_second: dict[int, RecordedTimes] = Field(max_length=100_000)
+
+
+class Recorder:
+    """Takes one record for each request when it is over. Cheap: a record is five numbers; they are sorted in thousands.
+
+    Args:
+        warmup_s: requests that were due before are left out of everything but the seconds.
+        until_s: end of the run's sending.
+        slo_s: a right answer within it is in time.
+
+    Attributes:
+        due, ok: requests that are over so far, and those of them answered right; warm-up included.
+        recent: latency of right answers since `take_recent`.
+    """
+
+    def __init__(self, warmup_s: float, until_s: float, slo_s: float) -> None:
+        self.due = 0
+        self.ok = 0
+        self._warmup_s = warmup_s
+        self._slo_s = slo_s
+        self._raw = array("d")
+        self._kinds = ["ok"]
+        self._codes = {"ok": OK}
+        self._counts = np.zeros(MAX_KINDS + 1, np.int64)
+        self._examples: dict[int, list[str]] = {}
+        self._latency, self._service, self._lag = LatencyHistogram(), LatencyHistogram(), LatencyHistogram()
+        self._recent = LatencyHistogram(DIGITS_OF_A_SECOND)
+        self._sent = 0
+        self._within_slo = 0
+        self._seconds = int(np.ceil(until_s))
+        self._due_by_second, self._ok_by_second, self._turns, self._ends = np.zeros((4, self._seconds), np.int64)
+        self._latency_by_second: dict[int, LatencyHistogram] = {}
+
+    def failure(self, kind: str, message: str = "") -> int:
+        """The code of a kind of error; the first few messages of each are kept. Beyond 63 kinds all are `other`."""
+        code = self._codes.get(kind)
+        if code is None:
+            if len(self._kinds) >= MAX_KINDS and kind != OTHER:
+                return self.failure(OTHER, f"{kind}: {message}")
+            code = self._codes[kind] = len(self._kinds)
+            self._kinds.append(kind)
+        kept = self._examples.setdefault(code, [])
+        if message and len(kept) < EXAMPLES_OF_A_KIND:
+            kept.append(f"{kind}: {message[:MAX_EXAMPLE_CHARS]}")
+        return code
+
+    def add(self, intended: float, turn: float, sent: float, ended: float, code: int) -> None:
+        """A request that is over.
+
+        Args:
+            intended: when it was due; all times are in seconds since the run's begin.
+            turn: when the process came to it.
+            sent: when it was written to a connection, or `NEVER`.
+            ended: when its answer, or its failure, was there.
+            code: `OK`, or what `failure` gave.
+        """
+        self._raw.extend((intended, turn, sent, ended, code))
+        if len(self._raw) >= COLUMNS * RECORDS_PER_FLUSH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sorts what was added since the last time into the histograms."""
+        if not self._raw:
+            return
+        raw, self._raw = np.frombuffer(self._raw, np.float64).reshape(-1, COLUMNS), array("d")
+        intended, turn, sent, ended, codes = raw.T
+        ok = codes == OK
+        latency_us = _us(ended - intended)
+        self.due += len(raw)
+        self.ok += int(ok.sum())
+        self._recent.record(latency_us[ok])
+        self._sort_into_seconds(intended, turn, ended, ok, latency_us)
+
+        measured = intended >= self._warmup_s
+        answered = measured & ok
+        self._counts += np.bincount(codes[measured].astype(np.int64), minlength=MAX_KINDS + 1)
+        self._sent += int((measured & (sent != NEVER)).sum())
+        self._within_slo += int((answered & (ended - intended <= self._slo_s)).sum())
+        self._latency.record(latency_us[answered])
+        self._service.record(_us(ended - sent)[answered])
+        self._lag.record(_us(turn - intended)[measured])
+
+    def take_recent(self) -> RecordedTimes:
+        """Latency of the right answers since it was last called."""
+        self.flush()
+        taken, self._recent = self._recent, LatencyHistogram(DIGITS_OF_A_SECOND)
+        return recorded(taken)
+
+    def records(self) -> Records:
+        """All so far."""
+        self.flush()
+        counted = zip(self._kinds, self._counts.tolist(), strict=False)
+        return Records(
+            latency=recorded(self._latency),
+            service=recorded(self._service),
+            lag=recorded(self._lag),
+            sent=self._sent,
+            within_slo=self._within_slo,
+            errors={kind: count for kind, count in counted if count and kind != "ok"},
+            examples=tuple(one for kept in self._examples.values() for one in kept),
+            due_by_second=tuple(self._due_by_second.tolist()),
+            ok_by_second=tuple(self._ok_by_second.tolist()),
+            turns_by_second=tuple(self._turns.tolist()),
+            ends_by_second=tuple(self._ends.tolist()),
+            latency_by_second={second: recorded(one) for second, one in self._latency_by_second.items()},
+        )
+
+    def _sort_into_seconds(
+        self,
+        intended: Float64Array,
+        turn: Float64Array,
+        ended: Float64Array,
+        ok: npt.NDArray[np.bool_],
+        latency_us: Int64Array,
+    ) -> None:
+        second = intended.astype(np.int64)
+        self._due_by_second += self._by_second(second)
+        self._ok_by_second += self._by_second(second[ok])
+        self._turns += self._by_second(turn.astype(np.int64))
+        self._ends += self._by_second(ended.astype(np.int64))
+        # Requests that are over at about the same time were due in a few seconds.
+        for one in np.unique(second[ok]).tolist():
+            histogram = self._latency_by_second.setdefault(one, LatencyHistogram(DIGITS_OF_A_SECOND))
+            histogram.record(latency_us[ok & (second == one)])
+
+    def _by_second(self, seconds: Int64Array) -> Int64Array:
+        """How many are in each second of the run; what came after its last is in none."""
+        return np.bincount(seconds[seconds < self._seconds], minlength=self._seconds)
+
+
+def recorded(histogram: LatencyHistogram) -> RecordedTimes:
+    """A histogram, ready to be sent."""
+    return RecordedTimes(
+        histogram=histogram.encode(), min_us=histogram.min_us, max_us=histogram.max_us, sum_us=histogram.sum_us
+    )
+
+
+def merged(parts: Iterable[RecordedTimes], *, digits: int) -> LatencyHistogram:
+    """The sum of histograms."""
+    total = LatencyHistogram(digits)
+    for part in parts:
+        total.add(part.histogram, part.min_us, part.max_us, part.sum_us)
+    return total
+
+
+def _us(times_s: Float64Array) -> Int64Array:
+    return np.rint(times_s * 1e6).astype(np.int64)

@@ -1,0 +1,277 @@
+"""What a load test measured: the JSON document of `--json`, and what reports are drawn from.
+
+Times of a run (`at_s`) count from its begin, the first intended send time, so the first `warmup_s` of them are warm-up.
+All counts and percentiles of a run are of the requests that were due after it; only the time line has all.
+
+Latency counts from the intended send time to the answer, so whatever delayed the sending is in it. Service time counts
+from when the request was written to a connection. Both are of answers that are right; what failed is in `errors`, and
+in `latency_of_due`, where a failed request is later than any answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from loader.manifest import Frozen
+from loader.schema_errors import schema_errors
+from loadtest.load.errors import ResultFileError
+from loadtest.workloads.payloads import Api
+
+MAX_RESULT_BYTES = 256 << 20
+
+Arrivals: TypeAlias = Literal["poisson", "constant"]
+
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Amount: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+class Percentiles(Frozen):
+    """Of a distribution of times, in milliseconds, with 3 significant digits (`max_ms` and `min_ms` are exact).
+
+    None where there is no such time: nothing was recorded, or, in `latency_of_due`, that request failed.
+    """
+
+    min_ms: Amount | None
+    mean_ms: Amount | None
+    p50_ms: Amount | None
+    p90_ms: Amount | None
+    p99_ms: Amount | None
+    p999_ms: Amount | None
+    max_ms: Amount | None
+
+
+class EncodedHistogram(Frozen):
+    """An HDR histogram of microseconds: `hdrh.histogram.HdrHistogram.decode(encoded)` gives it back.
+
+    Attributes:
+        encoded: HdrHistogram's V2 compressed form in base64 (github.com/HdrHistogram/HdrHistogram).
+        count: values in it.
+    """
+
+    encoded: str
+    count: Count
+    unit: Literal["us"] = "us"
+
+
+class Second(Frozen):
+    """The requests that were due in one second of the run.
+
+    Attributes:
+        at_s: its begin; the second ends at `at_s` + 1, or with the run.
+        warmup: whether it began in the warm-up, whose requests are left out of the run's numbers.
+        due: requests whose turn came.
+        ok: of these, answered right.
+        errors: of these, failed, of any kind.
+        p50_ms, p99_ms: latency of those answered right, with 2 significant digits; None if there are none.
+        in_flight: requests that were out, or waited for a connection, at its end.
+    """
+
+    at_s: Amount
+    warmup: bool
+    due: Count
+    ok: Count
+    errors: Count
+    p50_ms: Amount | None
+    p99_ms: Amount | None
+    in_flight: Count
+
+
+class Mark(Frozen):
+    """Something that happened at a moment, such as a swap or a fault.
+
+    Attributes:
+        at_s: since the run's begin; negative if before it.
+        label: what it was.
+    """
+
+    at_s: float
+    label: str = Field(min_length=1, max_length=200)
+
+
+class GeneratorProcess(Frozen):
+    """One process that sent requests.
+
+    Attributes:
+        cpu_share: CPU seconds it used for each second after the warm-up: 1.0 is one core all the time.
+        due: requests whose turn came in it.
+        connections: opened during the whole run.
+        lag_p99_ms, lag_max_ms: how late it came to its requests, from the intended time; not in these is the time for
+            which a request waited for a free connection. None without requests.
+    """
+
+    cpu_share: Amount
+    due: Count
+    connections: Count
+    lag_p99_ms: Amount | None
+    lag_max_ms: Amount | None
+
+
+class Generator(Frozen):
+    """What the generator itself did.
+
+    Attributes:
+        processes: one for each.
+        lag_p99_ms: of all their requests together.
+        max_lag_p99_ms, max_cpu_share: beyond these the run is not valid.
+        max_in_flight: requests that could be out at a time, all processes together.
+        max_connections: connections, all processes together.
+    """
+
+    processes: tuple[GeneratorProcess, ...]
+    lag_p99_ms: Amount | None
+    max_lag_p99_ms: Amount
+    max_cpu_share: Amount
+    max_in_flight: Count
+    max_connections: Count
+
+
+class Machine(Frozen):
+    """Where the generator ran.
+
+    Attributes:
+        name: host name.
+        cpu: model of its processors.
+        cores: that the generator may use.
+        memory_bytes: of RAM.
+        system: kernel and its version.
+    """
+
+    name: str
+    cpu: str
+    cores: Count
+    memory_bytes: Count
+    system: str
+
+
+class LoadResult(Frozen):
+    """One run at one rate.
+
+    Attributes:
+        target: URL, `http://host:port` or `grpc://host:port`.
+        model: asked for.
+        workload: as it was given, such as `dlrm-v2:0.01`.
+        ids, candidates: distributions as they were given; None for the workload's own.
+        requests: distinct ones that were made ahead and sent again and again, all processes together.
+        arrivals: `constant` gaps, or a `poisson` process.
+        seed: of the requests and their times.
+        rate: requests a second that were wanted.
+        warmup_s, duration_s: of sending; the duration is what follows the warm-up.
+        timeout_ms: after which a request failed, from its intended time.
+        slo_ms: the deadline of goodput, from the intended time.
+        started_at: wall clock of the run's begin, ISO 8601 with UTC offset.
+        due: requests whose intended time was within the duration.
+        sent: of these, written to a connection.
+        answered: of these, answered right.
+        within_slo: of these, in time.
+        errors: how many failed, by kind; `due` = `answered` + the sum of these. Kinds: `too_many_in_flight` (not sent),
+            `connect`, `connection`, `timeout`, `bad_answer`, `http_<status>`, `grpc_<status name>`.
+        error_examples: messages of the first few.
+        goodput: answers in time for each second of the duration.
+        throughput: right answers for each second of the duration.
+        latency: from the intended send time; of right answers.
+        latency_of_due: the same over all that were due, where a failed request is later than any answer.
+        service: from the actual send; of right answers.
+        latency_histogram, service_histogram: of the above.
+        time_line: second by second, warm-up included.
+        marks: by time.
+        valid: whether the numbers are the server's and not the generator's.
+        invalid_because: one sentence for each reason; empty if valid.
+        versions: of shardrank, Python and the libraries the generator sends with, by name.
+    """
+
+    kind: Literal["run"] = "run"
+    format_version: Literal[1] = 1
+    target: str
+    api: Api
+    model: str
+    workload: str
+    ids: str | None = None
+    candidates: str | None = None
+    requests: Count
+    arrivals: Arrivals
+    seed: int
+    rate: Amount
+    warmup_s: Amount
+    duration_s: Amount
+    timeout_ms: Amount
+    slo_ms: Amount
+    started_at: str
+    due: Count
+    sent: Count
+    answered: Count
+    within_slo: Count
+    errors: dict[str, Count]
+    error_examples: tuple[str, ...] = ()
+    goodput: Amount
+    throughput: Amount
+    latency: Percentiles
+    latency_of_due: Percentiles
+    service: Percentiles
+    latency_histogram: EncodedHistogram
+    service_histogram: EncodedHistogram
+    time_line: tuple[Second, ...]
+    marks: tuple[Mark, ...] = ()
+    generator: Generator
+    valid: bool
+    invalid_because: tuple[str, ...] = ()
+    machine: Machine
+    versions: dict[str, str]
+
+
+class SweepResult(Frozen):
+    """Runs at several rates, in the order in which they were made, and what they say together.
+
+    Attributes:
+        slo_ms: p99 of `latency_of_due` must be within it.
+        steps: the runs.
+        highest_rate: the highest one that kept to it in a valid run; None if none did.
+        lowest_failed_rate: the lowest one above it that did not, in a valid run; None if none was found.
+        limited_by: `server` when the rate is the server's; `generator` when a run above `highest_rate` was not valid,
+            so that the server might do more; `max_rate` when the search was told to go no further.
+        tolerance: the two rates are at most this part of the lower one apart, when `limited_by` is `server`.
+    """
+
+    kind: Literal["sweep"] = "sweep"
+    format_version: Literal[1] = 1
+    slo_ms: Amount
+    steps: tuple[LoadResult, ...] = Field(min_length=1)
+    highest_rate: Amount | None
+    lowest_failed_rate: Amount | None
+    limited_by: Literal["server", "generator", "max_rate"]
+    tolerance: Amount
+
+
+Result: TypeAlias = Annotated[LoadResult | SweepResult, Field(discriminator="kind")]
+_ANY_RESULT: TypeAdapter[LoadResult | SweepResult] = TypeAdapter(Result)
+
+
+def read_result(path: Path) -> LoadResult | SweepResult:
+    """Reads what `--json` wrote.
+
+    Raises:
+        ResultFileError: no such file, too large, or not such a document.
+    """
+    try:
+        if (size := path.stat().st_size) > MAX_RESULT_BYTES:
+            raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
+        return _ANY_RESULT.validate_json(path.read_bytes())
+    except OSError as error:
+        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        found = "; ".join(map(str, schema_errors(error, [LoadResult, SweepResult])))
+        raise ResultFileError(f"{path} is not a load test's result: {found}") from error
+
+
+def write_result(result: LoadResult | SweepResult, path: Path) -> None:
+    """Writes the document.
+
+    Raises:
+        ResultFileError: if the file can't be written.
+    """
+    try:
+        path.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ResultFileError(f"{path}: {error.strerror or error}") from error

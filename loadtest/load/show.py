@@ -1,0 +1,98 @@
+"""A load test's result on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.load.result import LoadResult, Percentiles, SweepResult
+from loadtest.load.sweep import outcome_of
+
+PERCENTILES = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
+
+
+def show_result(console: Console, result: LoadResult | SweepResult) -> None:
+    """Prints it."""
+    if isinstance(result, SweepResult):
+        _show_sweep(console, result)
+    else:
+        _show_run(console, result)
+
+
+def _show_run(console: Console, result: LoadResult) -> None:
+    _line(
+        console,
+        f"{result.target} {result.api}  {result.workload}  {result.arrivals} arrivals at {result.rate:g}/s for "
+        f"{result.duration_s:g} s",
+    )
+    table = _table(("", "p50", "p90", "p99", "p99.9", "max"))
+    rows = {
+        "latency of answers, ms": result.latency,
+        "  with failed requests as later": result.latency_of_due,
+        "service time, ms": result.service,
+    }
+    for name, percentiles in rows.items():
+        table.add_row(name, *_numbers(percentiles))
+    console.print(table)
+    table = _table(("", ""))
+    table.add_row("due", str(result.due))
+    table.add_row("answered", f"{result.answered} ({result.throughput:.1f}/s)")
+    table.add_row(f"within {result.slo_ms:g} ms", f"{result.within_slo} ({result.goodput:.1f}/s)")
+    for kind, count in result.errors.items():
+        table.add_row(f"failed: {kind}", str(count))
+    generator = result.generator
+    shares = ", ".join(f"{process.cpu_share:.0%}" for process in generator.processes)
+    table.add_row("generator's share of a core", shares)
+    table.add_row("generator late, p99", f"{_ms(generator.lag_p99_ms)} ms")
+    console.print(table)
+    for example in result.error_examples:
+        _line(console, f"  {example}")
+    for reason in result.invalid_because:
+        _line(console, f"not valid: {reason}")
+
+
+def _show_sweep(console: Console, result: SweepResult) -> None:
+    table = _table(("rate", "p50", "p99", "p99 of due", "errors", "generator", ""))
+    for step in result.steps:
+        cpu = max(process.cpu_share for process in step.generator.processes)
+        table.add_row(
+            f"{step.rate:.1f}",
+            _ms(step.latency.p50_ms),
+            _ms(step.latency.p99_ms),
+            _ms(step.latency_of_due.p99_ms),
+            str(sum(step.errors.values())),
+            f"{cpu:.0%}",
+            outcome_of(step, result.slo_ms),
+        )
+    console.print(table)
+    if result.highest_rate is None:
+        _line(console, f"no rate kept p99 within {result.slo_ms:g} ms")
+        return
+    why = {
+        "server": "the server does not keep to it beyond",
+        "generator": "the generator could not tell beyond",
+        "max_rate": "no more was tried",
+    }[result.limited_by]
+    _line(console, f"highest rate with p99 within {result.slo_ms:g} ms: {result.highest_rate:.1f}/s; {why}")
+
+
+def _table(columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE, show_header=any(columns))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _numbers(percentiles: Percentiles) -> list[str]:
+    return [_ms(getattr(percentiles, name)) for name in PERCENTILES]
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""`shardrank loadtest report`: a page from results that are there, and comparisons between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from serving.cli.examples import WithExamples
+
+if TYPE_CHECKING:
+    from loadtest.load.result import LoadResult
+    from loadtest.report.page import Reported
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(cls=WithExamples)
+@click.argument("files", nargs=-1, required=True, metavar="[NAME=]FILE...")
+@click.option("--html", "html_file", required=True, type=FILE, metavar="FILE", help="Write the page to this file.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
+@click.option("--title", metavar="TEXT", help="Of a comparison. Default: its names.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, metavar="N", help="Of a comparison's bootstrap.")
+def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, title: str | None, seed: int) -> None:
+    """Write a page with plots from what `loadtest run --json` wrote.
+
+    From one file: of that run, sweep or comparison. From several: a comparison of these runs, with the first as the
+    baseline. Files of the same NAME are the rounds of one arm, in their order; without a NAME each file is an arm.
+
+    Examples:
+      shardrank loadtest report run.json --html run.html
+      shardrank loadtest report before.json after.json --html compared.html
+      shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
+    """
+    from loadtest.report.page import write_html
+    from loadtest.report.reading import read_reported, write_comparison
+
+    result: Reported
+    if len(files) == 1:
+        if json_file is not None:
+            raise click.UsageError("--json is for comparisons; it needs at least two files")
+        result = read_reported(_name_and_path(files[0])[1])
+    else:
+        from loadtest.report.compared_runs import compare_runs
+
+        arms = _arms(files)
+        compared = compare_runs(title or " against ".join(arms), arms, seed=seed)
+        if json_file is not None:
+            write_comparison(compared, json_file)
+        result = compared
+    write_html(result, html_file)
+    click.echo(f"{html_file}: written")
+
+
+def _name_and_path(text: str) -> tuple[str | None, Path]:
+    """A file's arm and where it is; None without a name."""
+    name, equals, rest = text.partition("=")
+    if not equals or Path(text).exists():
+        return None, Path(text)
+    if not name or not rest:
+        raise click.UsageError(f"{text!r}: expected FILE or NAME=FILE")
+    return name, Path(rest)
+
+
+def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
+    """The runs of each name, in the order in which they were given."""
+    from loadtest.load.result import LoadResult
+    from loadtest.report.errors import ComparisonError
+    from loadtest.report.reading import read_reported
+
+    arms: dict[str, list[LoadResult]] = {}
+    unnamed: set[str] = set()
+    for text in files:
+        given, path = _name_and_path(text)
+        name = given or path.stem
+        if name in unnamed or (given is None and name in arms):
+            raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={path}")
+        unnamed |= {name} if given is None else set()
+        run = read_reported(path)
+        if not isinstance(run, LoadResult):
+            raise ComparisonError(f"{path}: a {run.kind}; only runs can be compared")
+        arms.setdefault(name, []).append(run)
+    return arms

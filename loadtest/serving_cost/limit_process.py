@@ -1,0 +1,153 @@
+"""The limit: the same batches, from raw ids to scores, computed in a process without a server.
+
+Nothing is received, parsed, queued, joined, counted, sorted or encoded: batches lie ready in memory. What a server
+takes beyond this is what it costs to be one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import uvloop
+
+from loader.manifest import Frozen
+from loader.reader import Snapshot
+from loadtest.serving_cost.helper_process import answer_lines
+from loadtest.serving_cost.messages import TO_LIMIT, Compute, Computed, LimitConfig, Score, Scores
+from loadtest.serving_cost.shape import REQUESTS_IN_POOL, SEED, workload
+from loadtest.workloads.workload import WorkloadRequest
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import Plan
+from router.router import Router
+from serving.limits import RequestLimits
+from serving.merge import MergedBatch, merge_bags
+from serving.metrics import ServingMetrics
+from serving.parse_schema import RequestSchema
+from serving.ranking import Ranking
+from serving.version_check import ranking_parts
+from serving.version_stats import VersionCounter
+from shard_node.bags import Float32Array
+from shard_node.loading import load_tables
+from shard_node.node import ShardNode
+from shard_node.shard import LocalShard
+
+DEADLINE_S = 600.0
+
+
+class Limit:
+    """A model in this process, and the requests of the benchmark.
+
+    Raises:
+        ShardrankError: as loading a snapshot.
+    """
+
+    def __init__(self, config: LimitConfig) -> None:
+        self._config = config
+        snapshot = Snapshot.open(Path(config.snapshot), verify=False)
+        self._model, self._version = snapshot.spec.model, snapshot.version
+        plan = Plan.make(snapshot.spec)
+        node = ShardNode(plan.identity(0))
+        node.stage(self._model, self._version, load_tables(snapshot, plan.partition(0), plan.digest))
+        node.flip(self._model, self._version)
+        schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
+        parts = ranking_parts(snapshot, schema, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+        shard = LocalShard(node)
+        self._router = Router(schema.features, IdMapper(schema.features, {}), plan, [shard])
+        self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())
+        self._requests = lru_cache(maxsize=4)(self._draw_requests)
+        self._batches = lru_cache(maxsize=8)(self._make_batches)
+
+    async def compute(self, asked: Compute) -> Computed:
+        """Scores batches in turn, until the time is over."""
+        small = int(asked.batch_requests)
+        batches = {size: self._batches(asked.hotness, size) for size in (small, small + 1)}
+        done, taken_s = 0, []
+        # Once before the clock, so that every buffer is there.
+        await self._scores(batches[small][0])
+        began, cpu_began = time.perf_counter(), time.process_time()
+        ends = began
+        for number, size in enumerate(batch_sizes(asked.batch_requests)):
+            await self._scores(batches[size][number % len(batches[size])])
+            begun, ends = ends, time.perf_counter()
+            taken_s.append(ends - begun)
+            done += size
+            if ends - began >= asked.seconds:
+                break
+        return Computed(
+            requests=done,
+            cpu_s=time.process_time() - cpu_began,
+            seconds=ends - began,
+            batch_p50_ms=float(np.median(taken_s)) * 1e3,
+        )
+
+    async def score(self, asked: Score) -> Scores:
+        """The scores of one request of the pool."""
+        batch = _merged([self._requests(asked.hotness)[asked.request]])
+        return Scores(scores=tuple((await self._scores(batch)).tolist()))
+
+    async def _scores(self, batch: MergedBatch) -> Float32Array:
+        deadline = time.monotonic() + DEADLINE_S
+        embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
+        return self._ranking.score_rows(batch, embeddings)
+
+    def _draw_requests(self, hotness: int) -> list[WorkloadRequest]:
+        """The very requests that the payloads of all APIs hold, in their order."""
+        made, rng = workload(self._config.shape, self._config.head, hotness), np.random.default_rng(SEED)
+        return [made.request(rng) for _ in range(REQUESTS_IN_POOL)]
+
+    def _make_batches(self, hotness: int, size: int) -> list[MergedBatch]:
+        """Every request of the pool once or twice, in batches of `size`."""
+        requests = self._requests(hotness)
+        count = -(-len(requests) // size)
+        turns = np.arange(count * size) % len(requests)
+        return [
+            _merged([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)
+        ]
+
+
+def batch_sizes(mean: float) -> Iterator[int]:
+    """Sizes without end, each the next whole number below or above `mean`, whose sum keeps closest to it."""
+    small, wanted, given = int(mean), 0.0, 0
+    while True:
+        wanted += mean
+        size = small if given + small >= wanted - 0.5 else small + 1
+        given += size
+        yield size
+
+
+def _merged(requests: list[WorkloadRequest]) -> MergedBatch:
+    counts = np.array([request.num_candidates for request in requests], np.int64)
+    return MergedBatch(
+        merge_bags([request.bags for request in requests]),
+        counts,
+        np.concatenate([[0], np.cumsum(counts)]),
+        np.repeat(np.arange(counts.size), counts),
+        np.stack([request.context_dense for request in requests]),
+        np.concatenate([request.candidate_dense for request in requests]),
+    )
+
+
+def main() -> None:
+    """`python -m loadtest.serving_cost.limit_process CONFIG`."""
+    # As each ranking replica of a server.
+    torch.set_num_threads(1)
+    limit = Limit(LimitConfig.model_validate_json(sys.argv[1]))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        def answer(line: str) -> Frozen:
+            asked = TO_LIMIT.validate_json(line)
+            return runner.run(limit.compute(asked) if isinstance(asked, Compute) else limit.score(asked))
+
+        answer_lines(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What is served: one table that all features share, under an MLP or DLRM."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from pydantic import Field
+
+from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, TableSpec
+from loadtest.workloads.candidates import Fixed
+from loadtest.workloads.ids import Uniform
+from loadtest.workloads.payloads import Api, Payloads
+from loadtest.workloads.synthetic import SyntheticWorkload
+
+Head: TypeAlias = Literal["mlp", "dlrm"]
+
+REQUESTS_IN_POOL = 64
+SEED = 11
+
+
+class Shape(Frozen):
+    """Of the model and of every request.
+
+    Attributes:
+        features: all of candidates, looked up in one table.
+        embedding_dim: of it.
+        rows: of it, int8.
+        dense: floats of a candidate.
+        candidates: of a request.
+    """
+
+    features: int = Field(default=26, ge=1, le=1000)
+    embedding_dim: int = Field(default=64, ge=1, le=1024)
+    rows: int = Field(default=1_000_000, ge=1, le=2**31)
+    dense: int = Field(default=13, ge=1, le=1000)
+    candidates: int = Field(default=100, ge=1, le=4096)
+
+
+def model_spec(shape: Shape, head: Head) -> ModelSpec:
+    """The model, named `bench-<head>`."""
+    names = tuple(f"feature-{number:03d}" for number in range(shape.features))
+    dense_models = {
+        "mlp": DenseModelSpec(kind="mlp", config={"hidden": [256, 64]}),
+        "dlrm": DenseModelSpec(
+            kind="dlrm", config={"bottom_mlp": [512, 256, shape.embedding_dim], "top_mlp": [512, 256]}
+        ),
+    }
+    table = TableSpec(
+        name="rows", num_embeddings=shape.rows, embedding_dim=shape.embedding_dim, feature_names=names, dtype="int8"
+    )
+    return ModelSpec(
+        model=f"bench-{head}",
+        tables=(table,),
+        features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
+        dense_inputs=DenseInputs(candidate=shape.dense),
+        dense_model=dense_models[head],
+    )
+
+
+def workload(shape: Shape, head: Head, hotness: int) -> SyntheticWorkload:
+    """Requests with `hotness` ids for each feature of each candidate. Uniform ids: the worst case for caches."""
+    spec = model_spec(shape, head)
+    names = [feature.name for feature in spec.features]
+    name = f"{spec.model}, hotness {hotness}"
+    return SyntheticWorkload(name, spec, dict.fromkeys(names, hotness), Uniform(), Fixed(shape.candidates))
+
+
+def payloads(shape: Shape, head: Head, hotness: int, api: Api, count: int = REQUESTS_IN_POOL) -> Payloads:
+    """The first `count` requests of the pool, which is the same for every API."""
+    return Payloads(workload(shape, head, hotness), api, count=count, seed=SEED, timeout_ms=60_000)

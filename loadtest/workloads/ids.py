@@ -1,0 +1,253 @@
+"""Which rows are asked for: distributions over the popularity ranks of a table's rows, and where those rows lie.
+
+A distribution gives ranks, 0 for the most popular row; `RowScatter` says which row has a rank. Nothing is kept for each
+row, so tables of 40 million rows cost what tables of ten do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from loadtest.workloads.errors import WorkloadError
+from shard_node.bags import Int64Array
+
+Float64Array = npt.NDArray[np.float64]
+
+MAX_ZIPF_EXPONENT = 10.0
+_ZIPF = re.compile(r"zipf(?::|\()(\d+(?:\.\d+)?)\)?")
+
+
+class IdDistribution(Protocol):
+    """How popular a table's rows are."""
+
+    @property
+    def name(self) -> str:
+        """As `parse_ids` reads it."""
+
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """Draws one rank for each entry.
+
+        Args:
+            rng: the randomness.
+            num_rows: int64 [n], rows of the table that each rank is of, at least 1 and below 2^32.
+
+        Returns:
+            int64 [n], rank i is in 0..num_rows[i] - 1.
+        """
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every row alike: the worst case for caches."""
+
+    name: str = "uniform"
+
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """As `IdDistribution.ranks`."""
+        return rng.integers(0, num_rows, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """P(rank) proportional to (rank + 1)^-exponent, exactly, with a table's own number of rows.
+
+    By rejection-inversion: Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone discrete
+    distributions", ACM TOMACS 6(3), 1996. Names below are the paper's, with v = 0.
+
+    Attributes:
+        exponent: above 0.
+    """
+
+    exponent: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.exponent <= MAX_ZIPF_EXPONENT:
+            raise WorkloadError(f"ids: zipf exponent {self.exponent} is not in (0, {MAX_ZIPF_EXPONENT:g}]")
+
+    @property
+    def name(self) -> str:
+        """Such as `zipf:1.05`."""
+        return f"zipf:{self.exponent:g}"
+
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """As `IdDistribution.ranks`."""
+        drawn = np.empty(num_rows.size, np.int64)
+        last = self._integral(num_rows.astype(np.float64) + 0.5)
+        first = float(self._integral(np.array(1.5))) - 1.0
+        # A draw this close to its integer is accepted without evaluating h.
+        squeeze = 2.0 - float(self._inverse(self._integral(np.array(2.5)) - 2.0**-self.exponent))
+        left = np.arange(num_rows.size)
+        while left.size:
+            area = last[left] + rng.random(left.size) * (first - last[left])
+            x = self._inverse(area)
+            k = np.clip(np.floor(x + 0.5), 1.0, num_rows[left])
+            accepted = (k - x <= squeeze) | (area >= self._integral(k + 0.5) - k**-self.exponent)
+            drawn[left[accepted]] = k[accepted].astype(np.int64) - 1
+            left = left[~accepted]
+        return drawn
+
+    def _integral(self, x: Float64Array) -> Float64Array:
+        """H, the integral of h(x) = x^-exponent, with H(1) = 0."""
+        log_x = np.log(x)
+        power = (1.0 - self.exponent) * log_x
+        # expm1(p) / p is 1 at p = 0, which is where the exponent is 1.
+        growth = np.divide(np.expm1(power), power, out=np.ones_like(power), where=power != 0)
+        integral: Float64Array = growth * log_x
+        return integral
+
+    def _inverse(self, area: Float64Array) -> Float64Array:
+        """The x whose integral is `area`."""
+        # Rounding may put it below -1, the limit for an infinite x.
+        scaled = np.maximum((1.0 - self.exponent) * area, -1.0)
+        with np.errstate(divide="ignore"):
+            factor = np.divide(np.log1p(scaled), scaled, out=np.ones_like(scaled), where=scaled != 0)
+        inverse: Float64Array = np.exp(factor * area)
+        return inverse
+
+
+# Samples of the batch, and ids of a sample, for which the shares were counted: average pooling over all features.
+REUSE_BATCH_SAMPLES = 131_072
+REUSE_AVERAGE_POOLING = 12.7
+# Percent of all lookups by how often their row is looked up in the batch: once, twice, 3-4, 5-8, ... 16385-32768, more.
+# Production ads models, 788 tables; they add up to 100.2.
+REUSE_SHARES_PERCENT = (2.7, 2.3, 4.0, 6.8, 10.5, 12.0, 9.9, 7.0, 5.9, 5.4, 4.0, 7.2, 6.4, 4.7, 2.1, 1.7, 7.6)
+# The same as a mixture from which ids can be drawn independently: the share of lookups that go to any row alike, then
+# of those to rows that are expected 0.5 to 1 times in such a batch, 1 to 2, 2 to 4, ... 32768 to 65536. A row that is
+# expected c times is found 1 + Poisson(c) times by a lookup of it; non-negative least squares over that gave these.
+_FLAT_SHARE = 0.0082
+_OCTAVE_SHARES = (
+    0.0208, 0.0240, 0.0350, 0.0691, 0.1088, 0.1214, 0.0968, 0.0678, 0.0582, 0.0540, 0.0393, 0.0722, 0.0638, 0.0469,
+    0.0210, 0.0170, 0.0758,
+)  # fmt: skip
+_FIRST_OCTAVE = -1
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Rows are reused as in the embedding lookups that Meta published of its production ads models.
+
+    Public locality statistics: in a batch of 131072 samples 2.7% of all lookups are of rows that come once in it,
+    and 7.6% of rows that come more than 32768 times (`REUSE_SHARES_PERCENT`). Here each table is as popular as one
+    with the published average of 12.7 ids a sample: a row's share of its table's lookups is such that lookups of that
+    number give these shares. Within an octave popularity falls like 1 / rank. In a table with fewer rows than such
+    a batch touches, rows take the popularity of several.
+    """
+
+    name: str = "reuse"
+
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """As `IdDistribution.ranks`."""
+        curve = self._curve
+        drawn = rng.random(num_rows.size) * curve.cumulated[-1]
+        octave = np.searchsorted(curve.cumulated, drawn, side="right")
+        inner = np.minimum(octave, curve.shares.size - 1)
+        within = rng.random(num_rows.size)
+        # How often the row is expected in the batch, log-uniform in its octave; the hottest rows come first.
+        expected = curve.highest[inner] * np.exp2(-within)
+        rank = curve.first_rank[inner] + curve.ranks_per_inverse[inner] * (1 / expected - 1 / curve.highest[inner])
+        popular = rank.astype(np.int64) % num_rows
+        return np.where(octave == curve.shares.size, (within * num_rows).astype(np.int64), popular)
+
+    @cached_property
+    def _curve(self) -> _ReuseCurve:
+        return _ReuseCurve.make()
+
+
+@dataclass(frozen=True, eq=False)
+class _ReuseCurve:
+    """Octaves from the hottest to the coldest.
+
+    Attributes:
+        shares: float64 [K], of lookups.
+        cumulated: float64 [K + 1], of shares, the last with the share of lookups that go to any row.
+        highest: float64 [K], expected number of an octave's hottest row in a batch.
+        ranks_per_inverse: float64 [K], ranks for each unit of 1 / expected number.
+        first_rank: float64 [K]. Not whole: a row between two octaves has a part of both.
+    """
+
+    shares: Float64Array
+    cumulated: Float64Array
+    highest: Float64Array
+    ranks_per_inverse: Float64Array
+    first_rank: Float64Array
+
+    @classmethod
+    def make(cls) -> _ReuseCurve:
+        shares = np.array(_OCTAVE_SHARES[::-1])
+        highest = np.exp2(np.arange(_FIRST_OCTAVE + shares.size, _FIRST_OCTAVE, -1, dtype=np.float64))
+        # Lookups of a row expected c times lie log-uniform in c, so there are d(ln c) / ln 2 * lookups / c rows at c.
+        per_inverse = shares / (shares.sum() + _FLAT_SHARE) * REUSE_BATCH_SAMPLES * REUSE_AVERAGE_POOLING / math.log(2)
+        rows = per_inverse / highest
+        return cls(
+            shares=shares,
+            cumulated=np.cumsum([*shares, _FLAT_SHARE]),
+            highest=highest,
+            ranks_per_inverse=per_inverse,
+            first_rank=np.cumsum(rows) - rows,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowScatter:
+    """Which row of a table has which rank: popular rows lie all over the table, not side by side on its first pages.
+
+    rank * multiplier + offset mod num_rows, with a multiplier near num_rows / golden ratio that is prime to num_rows:
+    each row has one rank, and any first few ranks lie far apart.
+
+    Attributes:
+        num_rows: int64 [T], of each table, below 2^32.
+        multipliers: int64 [T].
+        offsets: int64 [T].
+    """
+
+    num_rows: Int64Array
+    multipliers: Int64Array
+    offsets: Int64Array
+
+    @classmethod
+    def of(cls, num_rows: Int64Array) -> RowScatter:
+        """For tables of so many rows each."""
+        golden = (math.sqrt(5) - 1) / 2
+        multipliers = [_prime_to(rows, max(1, round(rows * golden))) for rows in num_rows.tolist()]
+        return cls(num_rows, np.array(multipliers, np.int64), num_rows // 3)
+
+    def rows(self, ranks: Int64Array, table: npt.NDArray[np.integer]) -> Int64Array:
+        """The rows of ranks.
+
+        Args:
+            ranks: int64 [n], each below the rows of its table.
+            table: [n], of each rank.
+
+        Returns:
+            int64 [n].
+        """
+        # A product of two numbers below 2^32 may pass 2^63, but not 2^64.
+        product = ranks.astype(np.uint64) * self.multipliers.astype(np.uint64)[table]
+        num_rows = self.num_rows[table]
+        shifted = (product % num_rows.astype(np.uint64)).astype(np.int64) + self.offsets[table]
+        rows: Int64Array = shifted % num_rows
+        return rows
+
+
+def _prime_to(num_rows: int, near: int) -> int:
+    while math.gcd(near, num_rows) != 1:
+        near += 1
+    return near
+
+
+def parse_ids(text: str) -> IdDistribution:
+    """`uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
+    if text == "uniform":
+        return Uniform()
+    if text == "reuse":
+        return Reuse()
+    if match := _ZIPF.fullmatch(text):
+        return Zipf(float(match[1]))
+    raise WorkloadError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")

@@ -1,0 +1,54 @@
+"""Options of every command that takes a workload, so that one flag means one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+WORKLOAD_HELP = (
+    "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
+    "films, or films:profile for a model trained with --profile."
+)
+
+
+def workload_options(function: Decorated) -> Decorated:
+    """`--workload`, `--context-features`, `--movielens`: which model."""
+    function = click.option(
+        "--movielens",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        metavar="FOLDER",
+        help="For films: folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre).",
+    )(function)
+    function = click.option(
+        "--context-features",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="For dlrm-v2 and merlin-tiny: so many features, those with the most ids, come once a request (a user's "
+        "histories) instead of once a candidate. The same for `prepare` and `run`.",
+    )(function)
+    return click.option("--workload", default="dlrm-v2:0.001", show_default=True, metavar="NAME", help=WORKLOAD_HELP)(
+        function
+    )
+
+
+def request_options(function: Decorated) -> Decorated:
+    """`--ids`, `--candidates`: what its requests are like."""
+    function = click.option(
+        "--candidates",
+        metavar="N|LEAST-MOST:MEAN",
+        help="Candidates of a request, such as 100 or 100-700:270. Default: 100-700:270; for films, those that each "
+        "user rated.",
+    )(function)
+    return click.option(
+        "--ids",
+        metavar="uniform|zipf:S|reuse",
+        help="Which rows are asked for; reuse is as in the lookups that Meta published. Default: uniform for dlrm-v2, "
+        "zipf:1.05 for merlin-tiny.",
+    )(function)

@@ -1,0 +1,152 @@
+"""What the protocol tells of the server and its models: as JSON, and with the same fields as messages."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as package_version
+from typing import Any
+
+from serving.oip.infer_request import parse_version
+from serving.oip.input_names import OUTPUTS, TensorSpec
+from serving.served_model import ServedModel
+from serving.service import RankingService
+from shard_node.generation import Generation
+
+SERVER_NAME = "shardrank"
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
+PLATFORM = "shardrank"
+
+# https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
+_CONFIG_TYPES = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
+_READY_STATES = ("live", "staged")
+
+Document = dict[str, Any]
+
+
+def server_metadata() -> Document:
+    """Name, version and extensions of the server."""
+    return {"name": SERVER_NAME, "version": package_version("shardrank"), "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(service: RankingService, model: str, version: str) -> Document:
+    """Inputs and outputs of a model version; the live one for "".
+
+    Raises:
+        ModelNotFoundError, NotReadyError: as `RankingService.lease`.
+        InvalidFieldError: for a version that is no positive integer.
+        AmbiguousInputsError: if the model can't be called by this protocol.
+    """
+    with service.lease(model, parse_version(version)) as lease:
+        inputs = list(lease.payload.infer.names.by_name.values())
+    versions = sorted(one.version for one in _generations(service) if one.model == model)
+    return {
+        "name": model,
+        "versions": [str(one) for one in versions],
+        "platform": PLATFORM,
+        "inputs": [_tensor(one) for one in inputs],
+        "outputs": [_tensor(one) for one in OUTPUTS],
+    }
+
+
+def model_config(service: RankingService, model: str, version: str) -> Document:
+    """The configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
+    with service.lease(model, parse_version(version)) as lease:
+        inputs = list(lease.payload.infer.names.by_name.values())
+    return {
+        "name": model,
+        "platform": PLATFORM,
+        "backend": SERVER_NAME,
+        # Requests are joined by this server's own batcher, whatever their shapes; clients don't batch for it.
+        "max_batch_size": 0,
+        "input": [_configured(one) | ({"optional": True} if one.optional else {}) for one in inputs],
+        "output": [_configured(one) for one in OUTPUTS],
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def model_is_ready(service: RankingService, model: str, version: str) -> bool:
+    """Whether a version (the live one for "") would answer a request now.
+
+    Raises:
+        InvalidFieldError: for a version that is no positive integer.
+    """
+    wanted, problems = parse_version(version), service.watch.problems()
+    if "" in problems or model in problems:
+        return False
+    here = [one for one in _generations(service) if one.model == model]
+    return any(one.state == "live" if wanted is None else one.version == wanted for one in here)
+
+
+def model_statistics(service: RankingService, model: str, version: str) -> Document:
+    """Counts and times of versions since they are here, in this process.
+
+    Args:
+        service: the service.
+        model: "" for all models.
+        version: "" for all versions.
+
+    Raises:
+        ModelNotFoundError, NotReadyError: as `RankingService.lease`, if nothing is meant.
+        InvalidFieldError: for a version that is no positive integer.
+    """
+    wanted = parse_version(version)
+    chosen = [
+        one for one in _generations(service) if model in ("", one.model) and (wanted is None or one.version == wanted)
+    ]
+    if not chosen and model:
+        # Says what is served instead.
+        service.lease(model, wanted).release()
+    clock_zero_s = service.wall_clock() - service.clock()
+    return {"model_stats": [_statistics(one, clock_zero_s) for one in chosen]}
+
+
+def repository_index(service: RankingService, *, ready_only: bool) -> list[Document]:
+    """All versions that are here, by model; those that drain are not ready, and models without a version have none."""
+    index = []
+    for one in _generations(service, ("live", "staged", "draining")):
+        is_ready = one.state in _READY_STATES
+        if is_ready or not ready_only:
+            state = {"name": one.model, "version": str(one.version), "state": "READY" if is_ready else "UNAVAILABLE"}
+            index.append(state | {"reason": "" if is_ready else "it was withdrawn and drains"})
+    for model, problem in service.watch.problems().items():
+        if model and not ready_only and all(one["name"] != model for one in index):
+            index.append({"name": model, "version": "", "state": "UNAVAILABLE", "reason": problem})
+    return index
+
+
+def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATES) -> list[Generation[ServedModel]]:
+    found = [one for one in service.generations.all() if one.state in states]
+    return sorted(found, key=lambda one: (one.model, one.version))
+
+
+def _tensor(spec: TensorSpec) -> Document:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+def _configured(spec: TensorSpec) -> Document:
+    return {"name": spec.name, "data_type": _CONFIG_TYPES[spec.datatype], "dims": list(spec.shape)}
+
+
+def _statistics(generation: Generation[ServedModel], clock_zero_s: float) -> Document:
+    totals = generation.payload.counter.inference.totals()
+    return {
+        "name": generation.model,
+        "version": str(generation.version),
+        "last_inference": 0 if totals.last is None else round(1000 * (clock_zero_s + totals.last)),
+        "inference_count": totals.succeeded,
+        "execution_count": totals.batches,
+        "inference_stats": {
+            "success": _duration(totals.succeeded, totals.succeeded_s),
+            "fail": _duration(totals.failed, totals.failed_s),
+            "queue": _duration(totals.executed, totals.queue_s),
+            "compute_input": _duration(totals.executed, totals.input_s),
+            "compute_infer": _duration(totals.executed, totals.infer_s),
+            "compute_output": _duration(totals.executed, totals.output_s),
+            "cache_hit": _duration(0, 0.0),
+            "cache_miss": _duration(0, 0.0),
+        },
+        "batch_stats": [],
+    }
+
+
+def _duration(count: int, seconds: float) -> Document:
+    return {"count": count, "ns": round(1e9 * seconds)}

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+from rich.console import Console
+
+from loadtest.load.cli import loadtest
+from loadtest.load.config import LoadConfig, RunConfig, Target
+from loadtest.load.errors import LoadConfigError, ResultFileError
+from loadtest.load.histogram import DIGITS_OF_A_SECOND, LatencyHistogram
+from loadtest.load.live import LiveLine, status_line
+from loadtest.load.marks import marks_within, read_marks
+from loadtest.load.merge import MAX_CPU_SHARE, invalid_because
+from loadtest.load.messages import Status
+from loadtest.load.recorder import recorded
+from loadtest.load.result import GeneratorProcess, Mark, read_result, write_result
+from loadtest.load.show import show_result
+from loadtest.load.timer import PreciseTimer
+from shardrank_testing.load_results import example_run, example_sweep
+
+RESULTS = {"run": example_run(), "sweep": example_sweep()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://127.0.0.1:8080", ("http", "127.0.0.1", 8080)),
+        ("http://example.org/", ("http", "example.org", 80)),
+        ("grpc://[::1]:8081", ("grpc", "::1", 8081)),
+    ],
+)
+def test_a_target_is_a_scheme_a_host_and_a_port(text, expected):
+    target = Target.parse(text)
+    assert (target.scheme, target.host, target.port) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["https://a", "a:80", "grpc://a", "http://a/v1", "http://a?x=1", "http://u@a", "http://a:99999", "http://"]
+)
+def test_any_other_target_is_refused(text):
+    with pytest.raises(ValueError, match=r".+"):
+        LoadConfig(target=text)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"api": "grpc"}, "'grpc' is not spoken at http://; json, oip-http are"),
+        ({"slo_ms": 70, "timeout_ms": 50}, "70 is more than timeout_ms, 50"),
+        ({"processes": 8, "max_connections": 4}, "max_connections: 4 is less than processes, 8"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(given, message):
+    with pytest.raises(ValidationError, match=message):
+        LoadConfig(target="http://a", **given)
+
+
+def test_the_api_is_the_target_s_unless_it_is_named():
+    assert LoadConfig(target="http://a").spoken == "json"
+    assert LoadConfig(target="grpc://a:1").spoken == "grpc"
+    assert LoadConfig(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
+
+
+def test_marks_are_times_and_labels(tmp_path: Path):
+    path = tmp_path / "marks"
+    path.write_text("1000.5 swap to version 2\n\n 999 before\n1100 after\n")
+    marks = read_marks(path, began=1000)
+    assert marks == (
+        Mark(at_s=0.5, label="swap to version 2"),
+        Mark(at_s=-1, label="before"),
+        Mark(at_s=100, label="after"),
+    )
+    assert marks_within(marks, 50) == (Mark(at_s=0.5, label="swap to version 2"),)
+
+
+@pytest.mark.parametrize("line", ["swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"])
+def test_a_line_that_is_no_mark_is_named(tmp_path: Path, line: str):
+    path = tmp_path / "marks"
+    path.write_text(f"1000 fine\n{line}\n")
+    with pytest.raises(LoadConfigError, match="line 2"):
+        read_marks(path, began=1000)
+
+
+def test_a_generator_without_cpu_to_spare_makes_a_run_that_is_not_valid():
+    def with_share(*shares: float):
+        processes = tuple(
+            GeneratorProcess(cpu_share=share, due=10, connections=1, lag_p99_ms=0.1, lag_max_ms=0.2) for share in shares
+        )
+        return RESULTS["run"].generator.model_copy(
+            update={"processes": processes, "lag_p99_ms": 0.5, "max_lag_p99_ms": 1.0, "max_cpu_share": MAX_CPU_SHARE}
+        )
+
+    assert invalid_because(with_share(0.2, 0.9), due=20) == ()
+    reasons = invalid_because(with_share(0.2, 0.95), due=20)
+    assert len(reasons) == 1
+    assert reasons[0].startswith("process 1 that sends used 95% of a core")
+    assert "no request was due" in invalid_because(with_share(0.1), due=0)[0]
+    assert "late" in invalid_because(with_share(0.1).model_copy(update={"lag_p99_ms": 1.1}), due=20)[0]
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_a_result_that_was_written_is_read_back(tmp_path: Path, kind: str):
+    path = tmp_path / "result.json"
+    write_result(RESULTS[kind], path)
+    assert read_result(path) == RESULTS[kind]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"kind": "run"}', '{"kind": "other"}', "[1]"])
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(ResultFileError, match=r"result\.json is not a load test's result"):
+        read_result(path)
+    with pytest.raises(ResultFileError, match="No such file"):
+        read_result(tmp_path / "missing.json")
+
+
+def test_the_live_line_adds_up_the_processes():
+    def status(due: int, ok: int, in_flight: int, ms: int) -> Status:
+        histogram = LatencyHistogram(DIGITS_OF_A_SECOND)
+        histogram.record(np.full(10, ms * 1000))
+        return Status(due=due, ok=ok, in_flight=in_flight, recent=recorded(histogram))
+
+    run = RunConfig(rate=500, warmup_s=2, duration_s=10)
+    statuses = [status(100, 99, 3, 4), status(50, 50, 1, 4)]
+    line = status_line(run, 7.2, statuses)
+    assert line == "  7 s of 12 s  500/s  ok 149  errors 1  in flight 4  p50 4.0 ms  p99 4.0 ms"
+    assert "warm-up" in status_line(run, 1.0, [])
+    terminal = io.StringIO()
+    with LiveLine(Console(file=terminal, force_terminal=True, width=120), run) as live:
+        live.update(0, statuses[0])
+    assert "of 12 s" in terminal.getvalue()
+    pipe = io.StringIO()
+    with LiveLine(Console(file=pipe), run) as live:
+        live.update(0, statuses[0])
+    assert pipe.getvalue() == ""
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_a_result_on_a_terminal_has_its_numbers(kind: str):
+    text = io.StringIO()
+    show_result(Console(file=text, width=140), RESULTS[kind])
+    shown = text.getvalue()
+    if kind == "run":
+        assert f"{RESULTS[kind].latency.p99_ms:.2f}" in shown
+        assert str(RESULTS[kind].due) in shown
+    else:
+        assert f"{RESULTS[kind].highest_rate:.1f}/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "http://a"], "--rate or --sweep is needed"),
+        (["--target", "ftp://a", "--rate", "5"], "ftp://a"),
+        (["--target", "http://a", "--rate", "5", "--api", "grpc"], "is not spoken at http://"),
+        (["--target", "http://a", "--rate", "0"], "--rate"),
+        (["--target", "http://a", "--rate", "5", "--duration", "4000"], "--duration"),
+    ],
+)
+def test_a_command_line_that_can_not_be_run_is_refused_with_what_is_wrong(arguments, message):
+    found = CliRunner().invoke(loadtest, ["run", *arguments])
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+def test_every_command_of_the_group_has_its_help():
+    for name in ("run", "prepare", "report"):
+        assert name in CliRunner().invoke(loadtest, ["--help"]).output
+        assert "Examples:" in CliRunner().invoke(loadtest, [name, "--help"]).output
+
+
+def test_the_timer_is_never_early_and_a_time_that_has_passed_comes_at_once():
+    async def main() -> None:
+        came = asyncio.Event()
+        timer = PreciseTimer(came.set)
+        for when in (time.monotonic() + 0.0123, time.monotonic() - 5, 0.0, time.monotonic() + 0.001):
+            timer.set(when)
+            await came.wait()
+            assert time.monotonic() >= when
+            came.clear()
+        timer.set(time.monotonic())
+        timer.close()
+        timer.close()
+        assert not came.is_set()
+
+    asyncio.run(main())

@@ -1,0 +1,175 @@
+"""The parts of the serving benchmark: the closed loop, the limit, and the processes that they run in."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.serving_cost.client_process import weigh
+from loadtest.serving_cost.errors import HelperProcessError, WrongAnswerError
+from loadtest.serving_cost.helper_process import HelperProcess
+from loadtest.serving_cost.limit_process import Limit, batch_sizes
+from loadtest.serving_cost.messages import Compute, Computed, LimitConfig, Load, Score, Scores
+from loadtest.serving_cost.one_answer import check_scores
+from loadtest.serving_cost.servers import Server
+from loadtest.serving_cost.shape import Shape, model_spec, payloads
+from loadtest.workloads.export import write_random_snapshot
+from serving.embedded import Ranker
+
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=7)
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    store = tmp_path_factory.mktemp("store")
+    return {head: write_random_snapshot(model_spec(SHAPE, head), store) for head in ("mlp", "dlrm")}
+
+
+def limit_config(snapshot: Path, head: str) -> LimitConfig:
+    return LimitConfig(snapshot=str(snapshot), shape=SHAPE, head=head, dtype="float32")
+
+
+@pytest.mark.parametrize("head", ["mlp", "dlrm"])
+def test_the_limit_gives_the_scores_of_a_served_model_for_the_same_request(snapshots, head) -> None:
+    limit, pool = Limit(limit_config(snapshots[head], head)), payloads(SHAPE, head, 4, "json", 3)
+    with Ranker.open(snapshots[head], dtype="float32") as ranker:
+        for number in range(3):
+            expected = ranker.rank(json.loads(pool[number].body))["scores"]
+            told = asyncio.run(limit.score(Score(hotness=4, request=number)))
+            np.testing.assert_allclose(told.scores, expected, rtol=0, atol=1e-6)
+
+
+@given(mean=st.floats(1, 64))
+def test_batches_of_two_sizes_keep_to_any_mean(mean: float) -> None:
+    sizes = list(itertools.islice(batch_sizes(mean), 200))
+    assert set(sizes) <= {int(mean), int(mean) + 1}
+    for count, total in enumerate(itertools.accumulate(sizes), start=1):
+        assert abs(total - mean * count) <= 1
+
+
+def test_the_limit_scores_whole_batches_and_tells_what_they_took(snapshots) -> None:
+    with HelperProcess("loadtest.serving_cost.limit_process", limit_config(snapshots["mlp"], "mlp")) as limit:
+        told = limit.ask(Compute(hotness=1, batch_requests=2.5, seconds=0.05), Computed, 60)
+        assert told.requests >= 2
+        assert told.seconds >= 0.05
+        assert 0 < told.cpu_s <= told.seconds * (os.cpu_count() or 1) + 0.1
+        assert told.batch_p50_ms > 0
+        assert len(limit.ask(Score(hotness=1, request=0), Scores, 60).scores) == SHAPE.candidates
+        with pytest.raises(HelperProcessError, match="answered 'scores' to"):
+            limit.ask(Score(hotness=1, request=0), Computed, 60)
+
+
+def test_a_helper_that_ends_is_told(tmp_path) -> None:
+    config = LimitConfig(snapshot=str(tmp_path / "none" / "1"), shape=SHAPE, head="mlp", dtype="float32")
+    limit = HelperProcess("loadtest.serving_cost.limit_process", config)
+    with limit, pytest.raises(HelperProcessError, match="has ended with exit code 1"):
+        limit.ask(Score(hotness=1, request=0), Scores, 60)
+
+
+class CountingServer:
+    """Answers HTTP requests once `together` of them are there, so that a client with fewer in flight waits for ever."""
+
+    def __init__(self, together: int, answer: bytes, status: int = 200) -> None:
+        self._together = together
+        self._answer = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(answer), answer)
+        self._waiting: list[asyncio.StreamWriter] = []
+        self.answered = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                writer.close()
+                return
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.split(b":")[1]))
+            self._waiting.append(writer)
+            if len(self._waiting) == self._together:
+                for one in self._waiting:
+                    one.write(self._answer)
+                self.answered += len(self._waiting)
+                self._waiting.clear()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[int]:
+        server = await asyncio.start_server(self.handle, "127.0.0.1", 0)
+        async with server:
+            yield server.sockets[0].getsockname()[1]
+
+
+def load_on(port: int, in_flight: int) -> Load:
+    return Load(
+        host="127.0.0.1",
+        http_port=port,
+        grpc_port=port,
+        head="mlp",
+        hotness=1,
+        api="json",
+        in_flight=in_flight,
+        warmup_s=0.05,
+        seconds=0.1,
+        process_ids=(os.getpid(),),
+    )
+
+
+ANSWER = b'{"model": "bench-mlp", "version": 1, "scores": [%s], "order": []}'
+
+
+def scores(count: int) -> bytes:
+    return ANSWER % b", ".join([b"0.5"] * count)
+
+
+def test_the_client_always_has_all_its_requests_out_and_counts_them_after_the_warm_up() -> None:
+    server = CountingServer(together=5, answer=scores(SHAPE.candidates))
+
+    async def main():
+        async with server.listening() as port:
+            return await weigh(load_on(port, 5), payloads(SHAPE, "mlp", 1, "json"))
+
+    told = asyncio.run(main())
+    assert 0 < told.requests < server.answered
+    assert told.seconds >= 0.1
+    assert told.p50_ms <= told.p99_ms
+    # Server and client are this very process.
+    assert told.server_cpu_s == told.client_cpu_s
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "problem"),
+    [(scores(6), 200, "6 scores for a request of 7"), (b"no", 503, "status 503"), (b"{", 200, "not one to a rank")],
+)
+def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) -> None:
+    server = CountingServer(together=1, answer=answer, status=status)
+
+    async def main() -> None:
+        async with server.listening() as port:
+            await weigh(load_on(port, 1), payloads(SHAPE, "mlp", 1, "json"))
+
+    with pytest.raises(BaseExceptionGroup) as failure:
+        asyncio.run(main())
+    assert problem in str(failure.value.exceptions[0])
+
+
+def test_scores_that_are_not_the_models_are_refused() -> None:
+    server = CountingServer(together=1, answer=scores(SHAPE.candidates))
+
+    async def main() -> None:
+        async with server.listening() as port:
+            pool, at = payloads(SHAPE, "mlp", 1, "json", 1), Server(port, port, ())
+            right = np.full(SHAPE.candidates, 0.5, np.float32)
+            await asyncio.to_thread(check_scores, at, pool, 0, right, 1e-6)
+            with pytest.raises(WrongAnswerError, match=r"json: 7 scores, 7 expected; they differ by up to 0\.1"):
+                await asyncio.to_thread(check_scores, at, pool, 0, right + np.float32(0.1), 1e-6)
+
+    asyncio.run(main())

@@ -1,0 +1,107 @@
+"""The films workload: its requests are those of the data, and the demo's trained model answers them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loadtest.workloads.candidates import Fixed
+from loadtest.workloads.errors import WorkloadError
+from loadtest.workloads.films import FilmsWorkload
+from loadtest.workloads.opened import open_workload
+from loadtest.workloads.payloads import APIS, Payloads
+from loadtest.workloads.workload import features_of
+from serving.training.dataset import FilmsDataset
+from serving.training.description import FilmsOptions
+from serving.training.errors import DatasetError
+from shardrank_testing.movielens import small_interactions, write_movielens
+from shardrank_testing.workloads import assert_same_request, read_payload
+
+DATA = small_interactions()
+SEED = 4
+
+
+def workload(**options) -> FilmsWorkload:
+    return FilmsWorkload(DATA, FilmsOptions(profile=options.pop("profile", False)), seed=SEED, **options)
+
+
+def by_name(films: FilmsWorkload, seed: int):
+    request = films.request(np.random.default_rng(seed))
+    return request, {feature.name: feature for feature in features_of(films.schema, request)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_request_is_a_user_with_what_was_rated_in_the_test_part_and_liked_in_the_training_part(seed):
+    dataset = FilmsDataset.split(DATA, seed=SEED)
+    request, features = by_name(workload(), seed)
+    user = int(np.flatnonzero(DATA.users.ids == features["user_id"].values[0])[0])
+    tested = dataset.test[DATA.user_index[dataset.test] == user]
+    assert sorted(features["film_id"].values) == sorted(DATA.films.ids[DATA.film_index[tested]])
+    assert request.num_candidates == tested.size
+    liked = [one for one in dataset.train.tolist() if DATA.user_index[one] == user and dataset.labels[one] > 0]
+    latest = sorted(liked, key=lambda one: -DATA.timestamps[one])[:50]
+    assert sorted(DATA.timestamps[latest]) == sorted(DATA.timestamps[liked])[-len(latest) :]
+    assert sorted(features["history"].values) == sorted(DATA.films.ids[DATA.film_index[latest]])
+
+
+def test_candidates_bring_the_genres_of_their_films():
+    _, features = by_name(workload(), 0)
+    starts = np.cumsum([0, *features["genre"].lengths])
+    for number, film in enumerate(features["film_id"].values):
+        at = int(np.flatnonzero(DATA.films.ids == film)[0])
+        expected = DATA.films.genre_ids[DATA.films.genre_offsets[at] : DATA.films.genre_offsets[at + 1]]
+        assert features["genre"].values[starts[number] : starts[number + 1]].tolist() == expected.tolist()
+
+
+def test_every_user_of_the_test_part_comes():
+    films = workload()
+    rng = np.random.default_rng(0)
+    requests = (films.request(rng) for _ in range(3000))
+    users = {
+        int(one.values[0])
+        for request in requests
+        for one in features_of(films.schema, request)
+        if one.name == "user_id"
+    }
+    assert len(users) == films.num_users == np.unique(DATA.user_index[FilmsDataset.split(DATA, seed=SEED).test]).size
+
+
+@pytest.mark.parametrize("count", [1, 100, 300])
+def test_with_a_number_of_candidates_the_rated_films_are_filled_up_with_others(count):
+    _, own = by_name(workload(), 7)
+    request, features = by_name(workload(candidates=Fixed(count)), 7)
+    rated, found = own["film_id"].values, features["film_id"].values
+    assert request.num_candidates == found.size == count
+    assert found[: rated.size].tolist() == rated[:count].tolist()
+    if count <= DATA.films.ids.size:
+        assert np.unique(found).size == count
+    assert not set(found[rated.size :].tolist()) & set(rated.tolist())
+
+
+@pytest.mark.parametrize("profile", [False, True])
+@pytest.mark.parametrize("api", APIS)
+def test_the_server_s_parser_reads_films_back(api, profile):
+    films = workload(profile=profile)
+    rng = np.random.default_rng(0)
+    for payload in Payloads(films, api, count=5):
+        request = films.request(rng)
+        assert_same_request(read_payload(films, api, payload), request)
+        assert bool(request.texts) == profile
+
+
+def test_movielens_files_are_read_from_their_folder(tmp_path):
+    folder = write_movielens(tmp_path / "ml", DATA)
+    films = open_workload("films", movielens=folder, candidates="10")
+    assert films.spec.model == "films"
+    assert films.request(np.random.default_rng(0)).num_candidates == 10
+    assert "candidates 10" in films.name
+    assert open_workload("films:profile", movielens=folder).spec.dense_inputs.candidate == 2
+
+
+def test_films_need_their_folder_and_bring_their_own_ids(tmp_path):
+    with pytest.raises(WorkloadError, match="--movielens"):
+        open_workload("films")
+    with pytest.raises(WorkloadError, match="none can be chosen"):
+        open_workload("films", movielens=tmp_path, ids="uniform")
+    with pytest.raises(DatasetError):
+        open_workload("films", movielens=tmp_path)

@@ -1,0 +1,88 @@
+"""Workloads by name: the models are the published ones, and what is chosen is what is asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loadtest.workloads.candidates import Fixed
+from loadtest.workloads.errors import WorkloadError
+from loadtest.workloads.ids import Uniform
+from loadtest.workloads.opened import open_workload
+from loadtest.workloads.synthetic import SyntheticWorkload
+from loadtest.workloads.workload import features_of
+from serving.model_catalog import DLRM_V2_HOTNESS, DLRM_V2_ROWS
+from shardrank_testing.serving_api import api_spec
+
+
+def request_of(workload, seed: int = 0):
+    request = workload.request(np.random.default_rng(seed))
+    return request, {feature.name: feature for feature in features_of(workload.schema, request)}
+
+
+def test_dlrm_v2_asks_for_its_214_ids_a_candidate_in_tables_of_the_published_sizes():
+    workload = open_workload("dlrm-v2", candidates="7")
+    request, features = request_of(workload)
+    assert request.bags.num_values == 7 * sum(DLRM_V2_HOTNESS) == 7 * 214
+    assert request.candidate_dense.shape == (7, 13)
+    for number, (rows, hotness) in enumerate(zip(DLRM_V2_ROWS, DLRM_V2_HOTNESS, strict=True)):
+        assert features[f"f{number}"].lengths.tolist() == [hotness] * 7
+        assert features[f"f{number}"].values.max() < rows
+    # Of 40 million rows, uniform ids are hardly ever among the first million.
+    assert features["f0"].values.max() > 10**6
+
+
+def test_merlin_tiny_has_its_tables_and_skewed_ids():
+    workload = open_workload("merlin-tiny", candidates="300")
+    assert len(workload.spec.tables) == 55
+    _, features = request_of(workload)
+    assert features["f2_10"].lengths.tolist() == [10] * 300
+    values, counts = np.unique(features["f2_10"].values, return_counts=True)
+    # Of 3000 ids in 25 million rows, Zipf's first has one in about 12.
+    assert counts.max() > 100
+    # Features of one table share its popular rows.
+    assert values[counts.argmax()] in features["f2_1"].values
+
+
+def test_scale_is_the_share_of_the_rows():
+    workload = open_workload("dlrm-v2:0.01")
+    assert [table.num_embeddings for table in workload.spec.tables] == [
+        max(1, round(0.01 * rows)) for rows in DLRM_V2_ROWS
+    ]
+
+
+def test_everything_that_was_chosen_is_in_the_name():
+    workload = open_workload("dlrm-v2:0.01", ids="zipf:1.2", candidates="100", context_features=2)
+    assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, context features 2"
+
+
+def test_context_features_are_those_with_the_most_ids_and_come_once():
+    workload = open_workload("dlrm-v2:0.001", candidates="5", context_features=2)
+    request, features = request_of(workload)
+    context = {name for name, feature in features.items() if feature.is_context}
+    assert context == {"f20", "f21"}
+    assert features["f20"].lengths.tolist() == [100]
+    assert request.bags.num_values == 100 + 27 + 5 * (214 - 127)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dlrm", "", "dlrm-v2:", "dlrm-v2:0", "dlrm-v2:1.5", "dlrm-v2:nan", "dlrm-v2:-1", "merlin-tiny:x", "films:x"],
+)
+def test_an_unknown_workload_or_scale_is_refused(text):
+    with pytest.raises(WorkloadError, match="workload"):
+        open_workload(text)
+
+
+@pytest.mark.parametrize("count", [-1, 26])
+def test_a_candidate_feature_must_be_left(count):
+    with pytest.raises(WorkloadError, match="context_features: "):
+        open_workload("dlrm-v2", context_features=count)
+
+
+def test_a_drawn_workload_needs_rows_for_ids_and_the_length_of_every_bag():
+    with pytest.raises(WorkloadError, match=r"'cities'.*'vocabulary'"):
+        SyntheticWorkload("x", api_spec(), {}, Uniform(), Fixed(1))
+    spec = open_workload("dlrm-v2").spec
+    with pytest.raises(WorkloadError, match="'f3': hotness None"):
+        SyntheticWorkload("x", spec, {"f0": 1, "f1": 1, "f2": 1}, Uniform(), Fixed(1))

@@ -1,0 +1,137 @@
+"""Payloads: what a server's parser reads from the bytes is the request itself."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtest.workloads import grpc_payload, json_payload, oip_payload
+from loadtest.workloads.errors import AnswerError, WorkloadError
+from loadtest.workloads.opened import open_workload
+from loadtest.workloads.payloads import APIS, Payloads
+from serving.encode_json import encode, rank_document
+from serving.grpc_api.encode import encode_rank
+from serving.limits import RequestLimits
+from serving.oip import encode as oip_encode
+from serving.oip import read_grpc
+from serving.oip.infer_request import InferRequest, RequestedOutput
+from serving.parse_proto import read_rank
+from serving.request import RankAnswer
+from shardrank_testing.serving_api import MODEL
+from shardrank_testing.workloads import MixedWorkload, assert_same_request, read_payload
+
+TIMEOUT_MS = 70
+
+
+def small_workload(name: str):
+    if name == "mixed":
+        return MixedWorkload()
+    return open_workload(name, candidates="3-9:5", context_features=2 if name.startswith("merlin") else 0)
+
+
+WORKLOADS = ["mixed", "dlrm-v2:0.0001", "merlin-tiny:0.001"]
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_server_s_parser_reads_the_request_back(name, api):
+    workload = small_workload(name)
+    made = Payloads(workload, api, count=5, seed=3, timeout_ms=TIMEOUT_MS)
+    rng = np.random.default_rng(3)
+    assert len(made) == 5
+    for payload in made:
+        request = workload.request(rng)
+        found = read_payload(workload, api, payload)
+        assert_same_request(found, request)
+        assert payload.num_candidates == request.num_candidates
+        assert found.deadline == pytest.approx(TIMEOUT_MS / 1000)
+
+
+@pytest.mark.parametrize("api", APIS)
+@given(candidates=st.integers(1, 12), max_hotness=st.integers(0, 5), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_any_request_is_read_back(api, candidates, max_hotness, seed):
+    workload = MixedWorkload(candidates, max_hotness)
+    payload = Payloads(workload, api, count=1, seed=seed)[0]
+    assert_same_request(read_payload(workload, api, payload), workload.request(np.random.default_rng(seed)))
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_payloads_of_one_seed_are_the_same_and_differ_among_themselves(api):
+    first, again, other = (Payloads(small_workload("mixed"), api, count=4, seed=seed) for seed in (1, 1, 2))
+    assert list(first) == list(again)
+    assert len({payload.body for payload in first} | {payload.body for payload in other}) == 8
+
+
+def test_a_timeout_is_left_to_the_server_unless_it_is_given():
+    workload = small_workload("mixed")
+    payload = Payloads(workload, "json", count=1)[0]
+    assert "timeout_ms" not in json.loads(payload.body)
+    assert read_payload(workload, "json", payload).deadline == pytest.approx(RequestLimits().default_timeout_ms / 1000)
+
+
+def test_single_ids_are_written_flat_and_floats_as_short_as_float32_allows():
+    body = json.loads(Payloads(small_workload("dlrm-v2:0.0001"), "json", count=1)[0].body)
+    candidates = body["candidates"]
+    assert all(isinstance(one, int) for one in candidates["sparse"]["f2"])
+    assert {len(bag) for bag in candidates["sparse"]["f0"]} == {3}
+    assert max(len(repr(value)) for row in candidates["dense"] for value in row) <= len("-1.12345678e-05")
+    assert "context" not in body
+
+
+def test_the_model_s_name_may_be_another_one():
+    workload = small_workload("mixed")
+    assert Payloads(workload, "json", count=1, model="other").path == "/v1/models/other:rank"
+    assert Payloads(workload, "json", count=1).path == f"/v1/models/{MODEL}:rank"
+    grpc = Payloads(workload, "grpc", count=1, model="other")
+    assert read_rank(grpc[0].body).model == "other"
+    assert grpc.path == "/shardrank.v1.RankingService/Rank"
+    assert Payloads(workload, "oip-http", count=1, model="other").path == "/v2/models/other/infer"
+    oip = Payloads(workload, "oip-grpc", count=1, model="other")
+    assert read_grpc.read_infer(oip[0].body).model == "other"
+    assert oip.path == "/inference.GRPCInferenceService/ModelInfer"
+
+
+def test_memory_is_bounded_but_one_payload_is_always_made():
+    workload = small_workload("dlrm-v2:0.0001")
+    many = Payloads(workload, "grpc", count=200, max_bytes=100_000)
+    assert 1 < len(many) < 200
+    assert many.size_bytes <= 100_000
+    assert len(Payloads(workload, "grpc", count=200, max_bytes=1)) == 1
+
+
+@pytest.mark.parametrize(("field", "value"), [("api", "thrift"), ("count", 0), ("max_bytes", 0)])
+def test_what_can_not_be_made_is_refused_by_name(field, value):
+    options = {"api": "json", field: value}
+    with pytest.raises(WorkloadError, match=f"{field}: "):
+        Payloads(small_workload("mixed"), **options)
+
+
+def answer(num_scores: int) -> RankAnswer:
+    scores = np.linspace(0, 1, num_scores, dtype=np.float32)
+    return RankAnswer("m", 7, scores, np.argsort(-scores), "id")
+
+
+@pytest.mark.parametrize("num_scores", [1, 300])
+def test_scores_are_counted_in_the_server_s_answers(num_scores):
+    assert json_payload.count_scores(encode(rank_document(answer(num_scores)))) == num_scores
+    assert grpc_payload.count_scores(encode_rank(answer(num_scores))) == num_scores
+    asked = InferRequest("m", None, "", [], outputs=[RequestedOutput("scores", binary=True)])
+    assert oip_payload.count_http_scores(oip_encode.encode_http(asked, answer(num_scores), "id")[0]) == num_scores
+    assert oip_payload.count_grpc_scores(oip_encode.encode_grpc(asked, answer(num_scores), "id")) == num_scores
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"scores": "many"}', b"\xff\xff\xff", b'{"outputs": []}'])
+def test_what_is_no_answer_is_not_counted(api, body):
+    made = Payloads(small_workload("mixed"), api, count=1)
+    if api == "grpc" and not body:
+        # An empty message is one without scores: it is counted, and found to be too few.
+        assert made.check(body) == 0
+        return
+    with pytest.raises(AnswerError):
+        made.check(body)

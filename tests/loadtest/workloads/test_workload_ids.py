@@ -1,0 +1,128 @@
+"""Ids: the distributions against their definitions, and Meta's shares against the published ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtest.workloads.errors import WorkloadError
+from loadtest.workloads.ids import (
+    REUSE_AVERAGE_POOLING,
+    REUSE_BATCH_SAMPLES,
+    REUSE_SHARES_PERCENT,
+    Reuse,
+    RowScatter,
+    Uniform,
+    Zipf,
+    parse_ids,
+)
+
+DRAWS = 200_000
+MAX_ROWS = 2**32 - 1
+DISTRIBUTIONS = [Uniform(), Zipf(0.5), Zipf(1.0), Zipf(1.05), Zipf(3.0), Reuse()]
+
+
+def drawn(ids, num_rows: int, count: int = DRAWS, seed: int = 0) -> np.ndarray:
+    return ids.ranks(np.random.default_rng(seed), np.full(count, num_rows))
+
+
+def shares(ranks: np.ndarray, num_rows: int) -> np.ndarray:
+    return np.bincount(ranks, minlength=num_rows) / ranks.size
+
+
+@pytest.mark.parametrize("exponent", [0.3, 1.0, 1.05, 2.0])
+@pytest.mark.parametrize("num_rows", [1, 2, 50, 3000])
+def test_zipf_ranks_have_the_probabilities_of_the_law(exponent, num_rows):
+    expected = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
+    expected /= expected.sum()
+    found = shares(drawn(Zipf(exponent), num_rows), num_rows)
+    # Five standard deviations of each share, and a little for those of which hardly one is expected.
+    allowed = 5 * np.sqrt(expected * (1 - expected) / DRAWS) + 5 / DRAWS
+    assert (np.abs(found - expected) <= allowed).all()
+
+
+def test_zipf_over_all_rows_of_the_largest_table_gives_the_expected_share_to_the_first():
+    ranks = drawn(Zipf(1.05), MAX_ROWS)
+    # The sum of the law by its integral from 1000 on.
+    k = np.arange(1, 1000, dtype=np.float64)
+    total = (k**-1.05).sum() + (999.5**-0.05 - (MAX_ROWS + 0.5) ** -0.05) / 0.05
+    assert np.mean(ranks == 0) == pytest.approx(1 / total, abs=0.002)
+    assert ranks.max() > MAX_ROWS // 2
+
+
+def test_uniform_ranks_are_all_as_likely():
+    found = shares(drawn(Uniform(), 100), 100)
+    assert np.abs(found - 0.01).max() < 5 * np.sqrt(0.01 / DRAWS)
+
+
+@pytest.mark.parametrize("num_rows", [1_000_000, 40_000_000])
+def test_rows_are_reused_in_a_batch_as_published(num_rows):
+    ranks = drawn(Reuse(), num_rows, int(REUSE_BATCH_SAMPLES * REUSE_AVERAGE_POOLING))
+    counts = np.unique(ranks, return_counts=True)[1]
+    limits = [0, 1, *(2**power for power in range(1, 16)), np.inf]
+    found = np.histogram(counts, bins=np.array(limits) + 0.5, weights=counts)[0] / ranks.size
+    published = np.array(REUSE_SHARES_PERCENT) / sum(REUSE_SHARES_PERCENT)
+    # The hottest octaves are single rows of one table, so their shares come in steps.
+    assert np.abs(found - published)[:12].max() < 0.003
+    assert np.abs(found - published)[12:].max() < 0.006
+
+
+def test_a_table_smaller_than_what_a_batch_touches_is_reused_more():
+    lookups = 400_000
+    small, large = (np.unique(drawn(Reuse(), rows, lookups)).size for rows in (1000, 1_000_000))
+    assert small <= 1000 < large
+
+
+@pytest.mark.parametrize("ids", DISTRIBUTIONS, ids=lambda one: one.name)
+@given(num_rows=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=50), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_ranks_are_below_the_rows_of_their_own_table(ids, num_rows, seed):
+    limits = np.array(num_rows, np.int64)
+    ranks = ids.ranks(np.random.default_rng(seed), limits)
+    assert ranks.dtype == np.int64
+    assert ranks.shape == limits.shape
+    assert ((ranks >= 0) & (ranks < limits)).all()
+
+
+@pytest.mark.parametrize("ids", DISTRIBUTIONS, ids=lambda one: one.name)
+def test_the_same_seed_gives_the_same_ranks_and_another_seed_others(ids):
+    assert (drawn(ids, 10**6, 1000) == drawn(ids, 10**6, 1000)).all()
+    assert (drawn(ids, 10**6, 1000) != drawn(ids, 10**6, 1000, seed=1)).any()
+
+
+@given(num_rows=st.integers(1, 2000))
+@settings(max_examples=60, deadline=None)
+def test_every_row_has_exactly_one_rank(num_rows):
+    scatter = RowScatter.of(np.array([num_rows]))
+    rows = scatter.rows(np.arange(num_rows), np.zeros(num_rows, np.int32))
+    assert sorted(rows.tolist()) == list(range(num_rows))
+
+
+def test_the_most_popular_rows_lie_all_over_the_largest_table():
+    scatter = RowScatter.of(np.array([7, MAX_ROWS]))
+    ranks = np.append(np.arange(1000), MAX_ROWS - 1)
+    rows = scatter.rows(ranks, np.ones(ranks.size, np.int32))
+    # By plain integers of any size.
+    multiplier, offset = int(scatter.multipliers[1]), int(scatter.offsets[1])
+    assert rows.tolist() == [(rank * multiplier + offset) % MAX_ROWS for rank in ranks.tolist()]
+    # 1000 rows evenly spread have gaps of a thousandth of the table.
+    assert np.diff(np.sort(rows)).min() > MAX_ROWS / 1000 / 3
+
+
+@pytest.mark.parametrize("text", ["uniform", "zipf:1.05", "zipf:2", "reuse"])
+def test_a_distribution_is_named_as_it_is_read(text):
+    assert parse_ids(text).name == text
+
+
+def test_zipf_may_be_written_with_parentheses():
+    assert parse_ids("zipf(1.1)") == Zipf(1.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "zipf", "zipf:", "zipf:0", "zipf:-1", "zipf:nan", "zipf:11", "Uniform", "zipf:1e5"]
+)
+def test_an_unknown_distribution_is_refused_with_what_there_is(text):
+    with pytest.raises(WorkloadError, match="ids: "):
+        parse_ids(text)

@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader.errors import ShardrankError
+from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from router.feature_schema import FeatureSchema
+from serving.errors import (
+    BadRequestError,
+    CountMismatchError,
+    InvalidFieldError,
+    InvalidIdError,
+    LimitExceededError,
+    MalformedRequestError,
+    MissingFeatureError,
+    UnknownFeatureError,
+)
+from serving.limits import RequestLimits
+from serving.oip.errors import AmbiguousInputsError, UnsupportedExtensionError
+from serving.oip.infer_request import parse_version
+from serving.oip.parser import InferParser
+from serving.oip.read_grpc import read_infer as read_message
+from serving.oip.read_http import read_infer as read_body
+from serving.parse_json import JsonParser
+from serving.parse_schema import RequestSchema
+from serving.proto.inference import open_inference_pb2 as messages
+from shardrank_testing.inference_requests import Tensor, binary_body, bytes_tensor, json_body, message_of, tensors_of
+from shardrank_testing.serving_api import MODEL, api_request, api_spec
+
+LIMITS = RequestLimits()
+SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
+PARSER = InferParser(SCHEMA)
+
+
+class Leased:
+    """What a parser needs of a lease: it passes it on."""
+
+    class generation:  # noqa: N801
+        version = 1
+
+
+LEASE = Leased()
+
+
+def parse(request, parser=PARSER):
+    return parser.rank(request, LEASE, 100.0)
+
+
+def http_request(tensors, form="binary", **members):
+    if form == "json":
+        return read_body(MODEL, None, json_body(tensors, **members), None, LIMITS)
+    body, headers = binary_body(tensors, **members)
+    return read_body(MODEL, None, body, int(headers["inference-header-content-length"]), LIMITS)
+
+
+def grpc_request(tensors, *, raw=True, **fields):
+    return read_message(message_of(tensors, MODEL, raw=raw, **fields).SerializeToString())
+
+
+def tensors(seed=0, num_candidates=5):
+    return tensors_of(api_spec(), api_request(seed, num_candidates))
+
+
+def changed(which, **fields):
+    """A request's tensors with one of them changed."""
+    return [replace(one, **fields) if one.name == which else one for one in tensors()]
+
+
+def without(name):
+    """A request's tensors without one of them."""
+    return [one for one in tensors() if one.name != name]
+
+
+def assert_same(got, expected):
+    assert got.num_candidates == expected.num_candidates
+    for field in ("keys", "bags_per_key", "offsets", "values", "weights"):
+        ours, theirs = getattr(got.bags, field), getattr(expected.bags, field)
+        np.testing.assert_array_equal(ours, theirs, err_msg=field)
+        assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(got.context_dense, expected.context_dense)
+    np.testing.assert_array_equal(got.candidate_dense, expected.candidate_dense)
+    assert got.candidate_dense.flags.writeable
+    assert list(got.texts) == list(expected.texts)
+    assert (got.top_k, got.request_id) == (expected.top_k, expected.request_id)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), num_candidates=st.integers(1, 30), order=st.randoms(use_true_random=False))
+def test_every_form_is_the_same_request_as_json_in_any_order_of_inputs(seed, num_candidates, order):
+    request = api_request(seed, num_candidates)
+    expected = JsonParser(SCHEMA).rank(request, LEASE, 100.0)
+    given_tensors = tensors_of(api_spec(), request)
+    order.shuffle(given_tensors)
+    assert_same(parse(http_request(given_tensors)), expected)
+    assert_same(parse(http_request(given_tensors, "json")), expected)
+    assert_same(parse(grpc_request(given_tensors)), expected)
+    assert_same(parse(grpc_request(given_tensors, raw=False)), expected)
+
+
+def test_rectangular_nested_and_int32_ids_are_the_same_as_ragged_ones():
+    ids = np.arange(10, dtype=np.int64).reshape(5, 2)
+    ragged = [
+        *[one for one in tensors() if one.name.split(".")[0] != "genre"],
+        Tensor("genre", "INT64", ids.reshape(-1)),
+        Tensor("genre.lengths", "INT64", np.full(5, 2)),
+    ]
+    rectangular = [*[one for one in ragged if one.name != "genre.lengths"]]
+    rectangular = [replace(one, array=ids) if one.name == "genre" else one for one in rectangular]
+    narrow = [
+        replace(one, array=ids.astype(np.int32), datatype="INT32") if one.name == "genre" else one
+        for one in rectangular
+    ]
+    expected = parse(http_request(ragged))
+    assert expected.bags.num_values > 0
+    for form in ("binary", "json"):
+        assert_same(parse(http_request(rectangular, form)), expected)
+        assert_same(parse(http_request(narrow, form)), expected)
+    assert_same(parse(grpc_request(narrow, raw=False)), expected)
+
+
+def test_context_features_may_have_a_leading_dimension_of_one_and_be_empty():
+    flat = parse(http_request(changed("history", array=np.arange(4))))
+    assert_same(parse(http_request(changed("history", array=np.arange(4).reshape(1, 4)))), flat)
+    for shape in ((0,), (1, 0)):
+        for form in ("binary", "json"):
+            empty = parse(http_request(changed("history", array=np.empty(shape, np.int64)), form))
+            assert empty.bags.values_per_key()[SCHEMA.features.index["history"]] == 0
+
+
+def test_bags_may_be_empty_in_each_form():
+    empty = [one for one in changed("genre", array=np.empty((5, 0), np.int64)) if one.name != "genre.lengths"]
+    for request in (http_request(empty), http_request(empty, "json"), grpc_request(empty)):
+        assert parse(request).bags.values_per_key()[SCHEMA.features.index["genre"]] == 0
+
+
+def test_parameters_set_deadline_order_and_key():
+    request = http_request(
+        tensors(),
+        id="mine",
+        parameters={"timeout_ms": 40, "timeout": 50_000, "top_k": 2, "routing_key": "u", "other": []},
+    )
+    assert (request.key(), request.routing_key) == ("u", "u")
+    parsed = parse(request)
+    assert parsed.deadline == pytest.approx(100.04)
+    assert (parsed.top_k, parsed.request_id) == (2, "mine")
+    message = message_of(tensors(), MODEL, id="mine")
+    message.parameters["timeout"].int64_param = 30_000
+    message.parameters["top_k"].uint64_param = 3
+    from_message = read_message(message.SerializeToString())
+    assert from_message.key() == "mine"
+    assert parse(from_message).deadline == pytest.approx(100.03)
+    assert parse(from_message).top_k == 3
+    no_timeout = parse(http_request(tensors(), parameters={"timeout": 0}))
+    assert no_timeout.deadline == pytest.approx(100 + LIMITS.default_timeout_ms / 1000)
+
+
+@pytest.mark.parametrize(
+    ("given_tensors", "error", "message"),
+    [
+        (without("film"), MissingFeatureError, r"inputs\.film: .* needs it"),
+        (without("context.dense"), MissingFeatureError, r"inputs\.context\.dense"),
+        (changed("film", name="flim"), UnknownFeatureError, "flim"),
+        (changed("film", name="genre"), InvalidFieldError, r"inputs\.genre: it is given twice"),
+        (
+            changed("film", datatype="FP32"),
+            InvalidIdError,
+            r"inputs\.film\.datatype: 'FP32'; it must be INT64 or INT32",
+        ),
+        (changed("city", datatype="INT64", array=np.arange(2)), InvalidIdError, r"inputs\.city\.datatype.*BYTES"),
+        (changed("context.dense", datatype="INT64"), InvalidFieldError, "must be FP32"),
+        (changed("film", array=np.arange(4)), CountMismatchError, r"inputs\.film: 4 candidates"),
+        (changed("film", array=np.arange(5).reshape(5, 1, 1)), CountMismatchError, "one or two dimensions"),
+        (changed("film", array=np.array([1, 2, -3, 4, 5])), InvalidIdError, r"candidates\.sparse\.film\[2\]\[0\]: -3"),
+        (changed("user", array=np.arange(4).reshape(2, 2)), CountMismatchError, r"\[ids\] or \[1, ids\]"),
+        (
+            changed("genre", array=np.arange(10).reshape(5, 2)),
+            CountMismatchError,
+            r"with genre\.lengths it must be \[ids\]",
+        ),
+        (changed("genre.lengths", array=np.array([1, 1, 1, 1, -1])), InvalidFieldError, r"genre\.lengths\[4\]: -1"),
+        (changed("genre.lengths", array=np.array([2**62] * 5)), InvalidFieldError, r"genre\.lengths\[0\]"),
+        (changed("genre.lengths", array=np.zeros(5, np.int64)), CountMismatchError, "add up to 0"),
+        (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"inputs\.genre has 4"),
+        (changed("liked-tag.weights", array=np.ones(2, np.float32)), CountMismatchError, "that of its ids"),
+        (changed("liked-tag.weights", array=np.full(3, np.nan, np.float32)), InvalidFieldError, "finite"),
+        (changed("candidates.dense", array=np.full((5, 3), np.inf, np.float32)), InvalidFieldError, r"dense\[0\]\[0\]"),
+        (changed("candidates.dense", array=np.ones((5, 4), np.float32)), CountMismatchError, r"it must be \[5, 3\]"),
+        (changed("context.dense", array=np.ones(3, np.float32)), CountMismatchError, r"it must be \[2\]"),
+    ],
+)
+def test_a_wrong_input_is_refused_by_name(given_tensors, error, message):
+    for request in (lambda: http_request(given_tensors), lambda: grpc_request(given_tensors)):
+        with pytest.raises(error, match=message):
+            parse(request())
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (RequestLimits(max_candidates=4), "5 candidates, more than the limit max_candidates = 4"),
+        (RequestLimits(max_ids_per_request=1), r"inputs\.\S+: \d ids, more than the limit max_ids_per_request = 1"),
+        (RequestLimits(max_ids_per_request=15), "ids over all features, more than the limit max_ids_per_request = 15"),
+        (RequestLimits(max_ids_per_bag=3), "4 ids in one bag, more than the limit max_ids_per_bag = 3"),
+        (RequestLimits(max_timeout_ms=1000), "timeout: 2000 ms, more than the limit max_timeout_ms = 1000"),
+        (RequestLimits(max_request_id_chars=3), "request_id: 4 characters, more than the limit max_request_id_chars"),
+        (RequestLimits(max_routing_key_chars=3), "routing_key: 5 characters, more than the limit"),
+    ],
+)
+def test_the_limits_hold(limits, message):
+    parser = InferParser(RequestSchema(SCHEMA.features, limits))
+    with pytest.raises(LimitExceededError, match=message):
+        parse(http_request(tensors(), id="mine", parameters={"timeout": 2_000_000, "routing_key": "users"}), parser)
+
+
+def header_of(given_tensors, **members):
+    body, headers = binary_body(given_tensors, **members)
+    length = int(headers["inference-header-content-length"])
+    return json.loads(body[:length]), body[length:]
+
+
+def read_parts(header, binary):
+    encoded = json.dumps(header).encode()
+    return read_body(MODEL, None, encoded + binary, len(encoded), LIMITS)
+
+
+def test_binary_data_must_fill_the_body_and_the_shapes():
+    header, binary = header_of(tensors())
+    with pytest.raises(InvalidFieldError, match="3 bytes are left behind the last"):
+        read_parts(header, binary + b"abc")
+    with pytest.raises(
+        InvalidFieldError, match=r"candidates\.dense\.parameters\.binary_data_size: 60 is not in 0\.\.59"
+    ):
+        read_parts(header, binary[:-1])
+    header["inputs"][0]["shape"] = [3]
+    with pytest.raises((CountMismatchError, MalformedRequestError), match=r"inputs\.user: 8 bytes"):
+        parse(read_parts(header, binary))
+    header["inputs"][0]["parameters"]["binary_data_size"] = -1
+    with pytest.raises(InvalidFieldError, match="-1 is not in"):
+        read_parts(header, binary)
+
+
+@pytest.mark.parametrize("shape", [[2**70, 0], [-1, -2], [2**62, 4], [], [2**63 - 1]])
+def test_a_shape_that_lies_about_its_size_is_refused_at_once(shape):
+    header, binary = header_of(tensors())
+    film = next(one for one in header["inputs"] if one["name"] == "film")
+    film["shape"] = shape
+    with pytest.raises((CountMismatchError, LimitExceededError), match=r"inputs\.film"):
+        parse(read_parts(header, binary))
+
+
+def test_too_many_candidates_are_refused_before_anything_is_made_of_them():
+    header, binary = header_of([one for one in tensors() if one.name != "genre.lengths"])
+    for one in header["inputs"]:
+        if one["name"] == "genre":
+            one["shape"], size = [2**60, 0], one["parameters"]["binary_data_size"]
+            one["parameters"]["binary_data_size"] = 0
+            start = sum(o["parameters"]["binary_data_size"] for o in header["inputs"][: header["inputs"].index(one)])
+            binary = binary[:start] + binary[start + size :]
+    with pytest.raises((CountMismatchError, LimitExceededError), match="candidates"):
+        parse(read_parts(header, binary))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\x05\x00\x00\x00Oslo", "longer than what is left"),
+        (b"\x04\x00\x00\x00Oslo\x01", "1 bytes are left over after 1"),
+        (bytes_tensor(["Oslo"]), "2 elements, its data 1"),
+        (bytes_tensor(["Oslo"] * 3), "2 elements, its data at least 3"),
+        (struct.pack("<I", 2) + b"\xff\xfe" + bytes_tensor(["Oslo"]), r"city\[0\]: it is not UTF-8"),
+    ],
+)
+def test_broken_bytes_elements_are_refused(raw, message):
+    given_message = message_of(tensors(), MODEL)
+    position = [one.name for one in given_message.inputs].index("city")
+    given_message.raw_input_contents[position] = raw
+    with pytest.raises(ShardrankError, match=message):
+        parse(read_message(given_message.SerializeToString()))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("film", [1, 2, 3, 4, 5.5], "not what its datatype says"),
+        ("film", [1, 2, 3, 4, True], "not what its datatype says"),
+        ("film", [1, 2, 3, 4, 2**63], r"film\[4\]: 9223372036854775808 is not an INT64"),
+        ("film", [1, 2, 3, 4], "5 elements, its data 4"),
+        ("film", list(range(1000)), "5 elements, its data at least 9"),
+        ("film", [[1, 2, 3, 4, 5]], "does not have the shape"),
+        ("candidates.dense", [[1, 2, 3]] * 4 + [[1, 2]], "does not have the shape"),
+        ("candidates.dense", [[1, 2, 3]] * 4 + [[1, 2, 1e39]], "not a finite float32"),
+        ("city", ["Oslo", 7], "not what its datatype says"),
+        ("city", ["Oslo", "\udc00"], "invalid utf-16 surrogate"),
+    ],
+)
+def test_json_data_must_be_what_shape_and_datatype_say(name, data, message):
+    body = json.loads(json_body(tensors()))
+    next(one for one in body["inputs"] if one["name"] == name)["data"] = data
+    with pytest.raises(ShardrankError, match=message):
+        parse(read_body(MODEL, None, json.dumps(body).encode(), None, LIMITS))
+
+
+def test_flat_json_data_is_taken_for_any_shape():
+    body = json.loads(json_body(tensors()))
+    dense = next(one for one in body["inputs"] if one["name"] == "candidates.dense")
+    dense["data"] = [one for row in dense["data"] for one in row]
+    assert_same(parse(read_body(MODEL, None, json.dumps(body).encode(), None, LIMITS)), parse(http_request(tensors())))
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"parameters": {"sequence_id": 5}}, "sequence_id"),
+        ({"outputs": [{"name": "scores", "parameters": {"classification": 3}}]}, "classification"),
+        ({"outputs": [{"name": "scores", "parameters": {"shared_memory_region": "x"}}]}, "shared_memory_region"),
+    ],
+)
+def test_extensions_that_would_change_the_answer_are_refused(members, message):
+    with pytest.raises(UnsupportedExtensionError, match=message):
+        http_request(tensors(), **members)
+
+
+def test_shared_memory_inputs_and_mixed_contents_are_refused_over_grpc():
+    message = message_of(tensors(), MODEL)
+    message.inputs[0].parameters["shared_memory_region"].string_param = "x"
+    with pytest.raises(UnsupportedExtensionError, match="shared_memory_region"):
+        read_message(message.SerializeToString())
+    message = message_of(tensors(), MODEL)
+    message.inputs[1].contents.int64_contents.append(1)
+    with pytest.raises(InvalidFieldError, match="beside raw_input_contents"):
+        read_message(message.SerializeToString())
+    message = message_of(tensors(), MODEL)
+    del message.raw_input_contents[0]
+    with pytest.raises(InvalidFieldError, match="one for each"):
+        read_message(message.SerializeToString())
+    with pytest.raises(MalformedRequestError, match=r"inference\.ModelInferRequest"):
+        read_message(b"\xff")
+    with pytest.raises(InvalidFieldError, match="model: it is empty"):
+        read_message(messages.ModelInferRequest().SerializeToString())
+
+
+@pytest.mark.parametrize("name", ["nothing", "Scores"])
+def test_an_output_that_there_is_not_is_refused(name):
+    with pytest.raises(InvalidFieldError, match="there are \\['scores', 'order'\\]"):
+        parse(http_request(tensors(), outputs=[{"name": name}]))
+    with pytest.raises(InvalidFieldError, match="asked for twice"):
+        parse(http_request(tensors(), outputs=[{"name": "scores"}, {"name": "scores"}]))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.0", "x", " 1", "9" * 30, "²"])
+def test_a_version_is_a_positive_integer(text):
+    with pytest.raises(InvalidFieldError, match="version"):
+        parse_version(text)
+    assert (parse_version(""), parse_version("7")) == (None, 7)
+
+
+def test_a_model_whose_inputs_have_the_same_name_can_not_be_called():
+    spec = ModelSpec(
+        model="twins",
+        tables=(TableSpec(name="t", num_embeddings=5, embedding_dim=4, feature_names=("x", "x.lengths")),),
+        features=(FeatureSpec(name="x", side="candidate"), FeatureSpec(name="x.lengths", side="candidate")),
+        dense_inputs=DenseInputs(context=0, candidate=0),
+        dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
+    )
+    parser = InferParser(RequestSchema(FeatureSchema.of(spec), LIMITS))
+    with pytest.raises(AmbiguousInputsError, match=r"two inputs named 'x\.lengths'"):
+        parse(http_request(tensors()), parser)
+
+
+_BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})
+_MESSAGE = message_of(tensors(), MODEL).SerializeToString()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    position=st.integers(0, len(_BODY) - 1),
+    flipped=st.integers(1, 255),
+    cut=st.integers(0, len(_BODY)),
+    is_cut=st.booleans(),
+)
+def test_a_damaged_request_is_refused_or_read_but_never_a_defect(position, flipped, cut, is_cut):
+    for good, read in (
+        (_BODY, lambda body: read_body(MODEL, None, body, int(_HEADERS["inference-header-content-length"]), LIMITS)),
+        (_MESSAGE, read_message),
+    ):
+        damaged = bytearray(good)
+        damaged[position % len(good)] ^= flipped
+        damaged = damaged[: cut % len(good)] if is_cut else damaged
+        # Anything but an error of the client's is a defect.
+        with contextlib.suppress(BadRequestError):
+            parse(read(bytes(damaged)))
