@@ -1,19 +1,18 @@
 """The protobuf form of a request to flat arrays.
 
-A message is read with the types of `ranking_wire.proto`, which hand packed fields over as bytes: ids, lengths, weights
-and dense values become arrays by joining chunks, with no Python object for a number. A message that also uses the
-unpacked encoding, which protobuf allows, shows it as unknown fields and is first rewritten by the public types.
+`read_proto` hands packed fields over as bytes: ids, lengths, weights and dense values become arrays by joining chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from operator import or_
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError, Message
 
 from loader.fingerprint import fingerprint_strings
 from serving.errors import CountMismatchError, InvalidFieldError, InvalidIdError, MalformedRequestError
@@ -28,7 +27,8 @@ from serving.parse_checks import (
     dense_matrix,
 )
 from serving.parse_schema import Part, RequestSchema, part_path
-from serving.proto.shardrank.v1 import ranking_pb2, ranking_wire_pb2
+from serving.proto.shardrank.v1 import ranking_wire_pb2
+from serving.read_proto import Chunks, LookupMessage, RankMessage, SparseChunks
 from serving.request import LookupRequest, RankRequest
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.generation import Lease
@@ -36,35 +36,7 @@ from shard_node.generation import Lease
 if TYPE_CHECKING:
     from serving.served_model import ServedModel
 
-RankMessage: TypeAlias = ranking_wire_pb2.RankRequest
-LookupMessage: TypeAlias = ranking_wire_pb2.LookupRequest
-Wire = TypeVar("Wire", bound=Message)
-
-
-def read_rank(data: bytes) -> RankMessage:
-    """Decodes a RankRequest. Raises MalformedRequestError."""
-    return _read(data, ranking_wire_pb2.RankRequest, ranking_pb2.RankRequest)
-
-
-def read_lookup(data: bytes) -> LookupMessage:
-    """Decodes a LookupRequest. Raises MalformedRequestError."""
-    return _read(data, ranking_wire_pb2.LookupRequest, ranking_pb2.LookupRequest)
-
-
-def _read(data: bytes, wire: type[Wire], public: type[Message]) -> Wire:
-    try:
-        message = wire.FromString(data)
-        # Unknown fields count towards the size until they are discarded: the one exact test that is cheap.
-        size = message.ByteSize()
-        message.DiscardUnknownFields()
-        if message.ByteSize() != size:
-            message = wire.FromString(public.FromString(data).SerializeToString())
-            message.DiscardUnknownFields()
-        return message
-    except DecodeError as error:
-        # The decoder names the type that it read, which is no part of the public API.
-        reason = str(error).replace(wire.DESCRIPTOR.full_name, public.DESCRIPTOR.full_name)
-        raise MalformedRequestError("", f"the message is not a {public.DESCRIPTOR.full_name}: {reason}") from error
+Column = TypeVar("Column")
 
 
 def check_model(model: str) -> None:
@@ -90,19 +62,20 @@ class ProtoParser:
         Raises:
             BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
         """
-        schema = self._schema
-        by_name: dict[str, Any] = {}
-        parts: tuple[tuple[Part, Any], ...] = (("context", message.context), ("candidates", message.candidates))
-        for part, features in parts:
-            schema.check_names(part, list(features.sparse), all_needed=True)
-            by_name.update(features.sparse)
-        columns = _Columns(schema, schema.keys, [by_name[name] for name in schema.names], lookup=False)
-        dense = _numbers("candidates.dense", message.candidates.dense, np.float32)
-        num_candidates = self._num_candidates(message.num_candidates, columns, dense)
+        schema, fields = self._schema, message.fields
+        parts: tuple[tuple[Part, SparseChunks], ...] = (
+            ("context", message.context),
+            ("candidates", message.candidates),
+        )
+        for part, chunks in parts:
+            schema.check_names(part, chunks.names, all_needed=True)
+        columns = _Columns(schema, schema.keys, (message.context, message.candidates), lookup=False)
+        dense = _numbers("candidates.dense", message.candidate_dense, np.float32)
+        num_candidates = self._num_candidates(fields.num_candidates, columns, dense)
         check_num_candidates(schema.limits, num_candidates)
         bags = columns.bags(schema.bags_per_key(num_candidates))
         check_bags(schema, bags)
-        context_dense = _numbers("context.dense", message.context.dense, np.float32)
+        context_dense = _numbers("context.dense", message.context_dense, np.float32)
         if context_dense.size != schema.num_context_dense:
             expected = schema.num_context_dense
             raise CountMismatchError("context.dense", f"{context_dense.size} values, the model takes {expected}")
@@ -115,28 +88,28 @@ class ProtoParser:
             num_candidates=num_candidates,
             context_dense=context_dense,
             candidate_dense=candidate_dense,
-            deadline=now + check_timeout(schema.limits, message.timeout_ms or None),
-            top_k=check_top_k(message.top_k or None),
-            request_id=self._request_id(message),
+            deadline=now + check_timeout(schema.limits, fields.timeout_ms or None),
+            top_k=check_top_k(fields.top_k or None),
+            request_id=self._request_id(fields),
             texts=columns.texts(),
         )
 
     def lookup(self, message: LookupMessage, lease: Lease[ServedModel], now: float) -> LookupRequest:
         """Parses a lookup request. Arguments and errors as `rank`."""
-        schema = self._schema
-        given = dict(message.sparse)
-        schema.check_names("", list(given), all_needed=False)
+        schema, fields = self._schema, message.fields
+        given = message.sparse.names
+        schema.check_names("", given, all_needed=False)
         keys = np.array(sorted(schema.features.index[name] for name in given), dtype=np.int32)
-        columns = _Columns(schema, keys, [given[schema.names[key]] for key in keys.tolist()], lookup=True)
+        columns = _Columns(schema, keys, (message.sparse,), lookup=True)
         bags = columns.bags(None)
         check_bags(schema, bags, lookup=True)
         check_lookup_size(schema, bags)
-        deadline = now + check_timeout(schema.limits, message.timeout_ms or None)
-        return LookupRequest(lease, bags, deadline, self._request_id(message), columns.texts())
+        deadline = now + check_timeout(schema.limits, fields.timeout_ms or None)
+        return LookupRequest(lease, bags, deadline, self._request_id(fields), columns.texts())
 
-    def _request_id(self, message: RankMessage | LookupMessage) -> str:
-        check_text(self._schema.limits, "routing_key", message.routing_key)
-        return check_text(self._schema.limits, "request_id", message.request_id)
+    def _request_id(self, fields: ranking_wire_pb2.RankRequest | ranking_wire_pb2.LookupRequest) -> str:
+        check_text(self._schema.limits, "routing_key", fields.routing_key)
+        return check_text(self._schema.limits, "request_id", fields.request_id)
 
     def _num_candidates(self, explicit: int, columns: _Columns, dense: Float32Array) -> int:
         if explicit:
@@ -150,24 +123,29 @@ class ProtoParser:
 class _Columns:
     """The features of one message in flat order, as joined chunks."""
 
-    def __init__(self, schema: RequestSchema, keys: Int32Array, features: Sequence[Any], *, lookup: bool) -> None:
+    def __init__(self, schema: RequestSchema, keys: Int32Array, parts: Sequence[SparseChunks], *, lookup: bool) -> None:
         self._schema = schema
         self._keys = keys
         self._lookup = lookup
-        weights = [feature.weights for feature in features]
-        # Most requests bring none; then there is nothing to read.
-        self._weights = [list(chunks) for chunks in weights] if any(map(len, weights)) else []
-        ids = [list(feature.ids) for feature in features]
-        lengths = [list(feature.lengths) for feature in features]
-        self._texts = [feature.string_ids for feature in features]
-        self._num_texts = np.fromiter(map(len, self._texts), np.int64, count=keys.size)
-        self._check_chunks("ids", ids, 8)
-        self._check_chunks("lengths", lengths, 4)
-        self._check_chunks("weights", self._weights, 4)
+        given = list(chain.from_iterable(part.names for part in parts))
+        place = dict(zip(given, range(len(given)), strict=True))
+        order = [place[schema.names[key]] for key in keys.tolist()]
+        ids = _ordered([part.ids for part in parts], order)
+        lengths = _ordered([part.lengths for part in parts], order)
+        # Most requests bring neither.
+        weights, texts = [part.weights for part in parts], [part.texts for part in parts]
+        self._weights = _ordered(weights, order) if any(map(any, weights)) else []
+        self._texts = _ordered(texts, order) if any(map(any, texts)) else []
+        id_bytes = self._checked_sizes("ids", ids, 8)
+        length_bytes = self._checked_sizes("lengths", lengths, 4)
+        self._weight_bytes = self._checked_sizes("weights", self._weights, 4)
         self._ids = np.frombuffer(_joined(chain.from_iterable(ids)), "<i8")
         self._lengths = np.frombuffer(_joined(chain.from_iterable(lengths)), "<u4").astype(np.int64)
-        self._num_integers = _sizes(ids) // 8
-        self._num_lengths = _sizes(lengths) // 4
+        self._num_integers = id_bytes // 8
+        self._num_lengths = length_bytes // 4
+        self._num_texts = np.zeros(keys.size, np.int64)
+        if self._texts:
+            self._num_texts += np.array(list(map(len, self._texts)), np.int64)
         self._num_ids = self._num_integers + self._num_texts
         self._check_id_types()
 
@@ -195,9 +173,14 @@ class _Columns:
             raise CountMismatchError(
                 self._path(segment), f"{int(given[segment])} {what}, expected {int(bags_per_key[segment])}"
             )
-        lengths = np.ones(int(given.sum()), dtype=np.int64)
-        lengths[np.repeat(has_lengths, given)] = self._lengths
-        lengths[np.repeat(is_one_bag, given)] = self._num_ids[is_one_bag]
+        if not self._lengths.size and not is_one_bag.any():
+            # One id for each bag, and as many bags as ids.
+            return KeyedBags(self._keys, given, np.arange(int(given.sum()) + 1), self._values(), self._flat_weights())
+        lengths = self._lengths
+        if not has_lengths.all():
+            lengths = np.ones(int(given.sum()), dtype=np.int64)
+            lengths[np.repeat(has_lengths, given)] = self._lengths
+            lengths[np.repeat(is_one_bag, given)] = self._num_ids[is_one_bag]
         bags = KeyedBags.from_lengths(self._keys, given, lengths, np.empty(0, np.int64))
         described = bags.values_per_key()
         if not np.array_equal(described, self._num_ids):
@@ -213,7 +196,7 @@ class _Columns:
         return list(chain.from_iterable(self._texts))
 
     def _values(self) -> Int64Array:
-        if not self._num_texts.any():
+        if not self._texts:
             return self._ids
         of_text = np.repeat(self._num_texts > 0, self._num_ids)
         values = np.empty(of_text.size, dtype=np.int64)
@@ -224,7 +207,7 @@ class _Columns:
     def _flat_weights(self) -> Float32Array | None:
         if not self._weights:
             return None
-        counts = _sizes(self._weights) // 4
+        counts = self._weight_bytes // 4
         given = counts > 0
         if not given.any():
             return None
@@ -254,10 +237,14 @@ class _Columns:
                 f"{self._path(segment)}.{field}", f"ids of {self._name(segment)!r} are {type_name}, not given here"
             )
 
-    def _check_chunks(self, field: str, chunks: Sequence[Sequence[bytes]], width: int) -> None:
-        if any(len(chunk) % width for chunk in chain.from_iterable(chunks)):
+    def _checked_sizes(self, field: str, chunks: Sequence[Chunks], width: int) -> Int64Array:
+        """int64 [S], bytes of each feature's chunks. Raises MalformedRequestError if one breaks off in a number."""
+        sizes = [len(own[0]) if len(own) == 1 else sum(map(len, own)) for own in chunks]
+        # Widths are powers of two, so one bit tells for all.
+        if reduce(or_, map(len, chain.from_iterable(chunks)), 0) % width:
             segment = next(number for number, own in enumerate(chunks) if any(len(chunk) % width for chunk in own))
             raise _broken_chunk(f"{self._path(segment)}.{field}", width)
+        return np.array(sizes, np.int64)
 
     def _name(self, segment: int) -> str:
         return self._schema.names[int(self._keys[segment])]
@@ -271,9 +258,10 @@ class _Columns:
         return part_path(part, f"sparse.{name}")
 
 
-def _sizes(chunks: Sequence[Sequence[bytes]]) -> Int64Array:
-    """int64 [S], bytes of each feature's chunks."""
-    return np.fromiter((sum(map(len, own)) for own in chunks), np.int64, count=len(chunks))
+def _ordered(parts: Sequence[Sequence[Column]], order: Sequence[int]) -> list[Column]:
+    """The columns of all parts, joined and put in order."""
+    columns = list(chain.from_iterable(parts))
+    return [columns[number] for number in order]
 
 
 def _numbers(path: str, chunks: Iterable[bytes], dtype: type[np.float32]) -> npt.NDArray[np.float32]:

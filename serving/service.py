@@ -28,8 +28,9 @@ from serving.metrics import ServingMetrics
 from serving.node_metrics import NodeCollector
 from serving.oip.infer_request import InferRequest
 from serving.parse_json import JsonBody, peek_key, peek_version
-from serving.parse_proto import LookupMessage, RankMessage, check_model
+from serving.parse_proto import check_model
 from serving.pending import Pending
+from serving.read_proto import LookupMessage, RankMessage
 from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.served_model import ServedModel
 from serving.version_metrics import VersionCollector
@@ -309,9 +310,10 @@ class RankingService:
         return lease
 
     def _lease_of_message(self, call: Call, message: RankMessage | LookupMessage) -> Lease[ServedModel]:
-        check_model(message.model)
-        version = message.version if message.HasField("version") else None
-        return self._lease_for(call, message.model, version, lambda: message.routing_key or message.request_id)
+        fields = message.fields
+        check_model(fields.model)
+        version = fields.version if fields.HasField("version") else None
+        return self._lease_for(call, fields.model, version, lambda: fields.routing_key or fields.request_id)
 
     def _parsed(self, call: Call, lease: Lease[ServedModel], parse: Callable[[], Request]) -> Request:
         began = self.clock()

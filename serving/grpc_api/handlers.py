@@ -11,8 +11,9 @@ from serving.call import Call
 from serving.errors import MalformedRequestError
 from serving.grpc_api.encode import encode_lookup, encode_model, encode_rank
 from serving.grpc_api.unary import Context, UnaryMethods
-from serving.parse_proto import check_model, read_lookup, read_rank
+from serving.parse_proto import check_model
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.read_proto import read_lookup, read_rank
 from serving.service import RankingService
 
 SERVICE_NAME = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name

@@ -13,9 +13,10 @@ from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, MalformedRequestError
 from serving.limits import RequestLimits
 from serving.parse_json import JsonParser
-from serving.parse_proto import ProtoParser, read_lookup, read_rank
+from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_wire_pb2
+from serving.read_proto import MAX_SEARCHED_BYTES, read_lookup, read_rank
 from shardrank_testing.serving_api import api_request, api_spec, rank_message
 
 SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
@@ -84,14 +85,43 @@ def test_the_wire_types_read_whatever_the_public_types_read(context, candidates)
     data = packed(1, b"films") + packed(3, feature_set(context)) + packed(4, feature_set(candidates))
     public, wire = ranking_pb2.RankRequest.FromString(data), read_rank(data)
     for part in ("context", "candidates"):
-        theirs, ours = getattr(public, part).sparse, getattr(wire, part).sparse
-        assert set(theirs) == set(ours)
+        theirs, ours = getattr(public, part).sparse, getattr(wire, part)
+        assert sorted(theirs) == sorted(ours.names)
         for name, feature in theirs.items():
-            joined = {field: b"".join(getattr(ours[name], field)) for field in ("ids", "lengths", "weights")}
+            place = ours.names.index(name)
+            joined = {field: b"".join(getattr(ours, field)[place]) for field in ("ids", "lengths", "weights")}
             assert joined["ids"] == np.array(list(feature.ids), "<i8").tobytes()
             assert joined["lengths"] == np.array(list(feature.lengths), "<u4").tobytes()
             assert joined["weights"] == np.array(list(feature.weights), "<f4").tobytes()
-            assert list(ours[name].string_ids) == list(feature.string_ids)
+            assert list(ours.texts[place]) == list(feature.string_ids)
+
+
+@pytest.mark.parametrize("count", [1, MAX_SEARCHED_BYTES])
+@pytest.mark.parametrize("part", ["sparse", "dense"])
+def test_numbers_are_found_in_the_unpacked_encoding_however_many_there_are(part, count):
+    many = range(count)
+    if part == "sparse":
+        unpacked = packed(2, b"".join(varint(1 << 3 | 1) + struct.pack("<q", one) for one in many))
+        features = packed(1, packed(1, b"tag") + unpacked)
+    else:
+        features = b"".join(varint(2 << 3 | 5) + struct.pack("<f", one) for one in many)
+    # Another feature is packed, and so long that the rest is little beside it.
+    other = packed(1, packed(1, b"film") + packed(2, packed(1, bytes(8 * 50_000))))
+    message = read_rank(packed(1, b"films") + packed(4, features + other))
+    if part == "sparse":
+        ids = message.candidates.ids[message.candidates.names.index("tag")]
+        np.testing.assert_array_equal(np.frombuffer(b"".join(ids), "<i8"), many)
+    else:
+        np.testing.assert_array_equal(np.frombuffer(b"".join(message.candidate_dense), "<f4"), many)
+
+
+def test_fields_that_are_not_known_yet_change_nothing():
+    newer = varint(99 << 3 | 5) + b"1234"
+    feature = packed(1, struct.pack("<q", 7)) + newer
+    data = packed(1, b"films") + packed(4, packed(1, packed(1, b"film") + packed(2, feature)) + newer) + newer
+    message = read_rank(data)
+    assert (message.fields.model, message.candidates.names) == ("films", ["film"])
+    assert message.candidates.ids == [[struct.pack("<q", 7)]]
 
 
 def test_the_wire_types_differ_from_the_public_ones_only_in_fixed_width_numbers():

@@ -21,8 +21,8 @@ from serving.canary import CanaryChoice
 from serving.embedded import Ranker
 from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
 from serving.loading import ModelSource, load_served_model
-from serving.parse_proto import read_lookup, read_rank
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.read_proto import read_lookup, read_rank
 from serving.served_model import ServedModel
 from serving.service import RankingService
 from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError

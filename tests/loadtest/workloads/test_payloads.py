@@ -19,7 +19,7 @@ from serving.limits import RequestLimits
 from serving.oip import encode as oip_encode
 from serving.oip import read_grpc
 from serving.oip.infer_request import InferRequest, RequestedOutput
-from serving.parse_proto import read_rank
+from serving.read_proto import read_rank
 from serving.request import RankAnswer
 from shardrank_testing.serving_api import MODEL
 from shardrank_testing.workloads import MixedWorkload, assert_same_request, read_payload
@@ -88,7 +88,7 @@ def test_the_model_s_name_may_be_another_one():
     assert Payloads(workload, "json", count=1, model="other").path == "/v1/models/other:rank"
     assert Payloads(workload, "json", count=1).path == f"/v1/models/{MODEL}:rank"
     grpc = Payloads(workload, "grpc", count=1, model="other")
-    assert read_rank(grpc[0].body).model == "other"
+    assert read_rank(grpc[0].body).fields.model == "other"
     assert grpc.path == "/shardrank.v1.RankingService/Rank"
     assert Payloads(workload, "oip-http", count=1, model="other").path == "/v2/models/other/infer"
     oip = Payloads(workload, "oip-grpc", count=1, model="other")

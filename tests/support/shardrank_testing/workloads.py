@@ -13,8 +13,9 @@ from serving.limits import RequestLimits
 from serving.oip import read_grpc, read_http
 from serving.oip.parser import InferParser
 from serving.parse_json import JsonParser
-from serving.parse_proto import ProtoParser, read_rank
+from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
+from serving.read_proto import read_rank
 from serving.request import RankRequest
 from shard_node.bags import KeyedBags
 from shardrank_testing.serving_api import CITIES, api_spec
