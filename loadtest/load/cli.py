@@ -14,6 +14,8 @@ COMMANDS = {
     "run": "loadtest.load.cli:run",
     "prepare": "loadtest.workloads.cli:prepare",
     "report": "loadtest.report.cli:report",
+    "peers": "loadtest.peers.cli:peers",
+    "compare-cards": "loadtest.compare.cli:compare_cards",
 }
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from functools import lru_cache, partial
+from typing import Protocol
 
 import numpy as np
 import psutil
@@ -22,9 +23,9 @@ from loadtest.grpc_channels import as_it_is, open_channels
 from loadtest.http_connection import HttpConnection, post_request
 from loadtest.serving_cost.errors import WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
-from loadtest.serving_cost.messages import Load, Weighed
+from loadtest.serving_cost.messages import Load, ServerLoad, Weighed
 from loadtest.serving_cost.shape import Shape, payloads
-from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.payloads import Payload
 
 CHANNELS = 4
 ANSWER_TIMEOUT_S = 60.0
@@ -32,6 +33,29 @@ OK_STATUS = 200
 
 Call = Callable[[int], Awaitable[bytes]]
 """Sends one request of the pool and gives its answer."""
+
+
+class RequestPool(Protocol):
+    """What the client asks of the encoded requests; `Payloads` are such a pool."""
+
+    @property
+    def is_grpc(self) -> bool:
+        """Whether bodies are gRPC messages, not HTTP bodies."""
+
+    @property
+    def path(self) -> str:
+        """Where they go."""
+
+    @property
+    def api(self) -> str:
+        """What an error names."""
+
+    def check(self, answer: bytes) -> int:
+        """How many scores an answer has."""
+
+    def __getitem__(self, index: int, /) -> Payload: ...
+
+    def __len__(self) -> int: ...
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
@@ -55,7 +79,7 @@ class _Window:
             self.has_answer.set()
 
 
-async def weigh(load: Load, pool: Payloads) -> Weighed:
+async def weigh(load: ServerLoad, pool: RequestPool) -> Weighed:
     """Does one load.
 
     Raises:
@@ -88,7 +112,7 @@ async def weigh(load: Load, pool: Payloads) -> Weighed:
     )
 
 
-async def _keep_asking(call: Call, pool: Payloads, numbers: Iterator[int], window: _Window) -> None:
+async def _keep_asking(call: Call, pool: RequestPool, numbers: Iterator[int], window: _Window) -> None:
     while not window.is_over:
         number, sent = next(numbers), time.perf_counter()
         answer = await call(number)
@@ -97,7 +121,7 @@ async def _keep_asking(call: Call, pool: Payloads, numbers: Iterator[int], windo
             raise WrongAnswerError(f"{pool.api}: {scores} scores for a request of {expected} candidates")
 
 
-async def _grpc_calls(load: Load, pool: Payloads, stack: AsyncExitStack) -> list[Call]:
+async def _grpc_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack) -> list[Call]:
     channels = open_channels(load.host, load.grpc_port, min(CHANNELS, load.in_flight))
     for channel in channels:
         stack.push_async_callback(channel.close, None)
@@ -109,8 +133,11 @@ async def _grpc_calls(load: Load, pool: Payloads, stack: AsyncExitStack) -> list
     return [partial(call, methods[number % len(methods)]) for number in range(load.in_flight)]
 
 
-async def _http_calls(load: Load, pool: Payloads, stack: AsyncExitStack) -> list[Call]:
-    requests = [post_request(load.host, load.http_port, pool.path, dict(one.headers), one.body) for one in pool]
+async def _http_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack) -> list[Call]:
+    requests = [
+        post_request(load.host, load.http_port, pool.path, dict(one.headers), one.body)
+        for one in map(pool.__getitem__, range(len(pool)))
+    ]
     calls: list[Call] = []
     for _ in range(load.in_flight):
         asker = _HttpAsker(requests)

@@ -19,6 +19,7 @@ import uvloop
 
 from loader.manifest import Frozen
 from loader.reader import Snapshot
+from loader.settled_heap import settle_heap
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import TO_LIMIT, Compute, Computed, LimitConfig, Score, Scores
 from loadtest.serving_cost.shape import REQUESTS_IN_POOL, SEED, workload
@@ -137,9 +138,10 @@ def _merged(requests: list[WorkloadRequest]) -> MergedBatch:
 
 def main() -> None:
     """`python -m loadtest.serving_cost.limit_process CONFIG`."""
-    # As each ranking replica of a server.
+    # As each ranking replica of a server, and with its memory settled like a server's.
     torch.set_num_threads(1)
     limit = Limit(LimitConfig.model_validate_json(sys.argv[1]))
+    settle_heap()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
         def answer(line: str) -> Frozen:

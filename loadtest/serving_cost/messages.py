@@ -11,8 +11,8 @@ from loadtest.serving_cost.shape import Head, Shape
 from loadtest.workloads.payloads import Api
 
 
-class Load(Frozen):
-    """To the client: keep a server busy, and tell what it took.
+class ServerLoad(Frozen):
+    """Keep a server busy.
 
     Attributes:
         in_flight: requests that are always out.
@@ -21,17 +21,22 @@ class Load(Frozen):
         process_ids: of the server, weighed at the begin and the end of these seconds.
     """
 
-    kind: Literal["load"] = "load"
     host: str
     http_port: int
     grpc_port: int
-    head: Head
-    hotness: int
-    api: Api
     in_flight: int = Field(ge=1)
     warmup_s: float = Field(ge=0)
     seconds: float = Field(gt=0)
     process_ids: tuple[int, ...]
+
+
+class Load(ServerLoad):
+    """To the client: keep a server busy with these requests, and tell what it took."""
+
+    kind: Literal["load"] = "load"
+    head: Head
+    hotness: int
+    api: Api
 
 
 class Weighed(Frozen):

@@ -1,0 +1,132 @@
+"""`shardrank loadtest compare-cards`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loadtest.workloads.options import request_options, workload_options
+from serving.cli.devices import DEVICE_FLAGS, device_options
+from serving.cli.examples import WithExamples
+from serving.cli.options import FiniteRange, memory_budget_option, replicate_option
+
+MAX_CARDS = 64
+MAX_RATE = 200_000
+MAX_S = 3600
+MAX_IN_FLIGHT = 4096
+FILE = click.Path(path_type=Path, dir_okay=False)
+_BUDGETS = (*DEVICE_FLAGS, "memory_budget_gb", "replicate_bytes")
+_COMPARE = ("cards", "shards", "rounds", "rate", "cold_s", "warmup_s", "duration_s", "in_flight", "seed")
+_LOAD = (
+    *("workload", "context_features", "movielens", "ids", "candidates", "arrivals", "api"),
+    *("slo_ms", "timeout_ms", "processes", "requests", "seed"),
+)
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+    """`1,2,4`: whole numbers from 1 to 64, which is as many cards or shards as a server takes."""
+
+    name = "numbers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers, in their order."""
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if not all(
+            part.isascii() and part.isdigit() and len(part) < 3 and 1 <= int(part) <= MAX_CARDS for part in parts
+        ):
+            wanted = f"numbers from 1 to {MAX_CARDS} with commas between, such as 1,2,4"
+            self.fail(f"{value!r}: expected {wanted}", param, ctx)
+        return tuple(map(int, parts))
+
+
+@click.command(cls=WithExamples)
+@click.option(
+    "--cards", type=Numbers(), default="1,2,4", show_default=True, metavar="N,...", help="The first is the baseline."
+)
+@click.option(
+    "--shards",
+    type=Numbers(),
+    metavar="N,...",
+    help="Each number of cards with each of these: shard processes on Unix sockets, as `shardrank up` starts them. "
+    "Default: rows in the serving process.",
+)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=6, show_default=True, metavar="N", help="Of every arm.")
+@workload_options
+@request_options
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Serve the workload's model from here; written if it is not there. Default: a temporary folder.",
+)
+@click.option(
+    "--rate",
+    type=FiniteRange(0, MAX_RATE, min_open=True),
+    default=50.0,
+    show_default=True,
+    metavar="R",
+    help="Requests a second while latency is measured, whatever the servers do.",
+)
+@click.option(
+    "--in-flight",
+    type=click.IntRange(1, MAX_IN_FLIGHT),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="Requests that are always out while the throughput is measured.",
+)
+@click.option("--cold", "cold_s", type=FiniteRange(0, MAX_S, min_open=True), default=2.0, show_default=True,
+              metavar="S", help="From a server's start.")  # fmt: skip
+@click.option("--warmup", "warmup_s", type=FiniteRange(0, MAX_S), default=2.0, show_default=True, metavar="S",
+              help="After that; not counted.")  # fmt: skip
+@click.option("--duration", "duration_s", type=FiniteRange(0, MAX_S, min_open=True), default=10.0, show_default=True,
+              metavar="S", help="Of the warm measure, after the warm-up.")  # fmt: skip
+@click.option(
+    "--api",
+    type=click.Choice(["json", "oip-http", "grpc", "oip-grpc"]),
+    default="grpc",
+    show_default=True,
+    help="oip: Open Inference Protocol, over HTTP with binary tensors.",
+)
+@click.option("--arrivals", type=click.Choice(["poisson", "constant"]), default="poisson", show_default=True)
+@click.option("--slo-ms", type=FiniteRange(0, 60_000, min_open=True), metavar="MS", help="Of each run. Default: 60.")
+@click.option("--timeout-ms", type=FiniteRange(0, 60_000, min_open=True), metavar="MS",
+              help="A request is given up after it. Default: 1000.")  # fmt: skip
+@click.option("--processes", type=click.IntRange(1, 64), metavar="N", help="That send. Default: 1.")
+@click.option("--requests", type=click.IntRange(1), metavar="N", help="Distinct ones in each process. Default: 1024.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, metavar="N",
+              help="Of rows, requests, their times and the bootstrap.")  # fmt: skip
+@memory_budget_option
+@device_options
+@replicate_option
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
+@click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
+@click.pass_context
+def compare_cards(
+    ctx: click.Context, /, store: Path | None, json_file: Path | None, html_file: Path | None, **given: Any
+) -> None:
+    """Measure the same load on several numbers of cards, or of shards, as ratios to the first.
+
+    The same model, requests, times and memory budgets for each. In every round each arm's server is started anew, asked
+    cold, warm and as fast as it answers, and ended, in turning order. --card-memory-gb and --hot-gb are of each card;
+    the shards of an arm divide --memory-budget-gb and --pinned-memory-gb evenly. The exit code is 1 if a run can't be
+    believed.
+
+    Examples:
+      shardrank loadtest compare-cards --cards 1,2,4 --workload dlrm-v2:0.001 --rate 50 --html cards.html
+      shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
+      shardrank loadtest compare-cards --cards 1 --shards 1,2 --replicate-bytes 0 --rounds 10
+    """
+    from loadtest.compare.command import CompareCommand, checked_configs, execute
+
+    config, load = checked_configs(
+        {name: given[name] for name in _COMPARE},
+        {name: given[name] for name in _BUDGETS},
+        {name: given[name] for name in _LOAD},
+    )
+    command = CompareCommand(store=store, json_file=json_file, html_file=html_file)
+    ctx.exit(execute(command, config, load))

@@ -1,0 +1,104 @@
+"""What a comparison is told."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from loader.manifest import Frozen
+from loadtest.load.config import MAX_RATE, MAX_RUN_S
+
+MAX_ARMS = 16
+MAX_CARDS = 64
+MAX_SHARDS = 64
+
+
+class Arm(Frozen):
+    """What is compared.
+
+    Attributes:
+        cards: of the serving process, or of each shard process.
+        shards: shard processes, reached over Unix sockets; None for rows in the serving process.
+    """
+
+    cards: int = Field(ge=1, le=MAX_CARDS)
+    shards: int | None = Field(default=None, ge=1, le=MAX_SHARDS)
+
+    @property
+    def name(self) -> str:
+        """Such as `2 cards`, or `2 shards of 1 card`."""
+        cards = _counted(self.cards, "card")
+        return cards if self.shards is None else f"{_counted(self.shards, 'shard')} of {cards}"
+
+
+class Budgets(Frozen):
+    """Where rows may lie; the same for every arm. GB are 10^9 bytes.
+
+    Attributes:
+        device: as `shardrank serve --device` reads it.
+        card_memory_gb, hot_gb: of each card; None for the server's default.
+        pinned_memory_gb: of an arm, all its shard processes together.
+        memory_budget_gb: RAM for rows, likewise; None for no bound.
+        peer_access: of cards.
+        replicate_bytes: tables of at most so many bytes are held whole by every shard.
+    """
+
+    device: str = "auto"
+    card_memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    pinned_memory_gb: float = Field(default=16.0, ge=0, allow_inf_nan=False)
+    hot_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    memory_budget_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    peer_access: Literal["auto", "required"] = "auto"
+    replicate_bytes: int = Field(default=1 << 20, ge=0)
+
+
+class CompareConfig(Frozen):
+    """Which arms, and how each is measured.
+
+    Attributes:
+        cards: each number of them is an arm; the first one is what the others are compared to.
+        shards: with each number of them; empty for rows in the serving process.
+        rounds: how often every arm is measured.
+        rate: requests a second, cold and warm.
+        cold_s: of sending from a server's start.
+        warmup_s, duration_s: of the warm measures after that; only the duration counts.
+        in_flight: requests that are always out while the throughput is measured, in a closed loop.
+        budgets: of every arm.
+        seed: of the times; round i of every arm has the same.
+    """
+
+    cards: tuple[int, ...] = Field(default=(1, 2, 4), min_length=1)
+    shards: tuple[int, ...] = ()
+    rounds: int = Field(default=6, ge=1, le=1000)
+    rate: float = Field(default=50.0, gt=0, le=MAX_RATE)
+    cold_s: float = Field(default=2.0, gt=0, le=MAX_RUN_S)
+    warmup_s: float = Field(default=2.0, ge=0, le=MAX_RUN_S)
+    duration_s: float = Field(default=10.0, gt=0, le=MAX_RUN_S)
+    in_flight: int = Field(default=32, ge=1, le=4096)
+    budgets: Budgets = Budgets()
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+    @model_validator(mode="after")
+    def _arms_fit(self) -> Self:
+        arms = self.arms
+        if len(set(arms)) != len(arms) or not 2 <= len(arms) <= MAX_ARMS:
+            raise ValueError(
+                f"cards: {list(self.cards)} and shards: {list(self.shards)} are {len(arms)} arms; a comparison has 2 "
+                f"to {MAX_ARMS} different ones"
+            )
+        return self
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """In the order of the table; the first is the baseline."""
+        return tuple(Arm(cards=cards, shards=shards) for shards in (self.shards or (None,)) for cards in self.cards)
+
+
+def order_of_round(arms: int, number: int) -> list[int]:
+    """Indices of the arms in the order in which a round, from 0, measures them: each is first in turn."""
+    return [(number + place) % arms for place in range(arms)]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

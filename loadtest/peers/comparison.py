@@ -1,0 +1,150 @@
+"""What the rounds come to: a comparison of all servers with shardrank, and how far ahead of the best peer it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.manifest import Frozen
+from loadtest.load.machine import this_machine, versions
+from loadtest.load.result import Machine
+from loadtest.peers.catalog import PEERS
+from loadtest.peers.run import SHARDRANK, PeersConfig, Round
+from loadtest.report.comparison import Arm, Better, Comparison
+from loadtest.report.ratios import measured
+
+MAX_CLIENT_CORES = 0.9
+MIN_THROUGHPUT_RATIO = 3.0
+MAX_P50_RATIO = 0.6
+"""What is aimed at: shardrank's throughput and p50 to those of the best peer."""
+
+TITLES = {"shardrank": "shardrank", "shardrank-grpc": "shardrank, gRPC"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    name: str
+    unit: str
+    better: Better
+    value: Callable[[Round], float]
+
+
+_MEASURES = (
+    _Measure("throughput, {in_flight} in flight", "/s", "higher", lambda one: one.full.requests / one.full.seconds),
+    _Measure("p50, one in flight", "ms", "lower", lambda one: one.alone.p50_ms),
+    _Measure("p99, one in flight", "ms", "lower", lambda one: one.alone.p99_ms),
+    _Measure("p50, {in_flight} in flight", "ms", "lower", lambda one: one.full.p50_ms),
+    _Measure("p99, {in_flight} in flight", "ms", "lower", lambda one: one.full.p99_ms),
+)
+
+
+class Ahead(Frozen):
+    """shardrank against the best peer, of each round the one that was best in it.
+
+    Attributes:
+        hotness: ids a bag.
+        throughput: shardrank's to the best peer's, under full load; the median of the rounds.
+        p50, p99: the same of the latencies with one request in flight; below 1 is faster.
+    """
+
+    hotness: int
+    throughput: float
+    p50: float
+    p99: float
+
+    @property
+    def throughput_met(self) -> bool:
+        """Whether it is what is aimed at."""
+        return self.throughput >= MIN_THROUGHPUT_RATIO
+
+    @property
+    def p50_met(self) -> bool:
+        """Whether it is what is aimed at."""
+        return self.p50 <= MAX_P50_RATIO
+
+
+def ahead(config: PeersConfig, rounds: Sequence[Round]) -> list[Ahead]:
+    """For each hotness; shardrank over binary HTTP, as the peers are asked."""
+    values = _values(config, rounds)
+    found = []
+    for number, hotness in enumerate(config.hotness):
+        table = values[number][:3]
+        # [measures, servers, rounds]; the peers come after shardrank's own.
+        own, peers = table[:, 0], table[:, len(SHARDRANK) :]
+        best = np.stack([peers[0].max(0), peers[1].min(0), peers[2].min(0)])
+        throughput, p50, p99 = np.median(own / best, axis=1).tolist()
+        found.append(Ahead(hotness=hotness, throughput=throughput, p50=p50, p99=p99))
+    return found
+
+
+def compared(config: PeersConfig, rounds: Sequence[Round], machine: Machine | None = None) -> Comparison:
+    """The document of `--json` and the page of `--html`.
+
+    Raises:
+        ComparisonError: a latency of 0.
+    """
+    values = _values(config, rounds)
+    reasons = [
+        f"{_title(one.server)}, hotness {one.hotness}, round {one.round + 1}: the client took {cores:.2f} of a core"
+        for one in rounds
+        if (cores := one.full.client_cpu_s / one.full.seconds) > MAX_CLIENT_CORES
+    ]
+    shape = config.shape
+    return Comparison(
+        title="shardrank and what else could serve the model",
+        setup={
+            "model": f"{shape.features} features over one table of {shape.rows} x {shape.embedding_dim}, MLP",
+            "request": f"{shape.candidates} candidates, {shape.dense} dense inputs each",
+            "in flight": str(config.in_flight),
+            "seconds of each load": f"{config.seconds:g}",
+            "processes of each peer": f"{config.workers}, one thread each",
+            "largest batch of a peer": f"{config.batch} requests",
+            "processes of shardrank": str(config.shardrank_workers),
+            "peers": "float32; shardrank: int8 rows",
+        },
+        arms=tuple(Arm(name=_title(name)) for name in config.servers),
+        baseline=0,
+        rounds=config.rounds,
+        measures=tuple(
+            measured(
+                f"{measure.name.format(in_flight=config.in_flight)}, hotness {hotness}",
+                measure.unit,
+                measure.better,
+                values[number][index].tolist(),
+            )
+            for number, hotness in enumerate(config.hotness)
+            for index, measure in enumerate(_MEASURES)
+        ),
+        valid=not reasons,
+        invalid_because=tuple(reasons),
+        machine=machine or this_machine(),
+        versions={**versions(), **{name: pinned(name) for name in config.peers}},
+    )
+
+
+def pinned(name: str) -> str:
+    """The version of a peer that its requirements ask for."""
+    package = {"triton": "nvidia-pytriton"}.get(name, name)
+    lines = PEERS[name].requirements.read_text(encoding="utf-8").split()
+    return next(line.partition("==")[2] for line in lines if line.partition("==")[0] == package)
+
+
+def _title(name: str) -> str:
+    return TITLES.get(name) or PEERS[name].title
+
+
+def _values(config: PeersConfig, rounds: Sequence[Round]) -> list[npt.NDArray[np.float64]]:
+    """For each hotness, float64 [measures, servers, rounds]."""
+    at = {(one.server, one.hotness, one.round): one for one in rounds}
+    return [
+        np.array(
+            [
+                [[measure.value(at[name, hotness, turn]) for turn in range(config.rounds)] for name in config.servers]
+                for measure in _MEASURES
+            ]
+        )
+        for hotness in config.hotness
+    ]

@@ -1,0 +1,138 @@
+"""Which arms a comparison has, in which order, and how each is started."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from loadtest.compare.arm_server import HOST, Ports, free_ports, running_arm, server_arguments
+from loadtest.compare.cli import compare_cards
+from loadtest.compare.compared_model import compared_snapshot
+from loadtest.compare.config import Arm, Budgets, CompareConfig, order_of_round
+from loadtest.compare.errors import ArmServerError, CompareStoreError
+from loadtest.load.cli import loadtest
+from loadtest.load.config import LoadConfig
+from serving.cli.group import main as shardrank
+from shardrank_testing.command_line import flags_of
+
+PORTS = Ports(http=10_001, grpc=10_002)
+WORKLOAD = "merlin-tiny:0.0001"
+
+
+def flags(arm: Arm, budgets: Budgets) -> tuple[str, dict[str, str]]:
+    command, *rest = server_arguments(arm, budgets, Path("m/films/1"), PORTS, Path("r"))
+    rest.remove("--no-verify")
+    return command, dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def test_arms_are_the_cards_with_each_number_of_shards_and_the_first_is_the_baseline():
+    assert [arm.name for arm in CompareConfig(cards=(1, 2, 4)).arms] == ["1 card", "2 cards", "4 cards"]
+    arms = CompareConfig(cards=(1, 2), shards=(1, 3)).arms
+    assert [arm.name for arm in arms] == [
+        "1 shard of 1 card",
+        "1 shard of 2 cards",
+        "3 shards of 1 card",
+        "3 shards of 2 cards",
+    ]
+
+
+@pytest.mark.parametrize("arms", [{"cards": (1,)}, {"cards": (2, 2)}, {"cards": tuple(range(1, 18))}])
+def test_one_arm_the_same_arm_twice_or_too_many_are_refused(arms: dict[str, tuple[int, ...]]):
+    with pytest.raises(ValidationError, match="2 to 16 different ones"):
+        CompareConfig(**arms)
+
+
+def test_each_arm_is_measured_once_in_a_round_and_each_is_first_in_turn():
+    rounds = [order_of_round(3, number) for number in range(6)]
+    assert all(sorted(one) == [0, 1, 2] for one in rounds)
+    for place in range(3):
+        assert Counter(one[place] for one in rounds) == {0: 2, 1: 2, 2: 2}
+
+
+def test_cards_keep_their_memory_and_shards_divide_the_hosts():
+    budgets = Budgets(device="cuda", card_memory_gb=3, pinned_memory_gb=8, memory_budget_gb=6, hot_gb=0.5)
+    command, alone = flags(Arm(cards=4), budgets)
+    assert command == "serve"
+    assert alone["--cards"] == "4"
+    command, divided = flags(Arm(cards=2, shards=2), budgets)
+    assert command == "up"
+    assert (divided["--shards"], divided["--registry"]) == ("2", "r")
+    for same in ("--card-memory-gb", "--hot-gb", "--device", "--http-port", "--snapshot"):
+        assert alone[same] == divided[same]
+    for flag, of_all in (("--pinned-memory-gb", 8), ("--memory-budget-gb", 6)):
+        assert float(alone[flag]) == 2 * float(divided[flag]) == of_all
+
+
+@pytest.mark.parametrize("arm", [Arm(cards=1), Arm(cards=1, shards=2)])
+def test_servers_are_started_with_flags_that_their_commands_have(arm: Arm):
+    budgets = Budgets(card_memory_gb=1, hot_gb=1, memory_budget_gb=1)
+    command, given = flags(arm, budgets)
+    assert isinstance(shardrank, click.Group)
+    assert {*given, "--no-verify"} <= flags_of(shardrank, command)
+
+
+def test_ports_are_free_and_no_client_can_be_given_them():
+    ports = free_ports(random.Random(7))
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert ports.http != ports.grpc
+    for port in (ports.http, ports.grpc):
+        assert port < lowest
+        with socket.socket() as probe:
+            probe.bind((HOST, port))
+
+
+def test_a_port_that_is_taken_is_not_chosen():
+    first = free_ports(random.Random(7))
+    with socket.socket() as taken:
+        taken.bind((HOST, first.http))
+        assert first.http not in (lambda ports: (ports.http, ports.grpc))(free_ports(random.Random(7)))
+
+
+def test_a_server_that_ends_before_it_is_ready_says_why(tmp_path: Path):
+    async def main() -> None:
+        arm, ports = Arm(cards=1), free_ports(random.Random())
+        arguments = server_arguments(arm, Budgets(device="cpu"), tmp_path / "none" / "1", ports, tmp_path)
+        with pytest.raises(ArmServerError, match=r"(?s)1 card ended: exit code 1.*no such snapshot folder"):
+            async with running_arm(arm, arguments, ports, tmp_path / "log"):
+                raise AssertionError("it has nothing to serve")
+
+    asyncio.run(main())
+
+
+def test_a_stores_model_is_served_if_it_is_the_workloads_and_refused_if_not(tmp_path: Path):
+    def load(workload: str) -> LoadConfig:
+        return LoadConfig(target="http://127.0.0.1:1", workload=workload)
+
+    written = compared_snapshot(load(WORKLOAD), tmp_path)
+    assert compared_snapshot(load(WORKLOAD), tmp_path) == written == (tmp_path / "merlin-tiny" / "1").resolve()
+    with pytest.raises(CompareStoreError, match=r"its tables .* are not those of the workload 'merlin-tiny:0\.001'"):
+        compared_snapshot(load("merlin-tiny:0.001"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cards", "1,x"], "'1,x': expected numbers from 1 to 64"),
+        (["--cards", "0,1"], "'0,1': expected numbers from 1 to 64"),
+        (["--cards", "1"], "2 to 16 different ones"),
+        (["--cards", "1,65"], "'1,65': expected numbers from 1 to 64"),
+        (["--slo-ms", "2000"], "slo_ms: 2000 is more than timeout_ms"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_started(arguments: list[str], message: str):
+    result = CliRunner().invoke(compare_cards, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_command_is_one_of_loadtests():
+    assert isinstance(loadtest, click.Group)
+    assert {"--cards", "--shards", "--rounds", "--device", "--json", "--html"} <= flags_of(loadtest, "compare-cards")

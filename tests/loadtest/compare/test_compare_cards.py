@@ -1,0 +1,50 @@
+"""A whole comparison: real servers, one after the other, and a real load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from loadtest.report.comparison import Comparison
+from loadtest.report.reading import read_reported
+
+TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "20", "--device", "cpu")
+SHORT = ("--rounds", "2", "--rate", "20", "--cold", "0.5", "--warmup", "0", "--duration", "0.5", "--in-flight", "4")
+
+
+def test_the_command_measures_every_arm_in_every_round_and_writes_the_comparison_and_a_page(tmp_path: Path):
+    json_file, html_file = tmp_path / "cards.json", tmp_path / "cards.html"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "serving.cli", "loadtest", "compare-cards", "--cards", "1,2", *TINY, *SHORT),
+            *("--arrivals", "constant", "--timeout-ms", "10000", "--json", str(json_file), "--html", str(html_file)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = read_reported(json_file)
+    assert isinstance(found, Comparison), done.stderr
+    # 1 if this machine was so busy that the generator itself was late, which the comparison says.
+    assert done.returncode == (0 if found.valid else 1), done.stderr
+    assert found.valid == (not found.invalid_because)
+    assert [line for line in done.stderr.splitlines() if line.startswith("round")] == [
+        "round 1 of 2: 1 card",
+        "round 1 of 2: 2 cards",
+        "round 2 of 2: 2 cards",
+        "round 2 of 2: 1 card",
+    ]
+    assert [(arm.name, len(arm.runs)) for arm in found.arms] == [("1 card", 2), ("2 cards", 2)]
+    for run in (run for arm in found.arms for run in arm.runs):
+        # Constant arrivals: as many requests for each arm, and every one answered right.
+        assert (run.due, run.answered, run.errors) == (10, 10, {})
+    names = [one.name for one in found.measures]
+    assert names[:3] == ["p50, warm", "p99, warm", "p99.9, warm"]
+    assert names[4:7] == ["p50, cold", "p99, cold", "p99.9, cold"]
+    assert names[-2:] == ["throughput, 4 in flight", "CPU of a request, 4 in flight"]
+    assert all(name in done.stdout for name in names)
+    page = html_file.read_text()
+    assert page.startswith("<!doctype html>")
+    assert all(name in page for name in names)

@@ -1,0 +1,214 @@
+"""Comparing with other servers: the same model and requests, real servers, and what the numbers come to."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from loadtest.load.cli import loadtest
+from loadtest.load.machine import this_machine
+from loadtest.peers.catalog import PEERS
+from loadtest.peers.comparison import Ahead, ahead, compared, pinned
+from loadtest.peers.errors import PeerServerError
+from loadtest.peers.model import random_tensors, reference_scores, write_weights
+from loadtest.peers.processes import check_peer, peer_serving
+from loadtest.peers.requests import PeerRequests, drawn_requests, flat_body, tensor_body
+from loadtest.peers.run import PeersConfig, Round
+from loadtest.serving_cost.messages import Weighed
+from loadtest.serving_cost.shape import Shape
+from loadtest.workloads.errors import AnswerError
+
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=7)
+
+
+@pytest.fixture
+def environments(tmp_path: Path) -> Path:
+    """FastAPI's is the environment that runs the tests: all that it needs is installed there."""
+    folder = tmp_path / "environments"
+    folder.mkdir()
+    (folder / "fastapi").symlink_to(Path(sys.executable).parent.parent, target_is_directory=True)
+    return folder
+
+
+def run_command(*arguments: str | Path):
+    return CliRunner().invoke(loadtest, ["peers", *map(str, arguments)])
+
+
+def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
+    rows = torch.tensor([[1.0], [10.0], [100.0]])
+    shape = Shape(features=2, embedding_dim=1, rows=3, dense=1, candidates=1)
+    request = drawn_requests(shape, 2, 1)[0]
+    tensors = {
+        "rows": rows,
+        "mlp.layers.0.weight": torch.tensor([[0.0, 1.0, 2.0]]),
+        "mlp.layers.0.bias": torch.tensor([-1.0]),
+        "mlp.layers.1.weight": torch.tensor([[0.01]]),
+        "mlp.layers.1.bias": torch.tensor([0.5]),
+    }
+    first, second = request.bags.values.reshape(2, 2).tolist()
+    sums = [sum(10.0**row for row in bag) for bag in (first, second)]
+    logit = 0.01 * max(0.0, sums[0] + 2 * sums[1] - 1) + 0.5
+    np.testing.assert_allclose(reference_scores(tensors, request), [1 / (1 + np.exp(-logit))], rtol=1e-6)
+
+
+def test_the_flat_body_is_laid_out_as_documented() -> None:
+    request = drawn_requests(SHAPE, 4, 1)[0]
+    body = flat_body(request)
+    assert np.frombuffer(body, "<u4", 4).tolist() == [7, 3, 4, 2]
+    ids = np.frombuffer(body, "<i8", 7 * 3 * 4, 16).reshape(7, 3, 4)
+    # The bags of feature 2 begin after those of two others, candidate by candidate.
+    assert ids[5, 2].tolist() == request.bags.values[(2 * 7 + 5) * 4 : (2 * 7 + 6) * 4].tolist()
+    dense = np.frombuffer(body[16 + 8 * ids.size :], "<f4").reshape(7, 2)
+    np.testing.assert_array_equal(dense, request.candidate_dense)
+
+
+def test_the_tensor_body_has_the_same_numbers_as_the_flat_one() -> None:
+    request = drawn_requests(SHAPE, 4, 1)[0]
+    body, header_bytes = tensor_body(request)
+    header = json.loads(body[:header_bytes])
+    assert body[header_bytes:] == flat_body(request)[16:]
+    assert [(one["name"], one["shape"]) for one in header["inputs"]] == [("ids", [7, 3, 4]), ("dense", [7, 2])]
+    assert sum(one["parameters"]["binary_data_size"] for one in header["inputs"]) == len(body) - header_bytes
+
+
+def test_an_answer_that_is_not_of_whole_floats_is_refused() -> None:
+    pool = PeerRequests(SHAPE, 1, "/rank", "flat")
+    assert pool.check(bytes(28)) == 7
+    with pytest.raises(AnswerError, match="30 bytes"):
+        pool.check(bytes(30))
+
+
+def test_the_fastapi_peer_answers_with_the_models_scores_and_others_are_refused(tmp_path: Path) -> None:
+    tensors, peer, pool = random_tensors(SHAPE, 3), PEERS["fastapi"], PeerRequests(SHAPE, 4, "/rank", "flat")
+    write_weights(tensors, tmp_path / "weights")
+    expected = [reference_scores(tensors, one) for one in drawn_requests(SHAPE, 4, 2)]
+    assert np.ptp(expected[0]) > 0.01
+    started = {"workers": 1, "batch": 1}
+    with peer_serving(peer, Path(sys.executable), tmp_path / "weights", pool, tmp_path / "log", **started) as server:
+        check_peer(peer, server, pool, 1, expected[1], 1e-5)
+        with pytest.raises(PeerServerError, match="scores of request 1 differ by up to"):
+            check_peer(peer, server, pool, 1, expected[0], 1e-5)
+        with pytest.raises(PeerServerError, match="7 scores to request 1, 6 expected"):
+            check_peer(peer, server, pool, 1, expected[1][:6], 1e-5)
+        # A body that is not a request is this server's fault to say, and not taken for scores.
+        with pytest.raises(PeerServerError, match="no scores to request 0: HTTP Error 500"):
+            check_peer(peer, server, PeerRequests(SHAPE, 4, "/rank", "tensors"), 0, expected[0], 1e-5)
+    with pytest.raises(PeerServerError, match="no scores to request 1"):
+        check_peer(peer, server, pool, 1, expected[1], 1e-5)
+
+
+def test_a_peer_that_can_not_start_says_why(tmp_path: Path) -> None:
+    peer, pool = PEERS["fastapi"], PeerRequests(SHAPE, 1, "/rank", "flat")
+    (tmp_path / "weights").write_bytes(b"no weights")
+    started = {"workers": 1, "batch": 1}
+    with (
+        pytest.raises(PeerServerError, match=r"(?s)FastAPI has ended with exit code 1.*[Hh]eader"),
+        peer_serving(peer, Path(sys.executable), tmp_path / "weights", pool, tmp_path / "log", **started),
+    ):
+        pass
+
+
+def test_the_command_compares_a_real_peer_with_shardrank(tmp_path: Path, environments: Path) -> None:
+    json_file, html_file = tmp_path / "peers.json", tmp_path / "peers.html"
+    short = ("--seconds", 0.2, "--warmup", 0.1, "--rounds", 1, "--rows", 500, "--hotness", 2, "--in-flight", 4)
+    small = ("--peer", "fastapi", "--env-dir", environments, "--workers", 1, "--shardrank-workers", 1)
+    result = run_command(*small, *short, "--json", json_file, "--html", html_file)
+    assert json_file.exists(), result.output
+    found = json.loads(json_file.read_text())
+    assert result.exit_code == (0 if found["valid"] else 1)
+    assert [arm["name"] for arm in found["arms"]] == ["shardrank", "shardrank, gRPC", "FastAPI"]
+    assert [one["name"] for one in found["measures"]][:2] == [
+        "throughput, 4 in flight, hotness 2",
+        "p50, one in flight, hotness 2",
+    ]
+    assert all(value > 0 for one in found["measures"] for arm in one["values"] for value in arm)
+    assert "to the best peer of each round" in result.output
+    assert "FastAPI" in html_file.read_text()
+
+
+def test_a_peer_without_an_environment_is_named_with_what_to_do(tmp_path: Path, environments: Path) -> None:
+    result = run_command("--peer", "fastapi", "--peer", "mosec", "--env-dir", environments)
+    assert result.exit_code != 0
+    assert "has no environment for mosec; run `shardrank loadtest peers --install`" in str(result.exception)
+
+
+@pytest.mark.parametrize("text", ["", "1,x", "0", "1,1", "1001"])
+def test_hotness_is_a_list_of_different_numbers(text: str) -> None:
+    result = run_command("--hotness", text)
+    assert result.exit_code == 2
+    assert "is not different whole numbers from 1 to 1000" in result.output.replace("\n", " ")
+
+
+def weighed(requests: int, p50_ms: float, client_cpu_s: float = 0.1) -> Weighed:
+    times = {"p50_ms": p50_ms, "p99_ms": 2 * p50_ms}
+    return Weighed(requests=requests, seconds=2.0, server_cpu_s=1.0, client_cpu_s=client_cpu_s, **times)
+
+
+def rounds_of(config: PeersConfig, table: dict[str, list[tuple[int, float]]], cpu_s: float = 0.1) -> list[Round]:
+    return [
+        Round(turn, name, 1, weighed(requests, 9.0, cpu_s), weighed(10, p50_ms))
+        for name, of_server in table.items()
+        for turn, (requests, p50_ms) in enumerate(of_server)
+    ]
+
+
+CONFIG = PeersConfig(peers=("fastapi", "mosec"), hotness=(1,), rounds=2)
+TABLE = {
+    "shardrank": [(3000, 1.0), (4000, 1.0)],
+    "shardrank-grpc": [(9000, 0.1), (9000, 0.1)],
+    "fastapi": [(1000, 2.0), (500, 4.0)],
+    "mosec": [(500, 4.0), (1000, 2.5)],
+}
+
+
+def test_shardrank_is_held_against_the_peer_that_was_best_in_each_round_and_measure() -> None:
+    (found,) = ahead(CONFIG, rounds_of(CONFIG, TABLE))
+    # Best throughputs: 500/s each; best p50: 2 and 2.5 ms. shardrank over gRPC does not count.
+    assert found == Ahead(hotness=1, throughput=3.5, p50=0.45, p99=0.45)
+    assert found.throughput_met
+    assert found.p50_met
+    assert not Ahead(hotness=1, throughput=2.99, p50=0.61, p99=1.0).throughput_met
+    assert not Ahead(hotness=1, throughput=2.99, p50=0.61, p99=1.0).p50_met
+
+
+def test_the_comparison_has_every_servers_numbers_as_ratios_to_shardrank() -> None:
+    found = compared(CONFIG, rounds_of(CONFIG, TABLE), this_machine())
+    throughput = found.measures[0]
+    assert throughput.values[2] == (500.0, 250.0)
+    assert throughput.ratios[2].value == pytest.approx((1 / 3 * 1 / 8) ** 0.5)
+    assert found.valid
+    assert found.versions["mosec"] == pinned("mosec")
+
+
+def test_a_client_that_was_the_bottleneck_makes_the_comparison_invalid() -> None:
+    found = compared(CONFIG, rounds_of(CONFIG, TABLE, cpu_s=1.9), this_machine())
+    assert not found.valid
+    assert found.invalid_because[0] == "shardrank, hotness 1, round 1: the client took 0.95 of a core"
+
+
+def test_every_peer_has_a_server_that_imports_nothing_of_shardrank_and_pinned_requirements() -> None:
+    for peer in PEERS.values():
+        lines = peer.requirements.read_text().split()
+        assert all("==" in line for line in lines)
+        assert "torch==2.13.0" in lines
+        assert pinned(peer.name)
+        for script in peer.script.parent.glob("*.py"):
+            imported = {
+                name.split(".")[0]
+                for node in ast.walk(ast.parse(script.read_text()))
+                for name in (
+                    [node.module or ""]
+                    if isinstance(node, ast.ImportFrom)
+                    else [alias.name for alias in node.names]
+                    if isinstance(node, ast.Import)
+                    else []
+                )
+            }
+            assert not imported & {"loader", "shard_node", "router", "serving", "loadtest"}
