@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from serving.service import RankingService
+from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import ApiModel, served_service, write_api_model
 
 
@@ -20,3 +22,26 @@ def api_service(api_model: ApiModel) -> Iterator[RankingService]:
     service = served_service(api_model)
     yield service
     service.close()
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ApiModel]:
+    """Two versions that answer differently, each with golden requests, in one store."""
+    found = {}
+    store = tmp_path_factory.mktemp("store")
+    for version in (1, 2):
+        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
+        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
+    return found
+
+
+@pytest.fixture
+def store(versions: dict[int, ApiModel]) -> Path:
+    """That the two versions lie in."""
+    return versions[1].path.parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short path, as sockets need."""
+    return tmp_path_factory.mktemp("f")

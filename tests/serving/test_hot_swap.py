@@ -28,17 +28,6 @@ REQUESTS = [api_request(seed) for seed in range(8)]
 STATUS_OK = 200
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> dict[int, ApiModel]:
-    """Two versions that answer differently, each with golden requests, in one store."""
-    found = {}
-    store = tmp_path_factory.mktemp("store")
-    for version in (1, 2):
-        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
-        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
-    return found
-
-
 @pytest.fixture
 def short_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("f")

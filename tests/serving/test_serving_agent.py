@@ -5,38 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.records import Canary
 from serving.replica import Replica
 from serving.version_check import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
-from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, write_api_model
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> dict[int, ApiModel]:
-    found = {}
-    store = tmp_path_factory.mktemp("store")
-    for version in (1, 2):
-        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
-        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
-    return found
-
-
-@pytest.fixture
-def store(versions) -> Path:
-    return versions[1].path.parent.parent
-
-
-@pytest.fixture
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("f")
 
 
 def test_a_version_waits_with_a_reason_until_every_shard_has_a_node_that_has_it(versions, store, folder):

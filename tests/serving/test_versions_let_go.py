@@ -7,35 +7,13 @@ import gc
 import shutil
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 
 from loader.errors import SnapshotCorruptError
 from shard_node.errors import GenerationStateError
 from shardrank_testing.agent_fleet import agent_fleet, with_live
-from shardrank_testing.golden import golden_of
-from shardrank_testing.serving_api import MODEL, ApiModel, run, write_api_model
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> dict[int, ApiModel]:
-    found = {}
-    store = tmp_path_factory.mktemp("store")
-    for version in (1, 2):
-        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
-        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
-    return found
-
-
-@pytest.fixture
-def store(versions) -> Path:
-    return versions[1].path.parent.parent
-
-
-@pytest.fixture
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("f")
+from shardrank_testing.serving_api import MODEL, run, write_api_model
 
 
 def test_a_retired_version_is_free_without_a_garbage_collection(versions, store, folder):
