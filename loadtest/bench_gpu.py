@@ -11,9 +11,7 @@ the run, what was measured until then is in it. It ends within 8 minutes; exit c
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ import click
 from rich.console import Console
 
 try:
+    from loadtest.gpu_process import wait_or_kill
     from loadtest.gpu_report import FORMAT, Part, Report, Work, run_part
     from loadtest.gpu_size import FULL, QUICK, BenchSize
     from loadtest.gpu_tables import show
@@ -100,14 +99,7 @@ def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, 
         report.save()
         # A group of its own, so that what the part starts ends with it.
         process = subprocess.Popen(command(name, path, budget_s), start_new_session=True)
-        try:
-            code: int | None = process.wait(START_S + budget_s + GRACE_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = wait_or_kill(process, START_S + budget_s + GRACE_S)
         report = Report.read(path)
         part = report.parts.setdefault(name, Part(name, budget_s))
         if code is None:

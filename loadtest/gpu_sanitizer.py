@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from loadtest.gpu_process import wait_or_kill
 from loadtest.gpu_report import Work
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,14 +68,7 @@ def measure(work: Work, command: list[str] | None = None) -> None:
             # What it said before it was stopped is to be here.
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-        try:
-            code: int | None = process.wait(max(1.0, work.seconds_left))
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = wait_or_kill(process, max(1.0, work.seconds_left))
         output.seek(0)
         text = output.read()
     errors, passed = _SUMMARY.findall(text), _PASSED.findall(text)

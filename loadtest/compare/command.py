@@ -17,10 +17,9 @@ from loadtest.compare.rounds import measure_rounds, target_of
 from loadtest.compare.show import show_comparison
 from loadtest.drill.running import INTERRUPTED, drill_config
 from loadtest.load.config import LoadConfig
-from loadtest.load.errors import ResultFileError
+from loadtest.load.result_file import check_writable, write_document
 from loadtest.report.comparison import Comparison
 from loadtest.report.page import write_html
-from loadtest.report.reading import write_comparison
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from shard_node.cuda.device_choice import DeviceChoice
@@ -74,13 +73,13 @@ def execute(command: CompareCommand, config: CompareConfig, load: LoadConfig) ->
     """
     for file in (command.json_file, command.html_file):
         if file is not None:
-            _check_writable(file)
+            check_writable(file)
     try:
         comparison = _measured(command, config, load)
     except StopRequestedError:
         return INTERRUPTED
     if command.json_file is not None:
-        write_comparison(comparison, command.json_file)
+        write_document(comparison, command.json_file)
     if command.html_file is not None:
         write_html(comparison, command.html_file)
     show_comparison(stdout_console(), comparison)
@@ -99,12 +98,3 @@ def _measured(command: CompareCommand, config: CompareConfig, load: LoadConfig) 
             snapshot = compared_snapshot(load, command.store or folder / "store", bars)
         rounds = run_until_signalled(lambda: measure_rounds(config, load, snapshot, folder, console, say))
     return compared(config, load, rounds)
-
-
-def _check_writable(file: Path) -> None:
-    """Raises ResultFileError before anything is measured. An older file stays until there is a new one."""
-    try:
-        with file.open("a"):
-            pass
-    except OSError as error:
-        raise ResultFileError(f"{file}: {error.strerror or error}") from error

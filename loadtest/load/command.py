@@ -14,8 +14,8 @@ from rich.console import Console
 from loader.manifest import Frozen
 from loader.schema_errors import schema_errors
 from loadtest.load.config import LoadConfig, RunConfig
-from loadtest.load.errors import ResultFileError
-from loadtest.load.result import LoadResult, SweepResult, write_result
+from loadtest.load.result import LoadResult, SweepResult
+from loadtest.load.result_file import check_writable, write_document
 from loadtest.load.run import run_load, run_sweep
 from loadtest.load.show import show_result
 from serving.cli.output import stdout_console
@@ -76,13 +76,13 @@ def execute(command: LoadCommand, given: Mapping[str, object]) -> int:
     )
     for file in (command.json_file, command.html_file):
         if file is not None:
-            _check_writable(file)
+            check_writable(file)
     try:
         result = _measured(command, config, run)
     except StopRequestedError:
         return INTERRUPTED
     if command.json_file is not None:
-        write_result(result, command.json_file)
+        write_document(result, command.json_file)
     if command.html_file is not None:
         from loadtest.report.page import write_html
 
@@ -106,12 +106,3 @@ def _checked(schema: type[Config], given: Mapping[str, object]) -> Config:
     except ValidationError as error:
         schemas: list[type[BaseModel]] = [schema]
         raise click.UsageError("; ".join(map(str, schema_errors(error, schemas)))) from error
-
-
-def _check_writable(file: Path) -> None:
-    """Raises ResultFileError before anything is measured. An older file stays until there is a new one."""
-    try:
-        with file.open("a"):
-            pass
-    except OSError as error:
-        raise ResultFileError(f"{file}: {error.strerror or error}") from error

@@ -13,14 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from loader.manifest import Frozen
-from loader.schema_errors import schema_errors
-from loadtest.load.errors import ResultFileError
+from loadtest.load.result_file import read_document
 from loadtest.workloads.payloads import Api
-
-MAX_RESULT_BYTES = 256 << 20
 
 Arrivals: TypeAlias = Literal["poisson", "constant"]
 
@@ -254,24 +251,4 @@ def read_result(path: Path) -> LoadResult | SweepResult:
     Raises:
         ResultFileError: no such file, too large, or not such a document.
     """
-    try:
-        if (size := path.stat().st_size) > MAX_RESULT_BYTES:
-            raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
-        return _ANY_RESULT.validate_json(path.read_bytes())
-    except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
-    except ValidationError as error:
-        found = "; ".join(map(str, schema_errors(error, [LoadResult, SweepResult])))
-        raise ResultFileError(f"{path} is not a load test's result: {found}") from error
-
-
-def write_result(result: LoadResult | SweepResult, path: Path) -> None:
-    """Writes the document.
-
-    Raises:
-        ResultFileError: if the file can't be written.
-    """
-    try:
-        path.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+    return read_document(path, _ANY_RESULT, [LoadResult, SweepResult], "not a load test's result")

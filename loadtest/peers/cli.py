@@ -86,11 +86,11 @@ def peers(
         return
     pythons = installed_pythons(chosen, env_dir)
 
+    from loadtest.load.result_file import write_document
     from loadtest.peers.comparison import ahead, compared
     from loadtest.peers.run import PeersConfig, run_peers
     from loadtest.peers.show import show
     from loadtest.report.page import write_html
-    from loadtest.report.reading import write_comparison
     from loadtest.serving_cost.shape import Shape
 
     config = PeersConfig.model_validate({"shape": Shape(rows=rows), "peers": tuple(pythons), **measuring})
@@ -99,7 +99,7 @@ def peers(
     comparison = compared(config, rounds)
     show(comparison, ahead(config, rounds))
     if json_file is not None:
-        write_comparison(comparison, json_file)
+        write_document(comparison, json_file)
     if html_file is not None:
         write_html(comparison, html_file)
     ctx.exit(0 if comparison.valid else 1)

@@ -34,8 +34,9 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
       shardrank loadtest report before.json after.json --html compared.html
       shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
+    from loadtest.load.result_file import write_document
     from loadtest.report.page import write_html
-    from loadtest.report.reading import read_reported, write_comparison
+    from loadtest.report.reading import read_reported
 
     result: Reported
     if len(files) == 1:
@@ -48,7 +49,7 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
         arms = _arms(files)
         compared = compare_runs(title or " against ".join(arms), arms, seed=seed)
         if json_file is not None:
-            write_comparison(compared, json_file)
+            write_document(compared, json_file)
         result = compared
     write_html(result, html_file)
     click.echo(f"{html_file}: written")

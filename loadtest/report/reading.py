@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from loader.schema_errors import schema_errors
-from loadtest.load.errors import ResultFileError
-from loadtest.load.result import MAX_RESULT_BYTES, LoadResult, SweepResult
+from loadtest.load.result import LoadResult, SweepResult
+from loadtest.load.result_file import read_document
 from loadtest.report.comparison import Comparison
 
 _ANY: TypeAdapter[LoadResult | SweepResult | Comparison] = TypeAdapter(
@@ -24,27 +23,6 @@ def read_reported(path: Path) -> LoadResult | SweepResult | Comparison:
     Raises:
         ResultFileError: no such file, too large, or not such a document.
     """
-    try:
-        if (size := path.stat().st_size) > MAX_RESULT_BYTES:
-            raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
-        return _ANY.validate_json(path.read_bytes())
-    except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
-    except ValidationError as error:
-        found = [str(one) for one in schema_errors(error, [LoadResult, SweepResult, Comparison])]
-        more = f" and {len(found) - MAX_PROBLEMS} more" if len(found) > MAX_PROBLEMS else ""
-        raise ResultFileError(
-            f"{path} is no result of a run, a sweep or a comparison: {'; '.join(found[:MAX_PROBLEMS])}{more}"
-        ) from error
-
-
-def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Writes a comparison's document.
-
-    Raises:
-        ResultFileError: if the file can't be written.
-    """
-    try:
-        path.write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+    return read_document(
+        path, _ANY, [LoadResult, SweepResult, Comparison], "no result of a run, a sweep or a comparison", MAX_PROBLEMS
+    )

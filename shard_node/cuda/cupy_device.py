@@ -6,6 +6,7 @@ import ctypes
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -154,12 +155,21 @@ def _destroy_spares(index: int, events: deque[int], streams: dict[int, deque[int
                 runtime.streamDestroy(spare.pop())
 
 
-class CupyMemory:
-    """Bytes of one device. Given back by `free`, or when nobody holds it any more."""
+class _HeldMemory:
+    """Bytes that are given back by `free`, or when nobody holds them any more.
 
-    def __init__(self, device: CupyDevice, address: int, size_bytes: int) -> None:
+    Args:
+        release: gives them back.
+        device: that they are of.
+        address: of the first byte.
+        size_bytes: how many.
+    """
+
+    def __init__(
+        self, release: Callable[[CupyDevice, int, int], None], device: CupyDevice, address: int, size_bytes: int
+    ) -> None:
         self._address, self._size_bytes = address, size_bytes
-        self._release = weakref.finalize(self, _free, device, address, size_bytes)
+        self._release = weakref.finalize(self, release, device, address, size_bytes)
         self._release.atexit = False
 
     @property
@@ -178,32 +188,22 @@ class CupyMemory:
         return not self._release.alive
 
     def free(self) -> None:
-        """Gives it back. Waits for the device, as cudaFree does. Idempotent."""
+        """Gives it back. Waits for the device, as cudaFree and cudaFreeHost do. Idempotent."""
         self._release()
 
 
-class CupyPinnedMemory:
+class CupyMemory(_HeldMemory):
+    """Bytes of one device."""
+
+    def __init__(self, device: CupyDevice, address: int, size_bytes: int) -> None:
+        super().__init__(_free, device, address, size_bytes)
+
+
+class CupyPinnedMemory(_HeldMemory):
     """Page-locked memory of the host, at one address for it and all cards."""
 
     def __init__(self, device: CupyDevice, address: int, size_bytes: int) -> None:
-        self._address, self._size_bytes = address, size_bytes
-        self._release = weakref.finalize(self, _free_pinned, device, address, size_bytes)
-        self._release.atexit = False
-
-    @property
-    def address(self) -> int:
-        """Of the first byte, a multiple of 256; 0 for no bytes."""
-        return self._address
-
-    @property
-    def size_bytes(self) -> int:
-        """How many."""
-        return self._size_bytes
-
-    @property
-    def freed(self) -> bool:
-        """Whether it was given back."""
-        return not self._release.alive
+        super().__init__(_free_pinned, device, address, size_bytes)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -215,10 +215,6 @@ class CupyPinnedMemory:
         held = (ctypes.c_uint8 * self._size_bytes).from_address(self._address)
         held._owner = self  # type: ignore[attr-defined]  # The array keeps `held`, which keeps the memory.
         return np.frombuffer(memoryview(held), np.uint8)
-
-    def free(self) -> None:
-        """Gives it back. Waits for the device, as cudaFreeHost does. Idempotent."""
-        self._release()
 
 
 def _free(device: CupyDevice, address: int, size_bytes: int) -> None:

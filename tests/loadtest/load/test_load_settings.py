@@ -20,7 +20,8 @@ from loadtest.load.marks import marks_within, read_marks
 from loadtest.load.merge import MAX_CPU_SHARE, invalid_because
 from loadtest.load.messages import Status
 from loadtest.load.recorder import recorded
-from loadtest.load.result import GeneratorProcess, Mark, read_result, write_result
+from loadtest.load.result import GeneratorProcess, Mark, read_result
+from loadtest.load.result_file import write_document
 from loadtest.load.show import show_result
 from loadtest.load.timer import PreciseTimer
 from shardrank_testing.load_results import example_run, example_sweep
@@ -108,7 +109,7 @@ def test_a_generator_without_cpu_to_spare_makes_a_run_that_is_not_valid():
 @pytest.mark.parametrize("kind", ["run", "sweep"])
 def test_a_result_that_was_written_is_read_back(tmp_path: Path, kind: str):
     path = tmp_path / "result.json"
-    write_result(RESULTS[kind], path)
+    write_document(RESULTS[kind], path)
     assert read_result(path) == RESULTS[kind]
 
 

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from loadtest.load.cli import loadtest
 from loadtest.load.errors import ResultFileError
-from loadtest.load.result import write_result
+from loadtest.load.result_file import write_document
 from loadtest.report.comparison import Comparison
 from loadtest.report.errors import ComparisonError
 from loadtest.report.page import html
@@ -26,7 +26,7 @@ def report(*arguments):
 
 def saved(folder, name, result):
     path = folder / name
-    write_result(result, path)
+    write_document(result, path)
     return path
 
 
