@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 
 from serving.version_stats import VersionCounter
 
@@ -36,3 +38,34 @@ class Call:
     parsed: float = 0.0
     admitted: bool = False
     ended: bool = False
+
+
+class CallScope:
+    """What happens in a `with` block is one call. A class, because every request enters one: a generator costs thrice.
+
+    Args:
+        call: given to the block.
+        count_in: called on entering; what it raises ends the call before it began.
+        count_out: called on leaving, with the error that left the block, or None.
+    """
+
+    __slots__ = ("_call", "_count_in", "_count_out")
+
+    def __init__(
+        self,
+        call: Call,
+        count_in: Callable[[Call], None],
+        count_out: Callable[[Call, BaseException | None], None],
+    ) -> None:
+        self._call = call
+        self._count_in = count_in
+        self._count_out = count_out
+
+    def __enter__(self) -> Call:
+        self._count_in(self._call)
+        return self._call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._count_out(self._call, error)

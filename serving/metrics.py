@@ -106,6 +106,9 @@ class ServingMetrics:
             registry.register(collector)
         self._registry = registry
         self._stage_children: dict[tuple[str, str, str], Histogram] = {}
+        # Looking a child up by its labels takes longer than counting: those that every request needs are kept.
+        self._answered_children: dict[tuple[str, str, str, str], Counter] = {}
+        self._version_children: dict[tuple[str, int, Outcome], Counter] = {}
         self._batch_children: dict[str, tuple[Histogram, Histogram]] = {}
 
     def stage(self, model: str, stage: str, seconds: float, method: str = "") -> None:
@@ -158,7 +161,11 @@ class ServingMetrics:
 
     def answered(self, api: str, method: str, model: str, status: str) -> None:
         """Counts an answer. `model` must be one that is served, or ""."""
-        self.requests.labels(api, method, model, status).inc()
+        key = (api, method, model, status)
+        child = self._answered_children.get(key)
+        if child is None:
+            child = self._answered_children[key] = self.requests.labels(*key)
+        child.inc()
 
     def failed(self, api: str, method: str, kind: str) -> None:
         """Counts an error."""
@@ -178,13 +185,18 @@ class ServingMetrics:
 
     def version_answered(self, model: str, version: int, outcome: Outcome) -> None:
         """Counts a request for its version."""
-        self._version_requests.labels(model, str(version), outcome).inc()
+        key = (model, version, outcome)
+        child = self._version_children.get(key)
+        if child is None:
+            child = self._version_children[key] = self._version_requests.labels(model, str(version), outcome)
+        child.inc()
 
     def forget_version(self, model: str, version: int) -> None:
         """Drops what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
             return
         for outcome in get_args(Outcome):
+            self._version_children.pop((model, version, outcome), None)
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
 

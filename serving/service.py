@@ -12,14 +12,14 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeAlias, TypeVar, cast
 
 from loader.errors import ShardrankError
 from loader.registry.records import VersionStats
-from serving.call import Call
+from serving.call import Call, CallScope
 from serving.description import ModelDescription
 from serving.errors import ClientGoneError, OverloadedError
 from serving.health import NodeWatch
@@ -131,23 +131,15 @@ class RankingService:
         """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
         return self.versions.stats(model, version)
 
-    @contextmanager
-    def call(self, api: str, method: str) -> Iterator[Call]:
+    def call(self, api: str, method: str) -> AbstractContextManager[Call]:
         """Counts one call in, and out with its status. Everything about it happens inside.
 
         Until it is admitted it is being received; calls that never become complete take no place from those that are.
 
         Raises:
-            OverloadedError: at once, if too many are being received.
+            OverloadedError: on entering, if too many are being received.
         """
-        call = Call(api, method, self.clock())
-        try:
-            with self._receiving_or_admitted(call):
-                yield call
-        except BaseException as error:
-            self._count(call, error)
-            raise
-        self._count(call, None)
+        return CallScope(Call(api, method, self.clock()), self._count_in, self._count_out)
 
     def admit(self, call: Call) -> None:
         """Lets a call in whose request is complete. Every parse method does it too; a second time changes nothing.
@@ -263,26 +255,28 @@ class RankingService:
         """Calls being received or handled."""
         return self._receiving + self._admitted
 
-    @contextmanager
-    def _receiving_or_admitted(self, call: Call) -> Iterator[None]:
+    def _count_in(self, call: Call) -> None:
         with self._lock:
             is_full = self._receiving >= self.limits.max_receiving
             self._receiving += not is_full
         if is_full:
-            raise OverloadedError(
-                f"too many requests that are not complete yet; the limit is max_receiving = {self.limits.max_receiving}"
+            error = OverloadedError(
+                "too many requests that are not complete yet; the limit is "
+                f"max_receiving = {self.limits.max_receiving}"
             )
+            self._count(call, error)
+            raise error
         self.metrics.in_flight.inc()
-        try:
-            yield
-        finally:
-            with self._lock:
-                call.ended = True
-                if call.admitted:
-                    self._admitted -= 1
-                else:
-                    self._receiving -= 1
-            self.metrics.in_flight.dec()
+
+    def _count_out(self, call: Call, error: BaseException | None) -> None:
+        with self._lock:
+            call.ended = True
+            if call.admitted:
+                self._admitted -= 1
+            else:
+                self._receiving -= 1
+        self.metrics.in_flight.dec()
+        self._count(call, error)
 
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)

@@ -53,6 +53,13 @@ def _hotness(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int
 @click.option("--workers", type=click.IntRange(1, 64), default=CORES, help="Processes of a peer. Default: the cores.")
 @click.option("--batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Largest one of a peer.")
 @click.option("--shardrank-workers", type=click.IntRange(1, 64), default=CORES, help="Default: the cores.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Of shardrank's dense model.",
+)
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
 @click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
 @click.pass_context
@@ -70,7 +77,8 @@ def peers(
     """Compare shardrank with what one would serve the model with instead, on this machine.
 
     Every server has the same weights, is asked the same requests by the same client, and its scores are checked before
-    anything is measured. The exit code is 1 if the client was the bottleneck, so that the numbers can't be believed.
+    anything is measured. In each round, every server is then offered 60% of what the best peer could answer, as a rate.
+    The exit code is 1 if the client was the bottleneck, so that the numbers can't be believed.
 
     Examples:
       shardrank loadtest peers --install --env-dir ~/peers
@@ -88,7 +96,8 @@ def peers(
 
     from loadtest.load.result_file import write_document
     from loadtest.peers.comparison import ahead, compared
-    from loadtest.peers.run import PeersConfig, run_peers
+    from loadtest.peers.config import PeersConfig
+    from loadtest.peers.run import run_peers
     from loadtest.peers.show import show
     from loadtest.report.page import write_html
     from loadtest.serving_cost.shape import Shape

@@ -1,18 +1,20 @@
-"""The client, in its own process: the closed loop of `loadtest.serving_cost`, with each peer's own bytes."""
+"""The client, in its own process: a closed loop or a rate, with each peer's own bytes."""
 
 from __future__ import annotations
 
 import sys
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import uvloop
+from pydantic import Field, TypeAdapter
 
+from loadtest.peers.offered_load import PeerRate, offer
 from loadtest.peers.requests import requests_for
 from loadtest.serving_cost.client_process import weigh
 from loadtest.serving_cost.errors import WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
-from loadtest.serving_cost.messages import ServerLoad, Weighed
+from loadtest.serving_cost.messages import Offered, ServerLoad, Weighed
 from loadtest.serving_cost.shape import Shape
 
 
@@ -29,13 +31,20 @@ class PeerLoad(ServerLoad):
     hotness: int
 
 
+TO_CLIENT: TypeAdapter[PeerLoad | PeerRate] = TypeAdapter(
+    Annotated[PeerLoad | PeerRate, Field(discriminator="kind")],
+)
+
+
 def main() -> None:
     """`python -m loadtest.peers.client_process SHAPE`."""
     shape = Shape.model_validate_json(sys.argv[1])
     pool_of = lru_cache(maxsize=16)(partial(requests_for, shape))
 
-    def answer(line: str) -> Weighed:
-        load = PeerLoad.model_validate_json(line)
+    def answer(line: str) -> Weighed | Offered:
+        load = TO_CLIENT.validate_json(line)
+        if isinstance(load, PeerRate):
+            return uvloop.run(offer(load, pool_of(load.server, load.hotness)))
         try:
             return uvloop.run(weigh(load, pool_of(load.server, load.hotness)))
         except BaseExceptionGroup as errors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -69,6 +70,9 @@ class PeerRequests:
 
     def __len__(self) -> int:
         return len(self._payloads)
+
+    def __iter__(self) -> Iterator[Payload]:
+        return iter(self._payloads)
 
     def _payload(self, request: WorkloadRequest) -> Payload:
         if self._body == "flat":

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
-
-from loader.manifest import Frozen
 from loadtest.peers.catalog import PEERS
 from loadtest.peers.client_process import PeerLoad
+from loadtest.peers.config import SHARDRANK, PeersConfig
 from loadtest.peers.model import random_tensors, reference_scores, write_snapshot, write_weights
-from loadtest.peers.processes import check_peer, peer_serving
+from loadtest.peers.offered_load import PeerRate
+from loadtest.peers.processes import check_peer
 from loadtest.peers.requests import PeerRequests, drawn_requests
+from loadtest.peers.started import Started
 from loadtest.serving_cost.helper_process import HelperProcess
-from loadtest.serving_cost.messages import Weighed
+from loadtest.serving_cost.messages import Offered, Weighed
 from loadtest.serving_cost.one_answer import check_scores
-from loadtest.serving_cost.servers import HOST, Server, serving
+from loadtest.serving_cost.servers import HOST, Server
 from loadtest.serving_cost.shape import SEED, Shape, payloads
-from loadtest.workloads.payloads import Api
 from shard_node.bags import Float32Array
 
 CHECKED_REQUESTS = 2
@@ -28,42 +26,7 @@ CHECKED_REQUESTS = 2
 PEER_TOLERANCE = 1e-4
 SHARDRANK_TOLERANCE = 0.03
 ANSWER_SLACK_S = 300.0
-SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc"}
-"""shardrank's one server, by the name that each of its measured APIs has."""
-
 Say = Callable[[str], None]
-
-
-class PeersConfig(Frozen):
-    """What is measured, and for how long.
-
-    Attributes:
-        peers: names in `PEERS`.
-        hotness: ids for each feature of each candidate.
-        in_flight: requests of the client under full load.
-        rounds: how often everything is measured.
-        warmup_s: of each load.
-        seconds: that each load is weighed for.
-        workers: processes of each peer, one thread each.
-        batch: requests that a peer with batching scores together at most.
-        shardrank_workers: processes of shardrank's server.
-    """
-
-    shape: Shape = Shape()
-    peers: tuple[str, ...] = Field(default=tuple(PEERS), min_length=1)
-    hotness: tuple[int, ...] = Field(default=(1, 20), min_length=1)
-    in_flight: int = Field(default=32, ge=1, le=1024)
-    rounds: int = Field(default=5, ge=1, le=100)
-    warmup_s: float = Field(default=1.0, ge=0)
-    seconds: float = Field(default=5.0, gt=0)
-    workers: int = Field(default=2, ge=1, le=64)
-    batch: int = Field(default=8, ge=1, le=64)
-    shardrank_workers: int = Field(default=2, ge=1, le=64)
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """All that are measured, shardrank first."""
-        return (*SHARDRANK, *self.peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +36,8 @@ class Round:
     Attributes:
         full: with `PeersConfig.in_flight` in flight.
         alone: with one in flight.
+        rate: requests a second that it was offered, as every server in this round.
+        offered: what came of them.
     """
 
     round: int
@@ -80,6 +45,8 @@ class Round:
     hotness: int
     full: Weighed
     alone: Weighed
+    rate: float
+    offered: Offered
 
 
 def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, say: Say) -> list[Round]:
@@ -109,37 +76,83 @@ def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, sa
         for hotness in config.hotness
     }
     del tensors
-    found: list[Round] = []
-    with contextlib.ExitStack() as stack:
-        servers: dict[str, Server] = {}
-        say("starting shardrank")
-        flags = ("--no-verify", "--workers", str(config.shardrank_workers))
-        own = stack.enter_context(serving("local", snapshot, flags, folder / "shardrank.log"))
-        servers |= dict.fromkeys(SHARDRANK, own)
-        for name in config.peers:
-            peer = PEERS[name]
-            say(f"starting {peer.title}")
-            first = PeerRequests(config.shape, config.hotness[0], peer.path, peer.body)
-            log, sizes = folder / f"{name}.log", {"workers": config.workers, "batch": config.batch}
-            servers[name] = stack.enter_context(peer_serving(peer, pythons[name], weights, first, log, **sizes))
+    with Started(config, pythons, weights, snapshot, folder, say) as servers:
         say("comparing scores with the reference")
-        for hotness, scores in expected.items():
-            for number, one in enumerate(scores):
-                for name, server in servers.items():
-                    _check(config.shape, name, server, hotness, number, one)
-        client = stack.enter_context(HelperProcess("loadtest.peers.client_process", config.shape))
-        for number in range(config.rounds):
-            for hotness in config.hotness:
-                # Each server is first, second, ... in turn.
-                shift = number % len(servers)
-                for name in (*config.servers[shift:], *config.servers[:shift]):
-                    say(f"round {number + 1}, hotness {hotness}: {name}")
-                    full, alone = (
-                        _load(config, client, name, servers[name], hotness, in_flight)
-                        for in_flight in (config.in_flight, 1)
-                    )
-                    found.append(Round(number, name, hotness, full, alone))
-    return found
+        for name in ("shardrank", *config.peers):
+            with servers.serving(name) as server:
+                for api in SHARDRANK if name == "shardrank" else (name,):
+                    for hotness, scores in expected.items():
+                        for number, one in enumerate(scores):
+                            _check(config.shape, api, server, hotness, number, one)
+        client = servers.enter(HelperProcess("loadtest.peers.client_process", config.shape))
+        measure = _Measure(config, client, servers, say)
+        return [
+            one for number in range(config.rounds) for hotness in config.hotness for one in measure(number, hotness)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """One round at one hotness, of all servers."""
+
+    config: PeersConfig
+    client: HelperProcess
+    servers: Started
+    say: Callable[[str], None]
+
+    def __call__(self, number: int, hotness: int) -> list[Round]:
+        names = self.config.servers
+        # Each server is first, second, ... in turn.
+        turn = (*names[number % len(names) :], *names[: number % len(names)])
+        where = f"round {number + 1}, hotness {hotness}"
+        loads: dict[str, tuple[Weighed, Weighed]] = {}
+        for name in turn:
+            self.say(f"{where}: {name}")
+            with self.servers.serving(name) as server:
+                full, alone = (self._load(name, server, hotness, in_flight) for in_flight in (self.config.in_flight, 1))
+            loads[name] = full, alone
+        rate = self.config.offered_share * best_throughput([loads[name][0] for name in self.config.peers])
+        offered: dict[str, Offered] = {}
+        for name in turn:
+            self.say(f"{where}: {name} at {rate:.0f}/s")
+            with self.servers.serving(name) as server:
+                offered[name] = self._offer(name, server, hotness, rate, number)
+        return [Round(number, name, hotness, *loads[name], rate, offered[name]) for name in turn]
+
+    def _load(self, name: str, server: Server, hotness: int, in_flight: int) -> Weighed:
+        config = self.config
+        load = PeerLoad(
+            host=HOST,
+            http_port=server.http_port,
+            grpc_port=server.grpc_port,
+            server=name,
+            hotness=hotness,
+            in_flight=in_flight,
+            warmup_s=config.warmup_s,
+            seconds=config.seconds,
+            process_ids=server.process_ids,
+        )
+        return self.client.ask(load, Weighed, config.warmup_s + config.seconds + ANSWER_SLACK_S)
+
+    def _offer(self, name: str, server: Server, hotness: int, rate: float, number: int) -> Offered:
+        config = self.config
+        load = PeerRate(
+            host=HOST,
+            http_port=server.http_port,
+            grpc_port=server.grpc_port,
+            server=name,
+            hotness=hotness,
+            rate=rate,
+            warmup_s=config.warmup_s,
+            seconds=config.seconds,
+            seed=SEED + number,
+        )
+        return self.client.ask(load, Offered, config.warmup_s + config.seconds + ANSWER_SLACK_S)
+
+
+def best_throughput(loads: Sequence[Weighed]) -> float:
+    """Answers a second of whichever gave most."""
+    return max(one.requests / one.seconds for one in loads)
 
 
 def _check(shape: Shape, name: str, server: Server, hotness: int, number: int, expected: Float32Array) -> None:
@@ -150,20 +163,3 @@ def _check(shape: Shape, name: str, server: Server, hotness: int, number: int, e
         peer = PEERS[name]
         asked = PeerRequests(shape, hotness, peer.path, peer.body)
         check_peer(peer, server, asked, number, expected, PEER_TOLERANCE)
-
-
-def _load(
-    config: PeersConfig, client: HelperProcess, name: str, server: Server, hotness: int, in_flight: int
-) -> Weighed:
-    load = PeerLoad(
-        host=HOST,
-        http_port=server.http_port,
-        grpc_port=server.grpc_port,
-        server=name,
-        hotness=hotness,
-        in_flight=in_flight,
-        warmup_s=config.warmup_s,
-        seconds=config.seconds,
-        process_ids=server.process_ids,
-    )
-    return client.ask(load, Weighed, config.warmup_s + config.seconds + ANSWER_SLACK_S)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.peers.comparison import MAX_P50_RATIO, MIN_THROUGHPUT_RATIO, Ahead
+from loadtest.peers.comparison import MAX_OFFERED_P99_RATIO, MAX_P50_RATIO, MIN_THROUGHPUT_RATIO, Ahead
 from loadtest.report.comparison import Comparison, Ratio
 
 WIDTH = 150
@@ -32,7 +32,9 @@ def show(comparison: Comparison, found: Sequence[Ahead], console: Console | None
         console.print(
             f"hotness {ahead.hotness}, to the best peer of each round: "
             f"throughput {_against(ahead.throughput, ahead.throughput_met)} (aim ≥ {MIN_THROUGHPUT_RATIO:g}×), "
-            f"p50 {_against(ahead.p50, ahead.p50_met)} (aim ≤ {MAX_P50_RATIO:g}×), p99 {ahead.p99:.2f}×"
+            f"p50 {_against(ahead.p50, ahead.p50_met)} (aim ≤ {MAX_P50_RATIO:g}×), p99 {ahead.p99:.2f}×, "
+            f"p99 at an equal rate {_against(ahead.offered_p99, ahead.offered_p99_met)} "
+            f"(aim ≤ {MAX_OFFERED_P99_RATIO:g}×)"
         )
     for reason in comparison.invalid_because:
         console.print(f"[red]not valid:[/] {reason}")

@@ -57,6 +57,8 @@ class RequestPool(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __iter__(self) -> Iterator[Payload]: ...
+
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     """Processor time that they have used so far, user and system."""

@@ -58,6 +58,28 @@ class Weighed(Frozen):
     p99_ms: float
 
 
+class Offered(Frozen):
+    """From the client, of a server that was offered requests at a rate.
+
+    Attributes:
+        due: requests that came due within the seconds.
+        answered: of these, answered right.
+        p50_ms, p99_ms: of those due, from then to the answer; one without an answer is later than all others, and None
+            says that the percentile is one of these.
+        lag_p99_ms: how late the client came to requests; None without any.
+        client_cpu_s: processor time of the client within the seconds.
+    """
+
+    kind: Literal["offered"] = "offered"
+    due: int
+    answered: int
+    p50_ms: float | None
+    p99_ms: float | None
+    lag_p99_ms: float | None
+    client_cpu_s: float
+    seconds: float
+
+
 class Compute(Frozen):
     """To the limit: score batches of so many requests for some time.
 
@@ -121,5 +143,5 @@ class Failed(Frozen):
 
 ToLimit: TypeAlias = Annotated[Compute | Score, Field(discriminator="kind")]
 TO_LIMIT: TypeAdapter[Compute | Score] = TypeAdapter(ToLimit)
-Told: TypeAlias = Annotated[Weighed | Computed | Scores | Failed, Field(discriminator="kind")]
-TOLD: TypeAdapter[Weighed | Computed | Scores | Failed] = TypeAdapter(Told)
+Told: TypeAlias = Annotated[Weighed | Offered | Computed | Scores | Failed, Field(discriminator="kind")]
+TOLD: TypeAdapter[Weighed | Offered | Computed | Scores | Failed] = TypeAdapter(Told)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from loader.settled_heap import settle_heap
+from loader.settled_heap import YOUNG_OBJECTS, settle_heap
 
 # Three arrays of 3 MB at a time, as a batch of a few hundred thousand ids has them, again and again.
 BATCHES = """
@@ -47,9 +47,11 @@ def test_what_was_there_is_not_gone_over_again_and_what_comes_later_still_is():
 
     kept = Node()
     kept.itself = kept
+    thresholds = gc.get_threshold()
     try:
         settle_heap()
         assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold()[0] == YOUNG_OBJECTS > thresholds[0]
         assert not any(found is kept for found in gc.get_objects())
         later = Node()
         later.itself = later
@@ -57,3 +59,4 @@ def test_what_was_there_is_not_gone_over_again_and_what_comes_later_still_is():
         assert gc.collect() >= 1
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ from loadtest.load.cli import loadtest
 from loadtest.load.machine import this_machine
 from loadtest.peers.catalog import PEERS
 from loadtest.peers.comparison import Ahead, ahead, compared, pinned
+from loadtest.peers.config import PeersConfig
 from loadtest.peers.errors import PeerServerError
 from loadtest.peers.model import random_tensors, reference_scores, write_weights
 from loadtest.peers.processes import check_peer, peer_serving
 from loadtest.peers.requests import PeerRequests, drawn_requests, flat_body, tensor_body
-from loadtest.peers.run import PeersConfig, Round
-from loadtest.serving_cost.messages import Weighed
+from loadtest.peers.run import Round, best_throughput
+from loadtest.serving_cost.messages import Offered, Weighed
 from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.errors import AnswerError
 
@@ -128,6 +130,7 @@ def test_the_command_compares_a_real_peer_with_shardrank(tmp_path: Path, environ
         "throughput, 4 in flight, hotness 2",
         "p50, one in flight, hotness 2",
     ]
+    assert [one["name"] for one in found["measures"]][-1] == "p99, equal rate, hotness 2"
     assert all(value > 0 for one in found["measures"] for arm in one["values"] for value in arm)
     assert "to the best peer of each round" in result.output
     assert "FastAPI" in html_file.read_text()
@@ -151,9 +154,15 @@ def weighed(requests: int, p50_ms: float, client_cpu_s: float = 0.1) -> Weighed:
     return Weighed(requests=requests, seconds=2.0, server_cpu_s=1.0, client_cpu_s=client_cpu_s, **times)
 
 
+def offered(p99_ms: float | None, lag_p99_ms: float = 0.1) -> Offered:
+    times = {"p50_ms": 1.0, "p99_ms": p99_ms, "lag_p99_ms": lag_p99_ms}
+    return Offered(due=100, answered=99, client_cpu_s=0.1, seconds=2.0, **times)
+
+
 def rounds_of(config: PeersConfig, table: dict[str, list[tuple[int, float]]], cpu_s: float = 0.1) -> list[Round]:
+    # The p99 at an equal rate is ten times the p50 alone.
     return [
-        Round(turn, name, 1, weighed(requests, 9.0, cpu_s), weighed(10, p50_ms))
+        Round(turn, name, 1, weighed(requests, 9.0, cpu_s), weighed(10, p50_ms), 300.0, offered(10 * p50_ms))
         for name, of_server in table.items()
         for turn, (requests, p50_ms) in enumerate(of_server)
     ]
@@ -171,11 +180,12 @@ TABLE = {
 def test_shardrank_is_held_against_the_peer_that_was_best_in_each_round_and_measure() -> None:
     (found,) = ahead(CONFIG, rounds_of(CONFIG, TABLE))
     # Best throughputs: 500/s each; best p50: 2 and 2.5 ms. shardrank over gRPC does not count.
-    assert found == Ahead(hotness=1, throughput=3.5, p50=0.45, p99=0.45)
+    assert found == Ahead(hotness=1, throughput=3.5, p50=0.45, p99=0.45, offered_p99=0.45)
     assert found.throughput_met
     assert found.p50_met
-    assert not Ahead(hotness=1, throughput=2.99, p50=0.61, p99=1.0).throughput_met
-    assert not Ahead(hotness=1, throughput=2.99, p50=0.61, p99=1.0).p50_met
+    assert found.offered_p99_met
+    behind = Ahead(hotness=1, throughput=2.99, p50=0.61, p99=1.0, offered_p99=0.51)
+    assert [behind.throughput_met, behind.p50_met, behind.offered_p99_met] == [False, False, False]
 
 
 def test_the_comparison_has_every_servers_numbers_as_ratios_to_shardrank() -> None:
@@ -191,6 +201,26 @@ def test_a_client_that_was_the_bottleneck_makes_the_comparison_invalid() -> None
     found = compared(CONFIG, rounds_of(CONFIG, TABLE, cpu_s=1.9), this_machine())
     assert not found.valid
     assert found.invalid_because[0] == "shardrank, hotness 1, round 1: the client took 0.95 of a core"
+
+
+def test_a_client_that_came_late_to_its_requests_makes_the_comparison_invalid() -> None:
+    rounds = rounds_of(CONFIG, TABLE)
+    rounds[3] = replace(rounds[3], offered=offered(20.0, lag_p99_ms=2.5))
+    assert compared(CONFIG, rounds, this_machine()).invalid_because == (
+        f"shardrank, gRPC, hotness 1, round {rounds[3].round + 1}: the client came 2.5 ms late",
+    )
+
+
+def test_a_percentile_without_an_answer_counts_as_the_whole_time_that_was_waited() -> None:
+    rounds = [replace(one, offered=offered(None)) for one in rounds_of(CONFIG, TABLE)]
+    assert compared(CONFIG, rounds, this_machine()).measures[-1].values[0] == (5000.0, 5000.0)
+
+
+def test_every_server_is_offered_a_share_of_what_the_best_peer_just_answered() -> None:
+    assert best_throughput([weighed(100, 1.0), weighed(300, 1.0)]) == 150.0
+    assert compared(CONFIG, rounds_of(CONFIG, TABLE), this_machine()).setup["equal rates"] == (
+        "hotness 1: 300 to 300/s (60% of the best peer's throughput)"
+    )
 
 
 def test_every_peer_has_a_server_that_imports_nothing_of_shardrank_and_pinned_requirements() -> None:

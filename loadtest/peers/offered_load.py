@@ -1,0 +1,101 @@
+"""A server under a rate that it did not choose: requests come at random times, whatever became of those before.
+
+A closed loop asks a slow server less, so its latencies can't be compared with a fast one's. Here every server is
+offered the same requests at the same times, and latency counts from when a request was due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+from pydantic import Field
+
+from loader.manifest import Frozen
+from loadtest.load.arrivals import arrival_times
+from loadtest.load.grpc_sender import GrpcSender
+from loadtest.load.histogram import DIGITS
+from loadtest.load.http_sender import HttpSender
+from loadtest.load.open_loop import OpenLoop
+from loadtest.load.outgoing import Sender
+from loadtest.load.recorder import Recorder, merged
+from loadtest.serving_cost.client_process import CHANNELS, RequestPool
+from loadtest.serving_cost.messages import Offered
+
+# Beyond these a request fails, and counts as later than any other.
+TIMEOUT_S = 5.0
+MAX_IN_FLIGHT = 2048
+MAX_CONNECTIONS = 64
+LEAD_S = 0.2
+
+
+class PeerRate(Frozen):
+    """To the client: offer a server so many requests a second.
+
+    Attributes:
+        server: a peer's name, `shardrank` or `shardrank-grpc`.
+        hotness: ids for each feature of each candidate.
+        rate: requests a second; gaps are exponential.
+        warmup_s: of it, before anything is counted.
+        seconds: that are counted.
+        seed: of the gaps: servers with the same one get requests at the same times.
+    """
+
+    kind: Literal["peer_rate"] = "peer_rate"
+    host: str
+    http_port: int
+    grpc_port: int
+    server: str
+    hotness: int
+    rate: float = Field(gt=0)
+    warmup_s: float = Field(ge=0)
+    seconds: float = Field(gt=0)
+    seed: int = Field(ge=0)
+
+
+async def offer(load: PeerRate, pool: RequestPool) -> Offered:
+    """Offers the load and waits until every request is over."""
+    until_s = load.warmup_s + load.seconds
+    recorder = Recorder(load.warmup_s, until_s, TIMEOUT_S)
+    times = arrival_times("poisson", load.rate, until_s, seed=load.seed)
+    begin = time.monotonic() + LEAD_S
+    loop = OpenLoop(times, begin, len(pool), recorder, timeout_s=TIMEOUT_S, max_in_flight=MAX_IN_FLIGHT)
+    sender = _sender(load, pool, recorder, loop)
+    cpu = asyncio.create_task(_cpu_between(begin + load.warmup_s, begin + until_s))
+    try:
+        await asyncio.sleep(LEAD_S)
+        await loop.run(sender)
+        cpu_s = await cpu
+    finally:
+        cpu.cancel()
+        await sender.close()
+    records = recorder.records()
+    latency, lag = merged([records.latency], digits=DIGITS), merged([records.lag], digits=DIGITS)
+    due = latency.count + sum(records.errors.values())
+    of_due = latency.percentiles(out_of=due)
+    return Offered(
+        due=due,
+        answered=latency.count,
+        p50_ms=of_due.p50_ms,
+        p99_ms=of_due.p99_ms,
+        lag_p99_ms=lag.percentiles().p99_ms,
+        client_cpu_s=cpu_s,
+        seconds=load.seconds,
+    )
+
+
+def _sender(load: PeerRate, pool: RequestPool, recorder: Recorder, loop: OpenLoop) -> Sender:
+    if pool.is_grpc:
+        return GrpcSender(
+            load.host, load.grpc_port, pool, recorder, loop.on_over, channels=CHANNELS, timeout_s=TIMEOUT_S
+        )
+    address = (load.host, load.http_port)
+    return HttpSender(address, load.host, pool, recorder, loop.on_over, max_connections=MAX_CONNECTIONS)
+
+
+async def _cpu_between(begin: float, end: float) -> float:
+    await asyncio.sleep(max(begin - time.monotonic(), 0))
+    used_s = time.process_time()
+    await asyncio.sleep(max(end - time.monotonic(), 0))
+    return time.process_time() - used_s
