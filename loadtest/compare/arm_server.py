@@ -1,4 +1,4 @@
-"""An arm's server, started as a user does: `shardrank serve`, or `shardrank up` with shard processes."""
+"""An arm's server, started as a user does: its processes, from their start until they have ended."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import signal
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from loadtest.compare.config import Arm, Budgets
+from loadtest.compare.arm_commands import Ports, ServerCommand
+from loadtest.compare.config import Arm
 from loadtest.compare.errors import ArmServerError
-from serving.fleet.child import describe_exit, shardrank_command
+from serving.fleet.child import describe_exit
 from serving.fleet.parent import PARENT_PID_VARIABLE
 
 HOST = "127.0.0.1"
@@ -33,15 +34,13 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
-    """Where every arm's server listens, one after the other, on `HOST`."""
-
-    http: int
-    grpc: int
+class _Started:
+    command: ServerCommand
+    process: asyncio.subprocess.Process
 
 
 def free_ports(draw: random.Random) -> Ports:
-    """Two ports that nobody has.
+    """Two ports of `HOST` that nobody has.
 
     They are below those that the kernel gives to clients: between two servers no connection can come to have one.
 
@@ -63,55 +62,38 @@ def free_ports(draw: random.Random) -> Ports:
     raise ArmServerError(f"no free ports from {LOWEST_PORT} to {highest} after {PORT_TRIES} tries")
 
 
-def server_arguments(arm: Arm, budgets: Budgets, snapshot: Path, ports: Ports, registry: Path) -> tuple[str, ...]:
-    """The command line of an arm's server, after `shardrank`.
-
-    Args:
-        arm: which.
-        budgets: of host memory, each of an arm's shard processes gets the same part.
-        snapshot: what it serves.
-        ports: where.
-        registry: folder of the fleet's registry, a new one each time; not used without shards.
-    """
-    parts = arm.shards or 1
-    flags: dict[str, object] = {
-        "snapshot": snapshot,
-        "http-port": ports.http,
-        "grpc-port": ports.grpc,
-        "cards": arm.cards,
-        "replicate-bytes": budgets.replicate_bytes,
-        "device": budgets.device,
-        "card-memory-gb": budgets.card_memory_gb,
-        "pinned-memory-gb": budgets.pinned_memory_gb / parts,
-        "hot-gb": budgets.hot_gb,
-        "memory-budget-gb": None if budgets.memory_budget_gb is None else budgets.memory_budget_gb / parts,
-        "peer-access": budgets.peer_access,
-    }
-    command = "serve" if arm.shards is None else "up"
-    flags |= {"shutdown-delay-s": 0} if arm.shards is None else {"shards": arm.shards, "registry": registry}
-    given = [text for name, value in flags.items() if value is not None for text in (f"--{name}", str(value))]
-    # Whoever compares has just written the files, or trusts the store.
-    return (command, "--no-verify", *given)
-
-
 @contextlib.asynccontextmanager
-async def running_arm(arm: Arm, arguments: tuple[str, ...], ports: Ports, log: Path) -> AsyncIterator[tuple[int, ...]]:
+async def running_arm(arm: Arm, commands: Sequence[ServerCommand], ports: Ports) -> AsyncIterator[tuple[int, ...]]:
     """Starts an arm's server, waits until it is ready, and ends it with the block.
 
-    Yields the ids of its process and of all that this one started.
+    Yields the ids of its processes and of all that these started.
 
     Args:
         arm: for messages.
-        arguments: as `server_arguments` gives them.
-        ports: where it will listen.
-        log: gets its output.
+        commands: as `server_commands` gives them; ended in the other order.
+        ports: where the last one will listen.
 
     Raises:
-        ArmServerError: it ends, or is not ready in time; or has ended by itself when the block does.
+        ArmServerError: one ends, or the last is not ready in time; or one has ended by itself when the block does.
     """
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *shardrank_command(*arguments),
+    async with contextlib.AsyncExitStack() as stack:
+        started: list[_Started] = []
+        for command in commands:
+            process = await _start(command)
+            stack.push_async_callback(_stop, process)
+            started.append(_Started(command, process))
+        await _until_ready(arm, started, ports)
+        own = [one.process.pid for one in started]
+        below = [child.pid for pid in own for child in psutil.Process(pid).children(recursive=True)]
+        yield (*own, *below)
+        if (ended := _ended(started)) is not None:
+            raise ArmServerError(f"{_whose(arm, ended)} ended while it was asked: {_end(ended)}")
+
+
+async def _start(command: ServerCommand) -> asyncio.subprocess.Process:
+    with command.log.open("wb") as output:
+        return await asyncio.create_subprocess_exec(
+            *command.line,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -119,27 +101,20 @@ async def running_arm(arm: Arm, arguments: tuple[str, ...], ports: Ports, log: P
             # A terminal's Ctrl-C is for the process that started it.
             start_new_session=True,
         )
-    try:
-        await _until_ready(arm, process, ports, log)
-        children = psutil.Process(process.pid).children(recursive=True)
-        yield (process.pid, *(child.pid for child in children))
-        if process.returncode is not None:
-            raise ArmServerError(f"the server with {arm.name} ended while it was asked: {_end(process, log)}")
-    finally:
-        await _stop(process)
 
 
-async def _until_ready(arm: Arm, process: asyncio.subprocess.Process, ports: Ports, log: Path) -> None:
+async def _until_ready(arm: Arm, started: Sequence[_Started], ports: Ports) -> None:
     why = "it did not answer"
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while (why := await asyncio.to_thread(_not_ready, ports.http)) != "":
-                if process.returncode is not None:
-                    raise ArmServerError(f"the server with {arm.name} ended: {_end(process, log)}")
+                if (ended := _ended(started)) is not None:
+                    raise ArmServerError(f"{_whose(arm, ended)} ended: {_end(ended)}")
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
+        logs = "\n".join(f"{one.command.name}: {_tail(one.command.log)}" for one in started)
         raise ArmServerError(
-            f"the server with {arm.name} was not ready within {START_TIMEOUT_S:.0f} s: {why}\n{_tail(log)}"
+            f"the server with {arm.name} was not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}"
         ) from error
 
 
@@ -167,9 +142,17 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-def _end(process: asyncio.subprocess.Process, log: Path) -> str:
-    assert process.returncode is not None
-    return f"{describe_exit(process.returncode)}\n{_tail(log)}"
+def _ended(started: Sequence[_Started]) -> _Started | None:
+    return next((one for one in started if one.process.returncode is not None), None)
+
+
+def _whose(arm: Arm, one: _Started) -> str:
+    return f"the {one.command.name} with {arm.name}"
+
+
+def _end(one: _Started) -> str:
+    assert one.process.returncode is not None
+    return f"{describe_exit(one.process.returncode)}\n{_tail(one.command.log)}"
 
 
 def _tail(log: Path) -> str:

@@ -10,15 +10,19 @@ import click
 from loadtest.workloads.options import request_options, workload_options
 from serving.cli.devices import DEVICE_FLAGS, device_options
 from serving.cli.examples import WithExamples
-from serving.cli.options import FiniteRange, memory_budget_option, replicate_option
+from serving.cli.options import FiniteRange, memory_budget_option, replicate_option, sharding_option
 
 MAX_CARDS = 64
 MAX_RATE = 200_000
 MAX_S = 3600
 MAX_IN_FLIGHT = 4096
+MAX_DELAY_MS = 1000
 FILE = click.Path(path_type=Path, dir_okay=False)
 _BUDGETS = (*DEVICE_FLAGS, "memory_budget_gb", "replicate_bytes")
-_COMPARE = ("cards", "shards", "rounds", "rate", "cold_s", "warmup_s", "duration_s", "in_flight", "seed")
+_COMPARE = (
+    *("cards", "shards", "rounds", "rate", "cold_s", "warmup_s", "duration_s", "in_flight", "seed"),
+    *("sharding", "workers", "dtype", "hosts", "delay_ms"),
+)
 _LOAD = (
     *("workload", "context_features", "movielens", "ids", "candidates", "arrivals", "api"),
     *("slo_ms", "timeout_ms", "processes", "requests", "seed"),
@@ -53,6 +57,17 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
     metavar="N,...",
     help="Each number of cards with each of these: shard processes on Unix sockets, as `shardrank up` starts them. "
     "Default: rows in the serving process.",
+)
+@click.option(
+    "--hosts",
+    is_flag=True,
+    help="Each shard process in a network namespace of its own, asked over TCP. Needs root's rights.",
+)
+@click.option(
+    "--delay-ms",
+    type=FiniteRange(0, MAX_DELAY_MS, min_open=True),
+    metavar="MS",
+    help="With --hosts: what the network adds to a round trip. Needs a kernel with netem.",
 )
 @click.option("--rounds", type=click.IntRange(1, 1000), default=6, show_default=True, metavar="N", help="Of every arm.")
 @workload_options
@@ -100,6 +115,11 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="Distinct ones in each process. Default: 1024.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, metavar="N",
               help="Of rows, requests, their times and the bootstrap.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, metavar="N",
+              help="Serving processes of each server. Without --shards each holds all rows.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
+              help="Number format of the dense model.")  # fmt: skip
+@sharding_option
 @memory_budget_option
 @device_options
 @replicate_option
@@ -113,13 +133,14 @@ def compare_cards(
 
     The same model, requests, times and memory budgets for each. In every round each arm's server is started anew, asked
     cold, warm and as fast as it answers, and ended, in turning order. --card-memory-gb and --hot-gb are of each card;
-    the shards of an arm divide --memory-budget-gb and --pinned-memory-gb evenly. The exit code is 1 if a run can't be
-    believed.
+    the shards of an arm divide --memory-budget-gb and --pinned-memory-gb evenly. In the first round all must give the
+    same scores. The exit code is 1 if a run can't be believed.
 
     Examples:
       shardrank loadtest compare-cards --cards 1,2,4 --workload dlrm-v2:0.001 --rate 50 --html cards.html
       shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --replicate-bytes 0 --rounds 10
+      shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2 --workers 2
     """
     from loadtest.compare.command import CompareCommand, checked_configs, execute
 

@@ -1,23 +1,31 @@
 """A process that keeps a server busy: `python -m loadtest.compare.closed_process CONFIG`, CONFIG being a `LoadConfig`.
 
 A closed loop: the same number of requests is always out, and each answer is followed by the next request. It has no
-say in latency; what is found is how much a server can do, and what a request costs it.
+say in latency; what is found is how much a server can do, and what a request costs it. Since it has the requests, it
+also tells a server's scores of single ones.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+import urllib.error
 
+import grpc
+import numpy as np
 import uvloop
 
+from loadtest.compare.messages import TO_CLIENT, ScoresAsked
 from loadtest.load.config import LoadConfig
 from loadtest.load.generator_process import open_payloads
 from loadtest.load.messages import ProcessConfig
 from loadtest.serving_cost.client_process import weigh
 from loadtest.serving_cost.errors import WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
-from loadtest.serving_cost.messages import ServerLoad, Weighed
+from loadtest.serving_cost.messages import Scores, ServerLoad, Weighed
+from loadtest.serving_cost.one_answer import scores_of
+from loadtest.serving_cost.servers import Server
+from loadtest.workloads.payloads import Payloads
 
 
 def main(arguments: list[str]) -> int:
@@ -26,15 +34,31 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, pool = open_payloads(ProcessConfig(load=LoadConfig.model_validate_json(arguments[0]), process=0))
 
-    def answer(line: str) -> Weighed:
-        try:
-            return uvloop.run(weigh(ServerLoad.model_validate_json(line), pool))
-        except BaseExceptionGroup as errors:
-            # Several requests fail together when a server does; the first says why.
-            raise WrongAnswerError(f"{pool.api}: {errors.exceptions[0]}") from errors
+    def answer(line: str) -> Weighed | Scores:
+        asked = TO_CLIENT.validate_json(line)
+        return _scores(asked, pool) if isinstance(asked, ScoresAsked) else _weighed(asked, pool)
 
     answer_lines(answer)
     return 0
+
+
+def _weighed(load: ServerLoad, pool: Payloads) -> Weighed:
+    try:
+        return uvloop.run(weigh(load, pool))
+    except BaseExceptionGroup as errors:
+        # Several requests fail together when a server does; the first says why.
+        raise WrongAnswerError(f"{pool.api}: {errors.exceptions[0]}") from errors
+
+
+def _scores(asked: ScoresAsked, pool: Payloads) -> Scores:
+    server = Server(asked.http_port, asked.grpc_port, process_ids=())
+    try:
+        scores = scores_of(server, pool, asked.request)
+    except (urllib.error.URLError, grpc.RpcError) as error:
+        raise WrongAnswerError(f"{pool.api}: request {asked.request}: {error}") from error
+    if not np.isfinite(scores).all():
+        raise WrongAnswerError(f"{pool.api}: request {asked.request}: a score that is not finite")
+    return Scores(scores=tuple(scores.tolist()))
 
 
 if __name__ == "__main__":

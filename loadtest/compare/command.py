@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.compare.arm_server import Ports
+from loadtest.compare.arm_commands import Ports
 from loadtest.compare.compared_model import compared_snapshot
 from loadtest.compare.config import Budgets, CompareConfig
+from loadtest.compare.hosts import check_hosts
 from loadtest.compare.measures import compared
 from loadtest.compare.rounds import measure_rounds, target_of
 from loadtest.compare.show import show_comparison
@@ -74,6 +75,8 @@ def execute(command: CompareCommand, config: CompareConfig, load: LoadConfig) ->
     for file in (command.json_file, command.html_file):
         if file is not None:
             check_writable(file)
+    if config.hosts:
+        check_hosts(config.delay_ms)
     try:
         comparison = _measured(command, config, load)
     except StopRequestedError:
@@ -95,6 +98,6 @@ def _measured(command: CompareCommand, config: CompareConfig, load: LoadConfig) 
     with tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:
         folder = Path(temporary)
         with progress_bars() as bars:
-            snapshot = compared_snapshot(load, command.store or folder / "store", bars)
-        rounds = run_until_signalled(lambda: measure_rounds(config, load, snapshot, folder, console, say))
-    return compared(config, load, rounds)
+            snapshot = compared_snapshot(config, load, command.store or folder / "store", bars)
+        measurements = run_until_signalled(lambda: measure_rounds(config, load, snapshot, folder, console, say))
+    return compared(config, load, measurements)

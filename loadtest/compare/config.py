@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from loader.manifest import Frozen
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
+from serving.cli.options import Sharding
 
 MAX_ARMS = 16
 MAX_CARDS = 64
 MAX_SHARDS = 64
+MAX_WORKERS = 64
+MAX_DELAY_MS = 1000.0
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 
 class Arm(Frozen):
@@ -19,7 +24,7 @@ class Arm(Frozen):
 
     Attributes:
         cards: of the serving process, or of each shard process.
-        shards: shard processes, reached over Unix sockets; None for rows in the serving process.
+        shards: shard processes; None for rows in the serving process.
     """
 
     cards: int = Field(ge=1, le=MAX_CARDS)
@@ -38,7 +43,7 @@ class Budgets(Frozen):
     Attributes:
         device: as `shardrank serve --device` reads it.
         card_memory_gb, hot_gb: of each card; None for the server's default.
-        pinned_memory_gb: of an arm, all its shard processes together.
+        pinned_memory_gb: of an arm, all its processes that hold rows together.
         memory_budget_gb: RAM for rows, likewise; None for no bound.
         peer_access: of cards.
         replicate_bytes: tables of at most so many bytes are held whole by every shard.
@@ -65,6 +70,11 @@ class CompareConfig(Frozen):
         warmup_s, duration_s: of the warm measures after that; only the duration counts.
         in_flight: requests that are always out while the throughput is measured, in a closed loop.
         budgets: of every arm.
+        sharding: how rows are divided over shards and cards.
+        workers: serving processes of every arm; without shards each holds all rows.
+        dtype: of the dense model; `auto` is the server's choice.
+        hosts: each shard process in a network namespace of its own, asked over TCP; without, over Unix sockets.
+        delay_ms: that the network between hosts adds to a round trip; None to leave it as it is.
         seed: of the times; round i of every arm has the same.
     """
 
@@ -77,6 +87,11 @@ class CompareConfig(Frozen):
     duration_s: float = Field(default=10.0, gt=0, le=MAX_RUN_S)
     in_flight: int = Field(default=32, ge=1, le=4096)
     budgets: Budgets = Budgets()
+    sharding: Sharding = "hash"
+    workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
+    dtype: Literal["auto"] | Dtype = "auto"
+    hosts: bool = False
+    delay_ms: float | None = Field(default=None, gt=0, le=MAX_DELAY_MS, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
     @model_validator(mode="after")
@@ -87,6 +102,14 @@ class CompareConfig(Frozen):
                 f"cards: {list(self.cards)} and shards: {list(self.shards)} are {len(arms)} arms; a comparison has 2 "
                 f"to {MAX_ARMS} different ones"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Self:
+        if self.hosts and not self.shards:
+            raise ValueError("hosts: there are none without shards")
+        if self.delay_ms is not None and not self.hosts:
+            raise ValueError(f"delay_ms: {self.delay_ms:g} is of the network between hosts; it needs hosts")
         return self
 
     @property

@@ -4,6 +4,9 @@
 ShardrankError
 └── CompareError                500 INTERNAL             a comparison that can't be run to its end
     ├── ArmServerError                                   an arm's server ended, or did not get ready
+    ├── ArmsDisagreeError                                arms whose scores of the same request differ
+    ├── HostsError                                       network namespaces or links can't be made or removed
+    │   └── NoNetemError    501 UNIMPLEMENTED            a kernel that can't delay packets
     └── CompareStoreError       400 INVALID_ARGUMENT     a store that holds another model of that name
 ```
 """
@@ -23,6 +26,26 @@ class ArmServerError(CompareError):
     """The server of an arm ended by itself, or was not ready in time. The message has the end of its log."""
 
     kind = "compare_server"
+
+
+class ArmsDisagreeError(CompareError):
+    """An arm's scores are not the first one's. A ratio of wrong answers to right ones says nothing."""
+
+    kind = "compare_scores"
+
+
+class HostsError(CompareError):
+    """A network namespace, or its link, can't be made or removed: not as this user, or not with this kernel."""
+
+    kind = "compare_hosts"
+
+
+class NoNetemError(HostsError):
+    """The kernel has no netem, so packets can't be delayed."""
+
+    http_status = 501
+    grpc_status = "UNIMPLEMENTED"
+    kind = "compare_netem"
 
 
 class CompareStoreError(CompareError):

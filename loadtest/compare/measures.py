@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from loadtest.compare.agreement import TOLERANCES
+from loadtest.compare.arm_measure import ArmRound
 from loadtest.compare.config import Arm, CompareConfig
-from loadtest.compare.rounds import ArmRound
+from loadtest.compare.rounds import Agreed, Measurements
 from loadtest.load.config import LoadConfig
 from loadtest.load.merge import MAX_CPU_SHARE
 from loadtest.load.result import LoadResult
@@ -19,7 +21,7 @@ COUNTED = "requests that count in a round"
 """In the setup: of fewer than a thousand, p99.9 is the slowest one."""
 
 
-def compared(config: CompareConfig, load: LoadConfig, rounds: Mapping[Arm, Sequence[ArmRound]]) -> report.Comparison:
+def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> report.Comparison:
     """Ratios to the first arm.
 
     Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of a
@@ -29,11 +31,12 @@ def compared(config: CompareConfig, load: LoadConfig, rounds: Mapping[Arm, Seque
     Args:
         config: arms and rounds.
         load: what was asked.
-        rounds: of each arm, in the order of `config.arms`.
+        measurements: with the rounds of each arm in the order of `config.arms`.
 
     Raises:
         ComparisonError: arms have other numbers of rounds, or there are none.
     """
+    rounds = measurements.rounds
     found: list[report.Measured] = []
     reasons = _reasons(rounds)
     for name, unit, better, values in _values(config, rounds):
@@ -44,8 +47,15 @@ def compared(config: CompareConfig, load: LoadConfig, rounds: Mapping[Arm, Seque
     runs = [one.warm for of_arm in rounds.values() for one in of_arm]
     return report.Comparison(
         title=f"{_listed(arm.name for arm in config.arms)}: {load.workload}",
-        setup=_setup(config, load, rounds),
-        arms=tuple(report.Arm(name=arm.name, runs=tuple(one.warm for one in of_arm)) for arm, of_arm in rounds.items()),
+        setup=_setup(config, load, measurements),
+        arms=tuple(
+            report.Arm(
+                name=arm.name,
+                runs=tuple(one.warm for one in of_arm),
+                cold_runs=tuple(one.cold for one in of_arm),
+            )
+            for arm, of_arm in rounds.items()
+        ),
         baseline=0,
         rounds=config.rounds,
         measures=tuple(found),
@@ -103,8 +113,9 @@ def _why_not_busy(busy: Weighed) -> list[str]:
     return [f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed"]
 
 
-def _setup(config: CompareConfig, load: LoadConfig, rounds: Mapping[Arm, Sequence[ArmRound]]) -> dict[str, str]:
+def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> dict[str, str]:
     """What all arms have alike."""
+    rounds, agreed = measurements.rounds, measurements.agreed
     run = next(iter(rounds.values()))[0].warm
     budgets = config.budgets
     several = any(arm.shards is not None for arm in config.arms)
@@ -118,12 +129,17 @@ def _setup(config: CompareConfig, load: LoadConfig, rounds: Mapping[Arm, Sequenc
         "throughput": f"closed loop, {config.in_flight} requests always out",
         "cold": f"the first {config.cold_s:g} s after the server's start",
         "warm": f"{config.duration_s:g} s after {config.warmup_s:g} s of warm-up",
-        "rows": "in shard processes, asked over Unix sockets" if several else "in the serving process",
+        "serving processes": config.workers,
+        "dense model in": agreed.dtype if config.dtype == agreed.dtype else f"{agreed.dtype} ({config.dtype})",
+        "same scores": _agreement(agreed),
+        "rows": _where(config) if several else "in each serving process",
+        "network": _network(config) if config.hosts else None,
+        "sharding": config.sharding,
         "device": budgets.device,
         "memory of each card": _gb(budgets.card_memory_gb),
         "hot rows of each card": _gb(budgets.hot_gb),
-        "pinned host memory, all shards": _gb(budgets.pinned_memory_gb),
-        "RAM for rows, all shards": _gb(budgets.memory_budget_gb),
+        "pinned host memory, all processes": _gb(budgets.pinned_memory_gb),
+        "RAM for rows, all processes": _gb(budgets.memory_budget_gb),
         "peer access": budgets.peer_access,
         "replicated tables": f"up to {budgets.replicate_bytes} bytes" if several else None,
         COUNTED: f"{_about(rounds, 'warm')} warm, {_about(rounds, 'cold')} cold",
@@ -131,6 +147,20 @@ def _setup(config: CompareConfig, load: LoadConfig, rounds: Mapping[Arm, Sequenc
         "seed of the requests": load.seed,
     }
     return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _agreement(agreed: Agreed) -> str:
+    return f"of {agreed.requests} requests, to {agreed.largest_difference:.2g}; allowed is {TOLERANCES[agreed.dtype]:g}"
+
+
+def _where(config: CompareConfig) -> str:
+    asked = "on hosts of their own (network namespaces), asked over TCP" if config.hosts else "asked over Unix sockets"
+    return f"in shard processes, {asked}"
+
+
+def _network(config: CompareConfig) -> str:
+    delay = "no delay made" if config.delay_ms is None else f"netem adds {config.delay_ms:g} ms to a round trip"
+    return f"a veth pair for each host, {delay}"
 
 
 def _gb(size: float | None) -> str | None:

@@ -64,10 +64,12 @@ class Arm(Frozen):
     Attributes:
         name: such as `2 cards`.
         runs: its rounds, where each was a load test; empty if other things were measured.
+        cold_runs: likewise, what was measured before them in the same rounds, from a server's start.
     """
 
     name: str = Field(min_length=1)
     runs: tuple[LoadResult, ...] = ()
+    cold_runs: tuple[LoadResult, ...] = ()
 
 
 class Comparison(Frozen):

@@ -12,6 +12,7 @@ from loadtest.grpc_channels import as_it_is
 from loadtest.serving_cost.errors import WrongAnswerError
 from loadtest.serving_cost.servers import HOST, Server
 from loadtest.workloads.payloads import Payloads
+from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_wire_pb2
 from shard_node.bags import Float32Array
 
@@ -22,12 +23,12 @@ TIMEOUT_S = 60.0
 
 def scores_of(server: Server, pool: Payloads, request: int) -> Float32Array:
     """float32 [candidates]. Raises WrongAnswerError, urllib.error.URLError and grpc.RpcError."""
-    if pool.api == "grpc":
+    if pool.is_grpc:
         with grpc.insecure_channel(f"{HOST}:{server.grpc_port}") as channel:
             answer = channel.unary_unary(pool.path, as_it_is, as_it_is)(pool[request].body, timeout=TIMEOUT_S)
-        return np.frombuffer(b"".join(ranking_wire_pb2.RankResponse.FromString(answer).scores), "<f4")
-    if pool.api not in ("json", "oip-http"):
-        raise WrongAnswerError(f"api {pool.api!r} is not one that is measured")
+        if pool.api == "grpc":
+            return np.frombuffer(b"".join(ranking_wire_pb2.RankResponse.FromString(answer).scores), "<f4")
+        return _raw_scores(answer)
     url = f"http://{HOST}:{server.http_port}{pool.path}"
     post = urllib.request.Request(url, pool[request].body, dict(pool[request].headers))
     with urllib.request.urlopen(post, timeout=TIMEOUT_S) as response:
@@ -46,6 +47,15 @@ def _binary_scores(body: bytes, header_bytes: int) -> Float32Array:
             return np.frombuffer(body[first : first + size], "<f4")
         first += size
     raise WrongAnswerError(f"oip-http: no output {SCORES!r}")
+
+
+def _raw_scores(answer: bytes) -> Float32Array:
+    """Of a ModelInferResponse: raw contents are in the order of the outputs."""
+    message = open_inference_pb2.ModelInferResponse.FromString(answer)
+    for output, raw in zip(message.outputs, message.raw_output_contents, strict=False):
+        if output.name == SCORES:
+            return np.frombuffer(raw, "<f4")
+    raise WrongAnswerError(f"oip-grpc: no output {SCORES!r} with raw contents")
 
 
 def check_scores(server: Server, pool: Payloads, request: int, expected: Float32Array, tolerance: float) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loader.manifest import ModelSpec
+from loader.manifest import Bucketing, ModelSpec
 from loader.progress import Progress, no_progress
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload
-from serving.demo.prepare import train_version
+from serving.demo.prepare import train_version, with_bucketing
 
 
 def prepare_workload(
@@ -20,6 +20,7 @@ def prepare_workload(
     movielens: Path | None = None,
     seed: int = 0,
     epochs: int | None = None,
+    bucketing: Bucketing = "hash",
     progress: Progress = no_progress,
 ) -> tuple[Path, ModelSpec]:
     """Writes the next version of a workload's model.
@@ -33,6 +34,7 @@ def prepare_workload(
         movielens: as `open_workload` takes it.
         seed: of rows and weights, or of the split and the training.
         epochs: for `films`, passes over the training part; None for the trainer's default.
+        bucketing: how rows lie in their files; sharding `range` needs `range`.
         progress: told how far it is.
 
     Returns:
@@ -42,9 +44,16 @@ def prepare_workload(
         WorkloadError, TrainingError, ExportError: as `open_workload`, `train_version` and `write_random_snapshot`.
     """
     workload = open_workload(text, context_features=context_features, movielens=movielens, seed=seed)
+    spec = with_bucketing(workload.spec, bucketing)
     if isinstance(workload, FilmsWorkload):
         trained = train_version(
-            workload.interactions, store, seed=seed, epochs=epochs, options=workload.options, progress=progress
+            workload.interactions,
+            store,
+            seed=seed,
+            epochs=epochs,
+            options=workload.options,
+            bucketing=bucketing,
+            progress=progress,
         )
-        return trained.folder, workload.spec
-    return write_random_snapshot(workload.spec, store, seed=seed, progress=progress), workload.spec
+        return trained.folder, spec
+    return write_random_snapshot(spec, store, seed=seed, progress=progress), spec

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from loadtest.report.comparison import Comparison
 from loadtest.report.reading import read_reported
 
@@ -13,16 +15,18 @@ TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "
 SHORT = ("--rounds", "2", "--rate", "20", "--cold", "0.5", "--warmup", "0", "--duration", "0.5", "--in-flight", "4")
 
 
+@pytest.mark.timeout(300)
 def test_the_command_measures_every_arm_in_every_round_and_writes_the_comparison_and_a_page(tmp_path: Path):
     json_file, html_file = tmp_path / "cards.json", tmp_path / "cards.html"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "serving.cli", "loadtest", "compare-cards", "--cards", "1,2", *TINY, *SHORT),
-            *("--arrivals", "constant", "--timeout-ms", "10000", "--json", str(json_file), "--html", str(html_file)),
+            *("--arrivals", "constant", "--timeout-ms", "10000", "--dtype", "float32"),
+            *("--json", str(json_file), "--html", str(html_file)),
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=280,
         check=False,
     )
     found = read_reported(json_file)
@@ -36,7 +40,10 @@ def test_the_command_measures_every_arm_in_every_round_and_writes_the_comparison
         "round 2 of 2: 2 cards",
         "round 2 of 2: 1 card",
     ]
-    assert [(arm.name, len(arm.runs)) for arm in found.arms] == [("1 card", 2), ("2 cards", 2)]
+    arms = [(arm.name, len(arm.runs), len(arm.cold_runs)) for arm in found.arms]
+    assert arms == [("1 card", 2, 2), ("2 cards", 2, 2)]
+    assert found.setup["dense model in"] == "float32"
+    assert found.setup["same scores"].startswith("of 8 requests, to ")
     for run in (run for arm in found.arms for run in arm.runs):
         # Constant arrivals: as many requests for each arm, and every one answered right.
         assert (run.due, run.answered, run.errors) == (10, 10, {})

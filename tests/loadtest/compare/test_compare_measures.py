@@ -8,9 +8,10 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from loadtest.compare.config import Arm, CompareConfig
+from loadtest.compare.arm_measure import ArmRound
+from loadtest.compare.config import CompareConfig
 from loadtest.compare.measures import compared
-from loadtest.compare.rounds import ArmRound
+from loadtest.compare.rounds import Agreed, Measurements
 from loadtest.compare.show import show_comparison
 from loadtest.load.config import LoadConfig
 from loadtest.load.result import LoadResult
@@ -42,10 +43,11 @@ def busy(requests: int, *, client_cpu_s: float = 1.0) -> Weighed:
     return Weighed(requests=requests, seconds=2.0, server_cpu_s=3.0, client_cpu_s=client_cpu_s, p50_ms=1.0, p99_ms=2.0)
 
 
-def rounds(*of_two: ArmRound) -> dict[Arm, list[ArmRound]]:
-    """Three rounds of one card, and three of two."""
+def rounds(*of_two: ArmRound, config: CompareConfig = CONFIG) -> Measurements:
+    """Three rounds of the first arm, and three of the second."""
     one = ArmRound(cold=run(8), warm=run(1), busy=busy(1000))
-    return {CONFIG.arms[0]: [one] * 3, CONFIG.arms[1]: list(of_two)}
+    agreed = Agreed(requests=8, dtype="float32", largest_difference=3e-7)
+    return Measurements({config.arms[0]: [one] * 3, config.arms[1]: list(of_two)}, agreed)
 
 
 def test_a_measure_is_the_ratio_to_one_card_round_by_round():
@@ -70,6 +72,29 @@ def test_a_measure_is_the_ratio_to_one_card_round_by_round():
     assert measures["throughput at 200/s, warm"].ratios[1].value == 1
     assert found.valid
     assert [arm.name for arm in found.arms] == ["1 card", "2 cards"]
+
+
+def test_warm_and_cold_runs_are_kept_and_results_without_cold_ones_are_still_read():
+    odd = [ArmRound(cold=run(4), warm=run(times), busy=busy(2000)) for times in (1, 2, 3)]
+    found = compared(CONFIG, LOAD, rounds(*odd))
+    assert [run.latency_of_due.p50_ms for run in found.arms[1].runs] == [1, 2, 3]
+    assert [run.latency_of_due.p50_ms for run in found.arms[1].cold_runs] == [4, 4, 4]
+    old = found.model_dump(mode="json")
+    for arm in old["arms"]:
+        del arm["cold_runs"]
+    assert Comparison.model_validate(old).arms[0].cold_runs == ()
+
+
+def test_the_setup_says_what_servers_were_told_and_how_far_they_agree():
+    told = {"shards": (1,), "sharding": "table", "workers": 2, "hosts": True, "delay_ms": 0.5}
+    config = CompareConfig.model_validate(CONFIG.model_dump() | told)
+    setup = compared(config, LOAD, rounds(*[ArmRound(run(1), run(1), busy(10))] * 3, config=config)).setup
+    assert setup["sharding"] == "table"
+    assert setup["serving processes"] == "2"
+    assert setup["dense model in"] == "float32 (auto)"
+    assert setup["same scores"] == "of 8 requests, to 3e-07; allowed is 1e-05"
+    assert setup["network"] == "a veth pair for each host, netem adds 0.5 ms to a round trip"
+    assert setup["rows"].endswith("asked over TCP")
 
 
 def test_a_run_that_is_not_valid_makes_the_comparison_so_and_is_named():
