@@ -65,6 +65,9 @@ class IdMapper:
         self._only_identity = bool((self._kind == _IDENTITY).all())
         self._policy = np.array([policies[table.unknown_id] for table in tables], np.int8)
         self._num_embeddings = np.array([table.num_embeddings for table in tables], np.uint64)
+        sizes = {table.num_embeddings for table in tables}
+        # Tables that all have as many rows as each other need no bounds by feature.
+        self._common_size = sizes.pop() if len(sizes) == 1 else None
         self._default_row = np.array([table.default_row for table in tables], np.int64)
         seeds = [table.id_mapping.seed if isinstance(table.id_mapping, HashMapping) else 0 for table in tables]
         self._seed = np.array(seeds, np.uint64)
@@ -72,7 +75,7 @@ class IdMapper:
         self._vocabulary = VocabularyIndex({schema.layout.index[name]: vocabularies[name] for name in wanted})
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps raw ids to rows.
+        """Maps raw ids to rows: every value of the answer is a row of its feature's table.
 
         Args:
             bags: keys are flat feature indices, values raw ids.
@@ -83,11 +86,13 @@ class IdMapper:
         keys = bags.keys
         if keys.size == 0 or not bags.num_values:
             return MappedBags(bags, NONE_REJECTED)
+        if self._only_identity and self._all_are_rows(bags):
+            return MappedBags(bags, NONE_REJECTED)
         values_per_key = bags.values_per_key()
-        kinds = self._kind if self._only_identity else self._kind[keys]
-        if self._only_identity or (kinds == _IDENTITY).all():
+        kinds = self._kind[keys]
+        if (kinds == _IDENTITY).all():
             limits = self._num_embeddings[keys]
-            if first_outside(bags.values, bags.value_starts(), limits) is None:
+            if not self._only_identity and first_outside(bags.values, bags.value_starts(), limits) is None:
                 return MappedBags(bags, NONE_REJECTED)
             rows = bags.values
             unknown = rows.view(np.uint64) >= np.repeat(limits, values_per_key)
@@ -97,12 +102,21 @@ class IdMapper:
                 _spread(self._seed[keys], values_per_key),
                 _spread(self._num_embeddings[keys], values_per_key),
             )
-            return MappedBags(_with_values(bags, rows), NONE_REJECTED)
+            return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
         else:
             rows, unknown = self._map_mixed(bags, values_per_key)
         if not unknown.any():
-            return MappedBags(_with_values(bags, rows), NONE_REJECTED)
+            return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
         return self._resolve_unknown(bags, rows, unknown, values_per_key)
+
+    def _all_are_rows(self, bags: KeyedBags) -> bool:
+        if self._common_size is not None:
+            # As unsigned numbers, negative values are larger than any size.
+            return int(np.maximum.reduce(bags.values.view(np.uint64))) < self._common_size
+        limits = (
+            self._num_embeddings if bags.keys.size == self._num_embeddings.size else self._num_embeddings[bags.keys]
+        )
+        return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _map_mixed(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         keys = bags.keys
@@ -130,7 +144,7 @@ class IdMapper:
         rejected = self._rejected(bags, positions[refused], segment[refused])
         skipped = positions[policy == _SKIP]
         if not skipped.size:
-            return MappedBags(_with_values(bags, rows), rejected)
+            return MappedBags(bags.with_values(rows, bags.weights), rejected)
         keep = np.ones(rows.size, dtype=bool)
         keep[skipped] = False
         kept_before = np.zeros(rows.size + 1, np.int64)
@@ -144,10 +158,6 @@ class IdMapper:
         bag_of_batch, first = np.unique(np.searchsorted(bags.offsets, positions, side="right") - 1, return_index=True)
         positions, segment = positions[first], segment[first]
         return RejectedIds(bags.keys[segment], bag_of_batch - bags.bag_starts()[segment], bags.values[positions])
-
-
-def _with_values(bags: KeyedBags, values: Int64Array) -> KeyedBags:
-    return KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, values, bags.weights)
 
 
 def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:

@@ -17,7 +17,7 @@ from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags
 from router.plan import REPLICATED, Plan
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import NodeUnavailableError
 from shard_node.shard import Shard
 from shard_node.split import Part, add, split
@@ -69,6 +69,11 @@ class Router:
         # Of each feature, the group of tables that it is in.
         features = np.arange(len(schema.features))
         self._group_of_feature = np.searchsorted(schema.group_starts, features, side="right") - 1
+        # A rank request has all features. What follows from that alone is worked out once: the feature that each one's
+        # group begins with, and the first feature of each table.
+        self._first_in_group = schema.group_starts[self._group_of_feature]
+        self._firsts = _first_of_each(schema.table_index)
+        self._tables = schema.table_index[self._firsts]
         self._turn = itertools.count()
         self._clock = clock
         self._rests_until = [float("-inf")] * len(self._shards)
@@ -97,7 +102,7 @@ class Router:
         mapped = self.map(bags)
         by_feature = mapped.bags
         by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
-        by_table = _by_table(by_row, self.schema.table_index)
+        by_table = self._by_table(by_row)
         times.map_s = self._clock() - began
         blocks = await self._pool(model, version, by_table, deadline, times)
         began = self._clock()
@@ -123,7 +128,7 @@ class Router:
             await shard.close()
 
     async def _pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, times: LookupTimes
+        self, model: str, version: int, bags: CheckedBags, deadline: float, times: LookupTimes
     ) -> list[Float32Array]:
         began = self._clock()
         if len(self._shards) == 1:
@@ -201,15 +206,30 @@ class Router:
             blocks.append(add(here, end - first, group.embedding_dim, first))
         return blocks
 
+    def _by_table(self, bags: KeyedBags) -> CheckedBags:
+        """Joins neighbouring features of one table into one segment. No value moves.
+
+        Args:
+            bags: whose values the id mapping has made rows: that is what checks them.
+        """
+        if bags.keys.size == len(self.schema.features):
+            firsts, tables = self._firsts, self._tables
+        else:
+            by_feature = self.schema.table_index[bags.keys]
+            firsts = _first_of_each(by_feature)
+            tables = by_feature[firsts]
+        counts = bags.bags_per_key
+        if firsts.size < counts.size:
+            counts = np.add.reduceat(counts, firsts)
+        return CheckedBags(tables, counts, bags.offsets, bags.values, bags.weights, layout=self.schema.layout)
+
     def _starts_in_group(self, bags: KeyedBags) -> Int64Array:
         """int64 [S], the row of its group's block at which each key begins."""
         starts = bags.bag_starts()
         if bags.keys.size == len(self.schema.features):
-            first_key, group_of = self.schema.group_starts, self._group_of_feature
-        else:
-            first_key = np.searchsorted(bags.keys, self.schema.group_starts)
-            group_of = self._group_of_feature[bags.keys]
-        return starts[:-1] - starts[first_key[group_of]]
+            return starts[:-1] - starts[self._first_in_group]
+        first_key = np.searchsorted(bags.keys, self.schema.group_starts)
+        return starts[:-1] - starts[first_key[self._group_of_feature[bags.keys]]]
 
     def _divide_means(self, embeddings: Embeddings) -> None:
         # A mean is a sum divided once, by the length of the whole bag. Runs of mean features are divided together.
@@ -227,14 +247,11 @@ class Router:
             block /= lengths[:, None]
 
 
-def _by_table(bags: KeyedBags, table_index: npt.NDArray[np.int32]) -> KeyedBags:
-    """Joins neighbouring features of one table into one segment. No value moves."""
-    tables = table_index[bags.keys]
-    if tables.size == 0 or (tables[1:] != tables[:-1]).all():
-        return KeyedBags(tables, bags.bags_per_key, bags.offsets, bags.values, bags.weights)
-    firsts = np.flatnonzero(np.concatenate([[True], tables[1:] != tables[:-1]]))
-    bags_per_table = np.add.reduceat(bags.bags_per_key, firsts)
-    return KeyedBags(tables[firsts], bags_per_table, bags.offsets, bags.values, bags.weights)
+def _first_of_each(ascending: Int32Array) -> Int64Array:
+    """int64, the positions at which another number begins."""
+    begins = np.ones(ascending.size, np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=begins[1:])
+    return np.flatnonzero(begins)
 
 
 def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from serving.errors import OverloadedError, ShuttingDownError
@@ -122,44 +121,29 @@ class Batcher:
 
     def _take_batch(self, dropped: list[Pending]) -> list[Pending]:
         queue, now = self._queue, self._clock()
-        batch: list[Pending] = []
-        cost = _Cost()
-        while queue and len(batch) < self._limits.max_batch_requests:
+        limits, batch = self._limits, list[Pending]()
+        num_candidates = num_ids = longest_sequence = 0
+        while queue and len(batch) < limits.max_batch_requests:
             head = queue[0]
             if head.is_dead(now):
                 dropped.append(queue.popleft())
                 continue
-            if isinstance(head.request, LookupRequest):
+            request = head.request
+            if isinstance(request, LookupRequest):
                 return batch or [queue.popleft()]
-            with_head = cost.plus(head)
-            if batch and not with_head.fits(self._limits):
+            num_candidates += request.num_candidates
+            num_ids += request.bags.num_values
+            # Sequences are padded to the longest, so one long one makes all candidates dear.
+            longest_sequence = max(longest_sequence, head.longest_sequence)
+            fits = (
+                num_candidates <= limits.max_batch_candidates
+                and num_ids <= limits.max_batch_ids
+                and num_candidates * longest_sequence <= limits.max_batch_pairs
+            )
+            if batch and not fits:
                 break
             batch.append(queue.popleft())
-            cost = with_head
         return batch
-
-
-@dataclass(slots=True)
-class _Cost:
-    """What ranking a batch takes. Sequences are padded to the longest, so one long one makes all candidates dear."""
-
-    num_candidates: int = 0
-    num_ids: int = 0
-    longest_sequence: int = 0
-
-    def plus(self, pending: Pending) -> _Cost:
-        return _Cost(
-            self.num_candidates + pending.num_candidates,
-            self.num_ids + pending.request.bags.num_values,
-            max(self.longest_sequence, pending.longest_sequence),
-        )
-
-    def fits(self, limits: RequestLimits) -> bool:
-        return (
-            self.num_candidates <= limits.max_batch_candidates
-            and self.num_ids <= limits.max_batch_ids
-            and self.num_candidates * self.longest_sequence <= limits.max_batch_pairs
-        )
 
 
 def _wake(wake: Wake) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
 from router.router import Router
 from serving.errors import ModelOutputError, UnknownIdError
-from serving.merge import MergedBatch, merge, rank_order
+from serving.merge import MergedBatch, Merger, rank_order
 from serving.metrics import ServingMetrics
 from serving.models.assembler import InputAssembler
 from serving.models.device_copies import CPU, DeviceCopies
@@ -85,6 +86,8 @@ class Ranking:
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
         self._times: BatchTimes | None = None
+        self._columns = parts.assembler.buffer()
+        self._merger = Merger()
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +101,7 @@ class Ranking:
     def use(self, parts: RankingParts) -> None:
         """Goes on with another dense model."""
         self.parts = parts
+        self._columns = parts.assembler.buffer()
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Does beforehand what batches of the usual sizes need once. The router's lookups need nothing.
@@ -140,7 +144,7 @@ class Ranking:
             RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
-        batch = merge(requests)
+        batch = self._merger.merge(requests)
         self._metrics.batch(self._model_name, len(requests), int(batch.candidate_starts[-1]))
         merged, self._times = self._clock(), None
         scores, rejected = await self.score(batch, max(request.deadline for request in requests))
@@ -156,13 +160,17 @@ class Ranking:
     def _outcomes(
         self, requests: Sequence[RankRequest], batch: MergedBatch, scores: Float32Array, rejected: RejectedIds
     ) -> list[RankAnswer | Exception]:
-        order = rank_order(scores, batch.request_of_candidate)
-        finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
+        order = rank_order(scores, batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         outcomes: list[RankAnswer | Exception] = [
-            self._answer(request, scores[start:end], order[start:end] - start)
+            self._answer(request, scores[start:end], order[start:end])
             for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True)
         ]
+        # A sum is finite only if all of them are, and one number is asked faster than many.
+        if not len(rejected) and math.isfinite(np.add.reduce(scores)):
+            self._counter.scored(scores)
+            return outcomes
+        finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
             outcomes[number] = ModelOutputError(
                 f"model {self._model_name!r} version {self.parts.version} gave a score that is not finite"
@@ -230,7 +238,7 @@ class Ranking:
         """float32 [N], the scores of a batch whose rows were looked up."""
         with torch.inference_mode():
             inputs = self.parts.assembler.assemble(
-                embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense
+                embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
             )
             scores: Float32Array = self.parts.models.on(self.device).score(inputs.on(self.device)).cpu().numpy()
         return scores
@@ -250,8 +258,7 @@ class Ranking:
 
     def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:
         is_answered = np.fromiter((isinstance(one, RankAnswer) for one in outcomes), np.bool_, count=len(outcomes))
-        # Almost always all are, and then nothing is copied.
-        self._counter.scored(scores if is_answered.all() else scores[is_answered[batch.request_of_candidate]])
+        self._counter.scored(scores[is_answered[batch.request_of_candidate]])
 
     def _answer(self, request: RankRequest, scores: Float32Array, order: Int64Array) -> RankAnswer:
         top = order if request.top_k is None else order[: request.top_k]

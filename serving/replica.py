@@ -145,7 +145,8 @@ class Replica:
                     continue
                 await self._answer(ranking, batch)
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
-                await asyncio.sleep(0)
+                if self._batcher.num_waiting:
+                    await asyncio.sleep(0)
         finally:
             await ranking.close()
 

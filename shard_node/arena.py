@@ -169,8 +169,8 @@ def _pool_fp16(
 
 
 _KERNELS: dict[RowDtype, Kernel] = {
-    "int8": _quantised(torch.ops.quantized.embedding_bag_byte_rowwise_offsets),
-    "int4": _quantised(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets),
+    "int8": _quantised(torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default),
+    "int4": _quantised(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets.default),
     "fp16": _pool_fp16,
     "fp32": _pool_fp32,
 }

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -92,6 +93,13 @@ class KeyedBags:
         counts: Int64Array = starts[1:] - starts[:-1]
         return counts
 
+    def with_values(self, values: Int64Array, weights: Float32Array | None) -> KeyedBags:
+        """Bags of the same shape with other contents, int64 [n] and float32 [n]: what was worked out is kept."""
+        bags = KeyedBags(self.keys, self.bags_per_key, self.offsets, values, weights)
+        object.__setattr__(bags, "_bag_starts", self._bag_starts)
+        object.__setattr__(bags, "_value_starts", self._value_starts)
+        return bags
+
     def validate(self) -> None:
         """Checks that the arrays describe bags; for input that comes from outside the process.
 
@@ -119,3 +127,18 @@ class KeyedBags:
                 raise InvalidBagsError(f"{self.weights.size} weights for {self.values.size} values")
             if not np.isfinite(self.weights).all():
                 raise InvalidBagsError("weights must be finite")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedBags(KeyedBags):
+    """Bags of tables whose values somebody in this process has just checked against a layout, every one of them.
+
+    An engine of the same layout need not look at them again (`TableLimits.check`). The router makes them, of what its
+    id mapping gives: each of those is a row of its table. What came over a socket is never of this type: decoding makes
+    `KeyedBags`.
+
+    Attributes:
+        layout: the tables that keys number, and whose rows values are.
+    """
+
+    layout: TableLayout = field(kw_only=True)

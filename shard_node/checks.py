@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.codecs import codec_for
-from shard_node.bags import Int32Array, Int64Array, KeyedBags
+from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
+
+_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 
 
 def first_outside(
@@ -56,6 +58,7 @@ class TableLimits:
         self.layout = layout
         self._num_embeddings = np.array([table.num_embeddings for table in layout.tables], np.uint64)
         self._row_bytes = np.array([4 * table.embedding_dim for table in layout.tables], np.int64)
+        self._equal_layout = layout
 
     def answer_bytes(self, keys: Int32Array, bags_per_key: npt.NDArray[np.integer[Any]], num_bags: int) -> int:
         """Bytes of the blocks that answer a request, from its two short arrays alone: before any memory is taken.
@@ -83,7 +86,8 @@ class TableLimits:
         """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
 
         What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of
-        few vector operations; only if it fails is it asked what is wrong.
+        few vector operations; only if it fails is it asked what is wrong. `CheckedBags` of an equal layout have been
+        through it: of them only what costs nothing is asked, that arrays are flat and end together.
 
         Args:
             bags: to be checked.
@@ -92,7 +96,10 @@ class TableLimits:
         Raises:
             InvalidBagsError: naming the array, or the table, the row and the limit.
         """
-        _check_arrays(bags)
+        if not _are_flat(bags):
+            raise _not_flat(bags)
+        if isinstance(bags, CheckedBags) and tables is None and self._is_equal(bags.layout) and _end_together(bags):
+            return
         if tables is not None and tables.size != bags.keys.size:
             raise InvalidBagsError(f"the batch has {bags.keys.size} keys, there must be {tables.size}")
         if self._is_right(bags, tables):
@@ -134,6 +141,15 @@ class TableLimits:
             wrong = rows[0] if rows[0] < 0 else rows[-1]
             raise InvalidBagsError(f"{where}: row {wrong} is not in 0..{spec.num_embeddings - 1}")
 
+    def _is_equal(self, layout: TableLayout) -> bool:
+        # One process has few layouts of a model, and mostly asks for the same one again: it is compared once.
+        if layout is self._equal_layout:
+            return True
+        if layout != self.layout:
+            return False
+        self._equal_layout = layout
+        return True
+
     def _is_right(self, bags: KeyedBags, tables: Int64Array | None) -> bool:
         keys, counts, offsets, weights = bags.keys, bags.bags_per_key, bags.offsets, bags.weights
         num_keys, num_bags, num_values = keys.size, offsets.size - 1, bags.values.size
@@ -162,18 +178,40 @@ class TableLimits:
             raise InvalidBagsError(f"key {int(wrong[0])} is no table, tables are 0..{num_tables - 1}")
 
 
-def _check_arrays(bags: KeyedBags) -> None:
+def _end_together(bags: KeyedBags) -> bool:
+    return (
+        bool(bags.offsets.size)
+        and int(bags.offsets[-1]) == bags.values.size
+        and int(bags.bag_starts()[-1]) == bags.num_bags
+    )
+
+
+def _are_flat(bags: KeyedBags) -> bool:
     # The torch ops read flat memory of these dtypes without asking.
+    weights = bags.weights
+    return (
+        _is_flat(bags.keys, _INT32)
+        and _is_flat(bags.bags_per_key, _INT64)
+        and _is_flat(bags.offsets, _INT64)
+        and _is_flat(bags.values, _INT64)
+        and (weights is None or _is_flat(weights, _FLOAT32))
+    )
+
+
+def _is_flat(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    return array.ndim == 1 and array.flags.c_contiguous and array.dtype == dtype
+
+
+def _not_flat(bags: KeyedBags) -> InvalidBagsError:
     wrong = [
         f"{name} must be flat and contiguous {dtype}, got {array.dtype} {list(array.shape)}"
         for name, array, dtype in (
-            ("keys", bags.keys, "int32"),
-            ("bags_per_key", bags.bags_per_key, "int64"),
-            ("offsets", bags.offsets, "int64"),
-            ("values", bags.values, "int64"),
-            ("weights", bags.weights, "float32"),
+            ("keys", bags.keys, _INT32),
+            ("bags_per_key", bags.bags_per_key, _INT64),
+            ("offsets", bags.offsets, _INT64),
+            ("values", bags.values, _INT64),
+            ("weights", bags.weights, _FLOAT32),
         )
-        if array is not None and not (array.ndim == 1 and array.flags.c_contiguous and array.dtype == dtype)
+        if array is not None and not _is_flat(array, dtype)
     ]
-    if wrong:
-        raise InvalidBagsError("; ".join(wrong))
+    return InvalidBagsError("; ".join(wrong))

@@ -67,7 +67,8 @@ class CpuEngine:
             )
             for group, numbers in zip(layout.groups, group_arenas, strict=True)
         )
-        self._counts = np.zeros(len(layout.tables), np.int64)
+        self._num_tables = len(layout.tables)
+        self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
         self._row_lock = RowLock()
         self._one_writer = threading.Lock()
@@ -87,7 +88,10 @@ class CpuEngine:
         finally:
             self._row_lock.end_read()
         with self._counts_lock:
-            self._counts[bags.keys] += values_per_key
+            if bags.keys.size == self._num_tables:
+                self._counts += values_per_key
+            else:
+                self._counts[bags.keys] += values_per_key
         return blocks
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
@@ -126,6 +130,8 @@ class CpuEngine:
             self._arenas[number].touch(slots[arena == number])
 
     def _pool_groups(self, bags: KeyedBags, values_per_key: Int64Array) -> list[Float32Array]:
+        if len(self._groups) == 1 and bags.num_bags:
+            return [self._pool_group(self._groups[0], bags, values_per_key)]
         bag_starts = bags.bag_starts()
         blocks = []
         for group in self._groups:

@@ -73,6 +73,7 @@ class Placement:
         # For tables held whole (by group) the row needs only its table's base.
         self._whole = np.array([place.whole for place in places])
         self._whole_base = np.array([place.cell_base[0] for place in places], np.int64)
+        self._whole_tables_begin_at_0 = not self._whole_base.any()
 
     def is_whole(self, first_table: int, end_table: int) -> bool:
         """True if each of these tables lies in row order in one arena."""
@@ -80,6 +81,8 @@ class Placement:
 
     def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         """int64 [n], the slots of rows whose tables lie whole in their group's arena."""
+        if self._whole_tables_begin_at_0:
+            return bags.values
         base = self._whole_base[bags.keys]
         if not base.any():
             return bags.values

@@ -70,6 +70,27 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+class ColumnBuffer:
+    """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
+
+    Args:
+        shapes: of the inputs.
+        dtype: of the columns.
+    """
+
+    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
+        self._shapes = shapes
+        self._columns = torch.empty(0, shapes.padded_width, dtype=dtype)
+
+    def columns(self, num_candidates: int) -> Tensor:
+        """[N, padded width], zero behind what the inputs carry, all else to be written."""
+        if num_candidates > self._columns.shape[0]:
+            self._columns = self._columns.new_empty(num_candidates, self._shapes.padded_width)
+            # Memory that was never written may hold NaN, which a zero weight does not remove.
+            self._columns[:, self._shapes.width :].zero_()
+        return self._columns[:num_candidates]
+
+
 class InputAssembler:
     """Writes a batch's embeddings and dense floats into a ranking model's inputs.
 
@@ -89,12 +110,17 @@ class InputAssembler:
             if feature.name in self.shapes.sequence_dims
         )
 
+    def buffer(self) -> ColumnBuffer:
+        """A buffer for `assemble`."""
+        return ColumnBuffer(self.shapes, self.dtype)
+
     def assemble(
         self,
         embeddings: Embeddings,
         request_of_candidate: Int64Array,
         context_dense: Float32Array,
         candidate_dense: Float32Array,
+        buffer: ColumnBuffer | None = None,
     ) -> RankingInputs:
         """Builds the inputs of R requests' N candidates.
 
@@ -103,6 +129,7 @@ class InputAssembler:
             request_of_candidate: int64 [N], ascending.
             context_dense: float32 [R, Kc].
             candidate_dense: float32 [N, Kd].
+            buffer: where the columns are to be; None for memory of their own.
 
         Returns:
             The inputs, in the assembler's dtype.
@@ -110,34 +137,33 @@ class InputAssembler:
         num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
         shapes = self.shapes
         owner = torch.from_numpy(request_of_candidate)
-        columns = torch.empty(num_candidates, shapes.padded_width, dtype=self.dtype)
-        # Memory that was never written may hold NaN, which a zero weight does not remove.
-        columns[:, shapes.width :].zero_()
+        columns = (buffer or self.buffer()).columns(num_candidates)
         if shapes.context_dense_width:
             self._expand(torch.from_numpy(context_dense), owner, columns, 0)
         if shapes.candidate_dense_width:
             columns[:, shapes.context_dense_width : shapes.dense_width].copy_(torch.from_numpy(candidate_dense))
+        blocks = [torch.from_numpy(block) for block in embeddings.blocks]
         for run in self.runs:
-            self._write_run(run, embeddings, num_requests, owner, columns)
+            first = int(embeddings.row_starts[run.first_feature])
+            self._write_run(run, blocks[run.block], first, num_requests, owner, columns)
         sequences = {
             name: padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
             for index, name in self._sequences
         }
         return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
 
-    def _write_run(self, run: Run, embeddings: Embeddings, num_requests: int, owner: Tensor, columns: Tensor) -> None:
-        num_candidates = columns.shape[0]
-        first = int(embeddings.row_starts[run.first_feature])
-        bags = num_requests if run.side == "context" else num_candidates
-        block = embeddings.blocks[run.block][first : first + run.num_features * bags]
-        # [F, bags, D] to [bags, F, D]: a view.
-        by_bag = torch.from_numpy(block).view(run.num_features, bags, run.dim).transpose(0, 1)
-        if run.side == "context":
+    def _write_run(
+        self, run: Run, block: Tensor, first: int, num_requests: int, owner: Tensor, columns: Tensor
+    ) -> None:
+        # The run is rows [F, bags, D] of the block, from `first` on; it is read as [bags, F, D].
+        of_context = run.side == "context"
+        bags, dim = num_requests if of_context else columns.shape[0], run.dim
+        shape = (bags, run.num_features, dim)
+        by_bag = block.as_strided(shape, (dim, bags * dim, 1), first * dim)
+        if of_context:
             self._expand(by_bag, owner, columns, run.column)
         else:
-            width = run.num_features * run.dim
-            target = columns[:, run.column : run.column + width].view(num_candidates, run.num_features, run.dim)
-            target.copy_(by_bag)
+            columns.as_strided(shape, (columns.stride(0), dim, 1), run.column).copy_(by_bag)
 
     def _expand(self, per_request: Tensor, owner: Tensor, columns: Tensor, column: int) -> None:
         """Writes [R, ...] into the columns from `column` on, each request's row for each of its candidates."""

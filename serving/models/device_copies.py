@@ -33,5 +33,6 @@ class DeviceCopies:
             found = self._by_device.get(device)
             if found is None:
                 found = copy.deepcopy(self._by_device[CPU]).to(device)
+                found.pack()
                 self._by_device[device] = found
         return found

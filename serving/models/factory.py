@@ -57,7 +57,9 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     model = build_model(spec)
     model.load_state_dict(dict(tensors), strict=True)
     model.pad_inputs()
-    return model.to(dtype).requires_grad_(False).eval()
+    model = model.to(dtype).requires_grad_(False).eval()
+    model.pack()
+    return model
 
 
 def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

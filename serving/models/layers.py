@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+
+from serving.models.packed_layers import PackedLayers, can_pack
 
 
 class Mlp(nn.Module):
@@ -26,9 +29,12 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(widths[i], widths[i + 1]) for i in range(len(sizes)))
         self.relu_at_end = relu_at_end
         self.output_width = widths[-1]
+        self._packed: PackedLayers | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_width] to [..., sizes[-1]]."""
+        if self._packed is not None and not torch.is_grad_enabled():
+            return self._packed(x)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             x = layer(x)
@@ -41,6 +47,23 @@ class Mlp(nn.Module):
         first = self.layers[0]
         assert isinstance(first, nn.Linear)
         self.layers[0] = padded_linear(first, in_features=width)
+
+    def pack(self) -> None:
+        """Makes it ready to score where it is: its weights must not change after that.
+
+        On the CPU they are copied (`PackedLayers`), for calls that want no gradients; elsewhere nothing changes.
+        """
+        layers = self._linears()
+        if can_pack(layers[0].weight):
+            relu_after = [True] * (len(layers) - 1) + [self.relu_at_end]
+            self._packed = PackedLayers(layers, relu_after)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not packed: it may be meant for another device."""
+        return {**self.__dict__, "_packed": None}
+
+    def _linears(self) -> list[nn.Linear]:
+        return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
 
 
 class LogitHead(Mlp):
@@ -56,14 +79,28 @@ class LogitHead(Mlp):
 
     def __init__(self, input_width: int, hidden: Sequence[int]) -> None:
         super().__init__(input_width, [*hidden, 1], relu_at_end=False)
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_width] to float32 [..., 1]."""
+        if self._packed is not None and self._last is not None and not torch.is_grad_enabled():
+            return F.linear(self._packed(x).float(), *self._last)
         *hidden, last = self.layers
         for layer in hidden:
             x = F.relu_(layer(x))
         assert isinstance(last, nn.Linear)
         return F.linear(x.float(), last.weight.float(), last.bias.float())
+
+    def pack(self) -> None:
+        """As `Mlp.pack`."""
+        *hidden, last = self._linears()
+        if can_pack(last.weight):
+            self._packed = PackedLayers(hidden, [True] * len(hidden))
+            self._last = last.weight.detach().float(), last.bias.detach().float()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of `Mlp`."""
+        return {**super().__getstate__(), "_last": None}
 
 
 def padded_linear(linear: nn.Linear, *, in_features: int, out_features: int | None = None) -> nn.Linear:

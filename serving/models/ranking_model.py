@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.models.inputs import InputShapes, RankingInputs
+from serving.models.layers import Mlp
 
 
 class RankingModel(nn.Module):
@@ -38,7 +39,15 @@ class RankingModel(nn.Module):
         A model that does not read the columns as they lie has nothing to widen.
         """
 
+    def pack(self) -> None:
+        """Makes it ready to score on the device that it is on; after that its weights must not change."""
+        for module in self.modules():
+            if isinstance(module, Mlp):
+                module.pack()
+
     def score(self, inputs: RankingInputs) -> Tensor:
         """sigmoid(logit): float32 [N] within (0, 1), without gradients."""
+        if torch.is_inference_mode_enabled():
+            return torch.sigmoid(self.forward(inputs).float())
         with torch.inference_mode():
-            return torch.sigmoid(self(inputs).float())
+            return torch.sigmoid(self.forward(inputs).float())

@@ -1,12 +1,41 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.merge import merge, merge_bags, rank_order
+from serving.merge import (
+    Merger,
+    _Lengths,
+    _merge_by_blocks,
+    _merge_by_index,
+    _runs_alike,
+    merge,
+    merge_bags,
+    rank_order,
+)
 from serving.request import RankRequest
 from shard_node.bags import KeyedBags
+
+
+@st.composite
+def batches_of_like_features(draw: st.DrawFn) -> list[KeyedBags]:
+    """Runs of features with as many bags, and ids in a bag, as each other, as models with both sides have them."""
+    runs = draw(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 3)), min_size=1, max_size=4))
+    num_keys = sum(size for size, _, _ in runs)
+    batch, value = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        candidates = draw(st.integers(0, 4))
+        bags_per_key = [1 if context else candidates for size, context, _ in runs for _ in range(size)]
+        hotness = [ids for size, _, ids in runs for _ in range(size)]
+        lengths = np.repeat(hotness, bags_per_key)
+        values = np.arange(value, value + lengths.sum())
+        value += values.size
+        weights = values.astype(np.float32) if draw(st.booleans()) else None
+        keys = np.arange(num_keys, dtype=np.int32)
+        batch.append(KeyedBags.from_lengths(keys, np.array(bags_per_key, np.int64), lengths, values, weights))
+    return batch
 
 
 @st.composite
@@ -39,7 +68,7 @@ def as_lists(bags: KeyedBags) -> list[list[list[tuple[int, float]]]]:
     return found
 
 
-@given(batches())
+@given(batches() | batches_of_like_features())
 def test_merged_bags_are_those_of_the_obvious_loop(batch):
     merged = merge_bags(batch)
     merged.validate()
@@ -48,14 +77,37 @@ def test_merged_bags_are_those_of_the_obvious_loop(batch):
     assert (merged.weights is None) == all(bags.weights is None for bags in batch)
 
 
-@given(st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5))
+@given(batches() | batches_of_like_features())
+def test_both_ways_of_merging_give_the_same(batch):
+    bags = np.array([one.bags_per_key for one in batch])
+    values = np.array([one.values_per_key() for one in batch])
+    by_blocks, by_index = (
+        _merge_by_blocks(batch, _Lengths.of(batch), bags, values, _runs_alike(bags, values)),
+        _merge_by_index(batch, _Lengths.of(batch), bags, values),
+    )
+    for name in ("keys", "bags_per_key", "offsets", "values"):
+        one, other = getattr(by_blocks, name), getattr(by_index, name)
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+    assert (by_blocks.weights is None) == (by_index.weights is None)
+    if by_blocks.weights is not None:
+        assert by_blocks.weights.tolist() == by_index.weights.tolist()
+
+
+alike = st.integers(1, 6).flatmap(
+    lambda size: st.lists(st.lists(st.integers(-3, 3), min_size=size, max_size=size), min_size=1, max_size=5)
+)
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5) | alike)
 def test_the_order_of_each_request_is_by_descending_score_then_position(scores):
     flat = np.array([one for own in scores for one in own], np.float32)
     owner = np.repeat(np.arange(len(scores)), [len(own) for own in scores])
-    order, start = rank_order(flat, owner), 0
+    starts = np.concatenate([[0], np.cumsum([len(own) for own in scores])])
+    order, start = rank_order(flat, starts, owner), 0
     for own in scores:
         expected = sorted(range(len(own)), key=lambda position: (-own[position], position))
-        assert (order[start : start + len(own)] - start).tolist() == expected
+        assert order[start : start + len(own)].tolist() == expected
         start += len(own)
 
 
@@ -85,3 +137,72 @@ def test_a_single_request_is_not_copied():
     assert batch.bags is one.bags
     assert batch.candidate_dense is one.candidate_dense
     assert np.shares_memory(batch.context_dense, one.context_dense)
+
+
+def test_zeros_of_both_signs_are_equal_scores():
+    owner = np.array([0, 0, 0, 1, 1])
+    scores = np.array([-0.0, 0.0, -1.0, 0.0, -0.0], np.float32)
+    assert rank_order(scores, np.array([0, 3, 5]), owner).tolist() == [0, 1, 2, 0, 1]
+    assert rank_order(scores[[0, 1, 3, 4]], np.array([0, 2, 4]), owner[[0, 1, 3, 4]]).tolist() == [0, 1, 0, 1]
+
+
+def requests_of_one_shape(
+    rng: np.random.Generator, count: int, shape: KeyedBags, num_candidates: int, *, weighted: bool
+):
+    """As parsers make them: keys, bags and offsets are the very same arrays."""
+    made = []
+    for number in range(count):
+        values = rng.integers(0, 100, shape.num_values)
+        weights = rng.random(values.size, np.float32) if weighted and number != 1 else None
+        bags = KeyedBags(shape.keys, shape.bags_per_key, shape.offsets, values, weights)
+        context, dense = rng.random(2, np.float32), rng.random((num_candidates, 3), np.float32)
+        made.append(RankRequest(None, bags, num_candidates, context, dense, deadline=0.0))
+    return made
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_batches_of_a_shape_that_was_seen_before_are_those_of_merging_anew(ragged, weighted):
+    rng, merger = np.random.default_rng(11), Merger()
+    shapes = []
+    for num_candidates in (2, 5):
+        bags_per_key = np.array([1, num_candidates, num_candidates, 1])
+        lengths = rng.integers(0, 4, bags_per_key.sum()) if ragged else np.repeat([3, 2, 2, 1], bags_per_key)
+        keys = np.arange(4, dtype=np.int32)
+        empty = np.zeros(int(lengths.sum()), np.int64)
+        shapes.append((KeyedBags.from_lengths(keys, bags_per_key, lengths, empty), num_candidates))
+    for shape, num_candidates in (shapes[0], shapes[0], shapes[1], shapes[0], shapes[1]):
+        for count in (1, 3, 2, 3):
+            requests = requests_of_one_shape(rng, count, shape, num_candidates, weighted=weighted)
+            found, expected = merger.merge(requests), merge(requests)
+            found.bags.validate()
+            assert as_lists(found.bags) == as_lists(expected.bags)
+            assert found.bags.value_starts().tolist() == expected.bags.value_starts().tolist()
+            for name in (
+                "candidates_per_request",
+                "candidate_starts",
+                "request_of_candidate",
+                "context_dense",
+                "candidate_dense",
+            ):
+                assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_requests_of_several_shapes_are_merged_by_their_own():
+    merger = Merger()
+    same = request(2, 10)
+    twin = RankRequest(
+        None,
+        KeyedBags(same.bags.keys, same.bags.bags_per_key, same.bags.offsets, same.bags.values + 5),
+        2,
+        same.context_dense,
+        same.candidate_dense,
+        deadline=0.0,
+    )
+    for batch, values in (
+        ([same, twin], [10, 11, 15, 16]),
+        ([same, request(2, 30)], [10, 11, 30, 31]),
+        ([same, twin], [10, 11, 15, 16]),
+        ([request(1, 7), same], [7, 10, 11]),
+    ):
+        assert merger.merge(batch).bags.values.tolist() == values

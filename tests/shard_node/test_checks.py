@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.bags import KeyedBags
+from shard_node.bags import CheckedBags, KeyedBags
 from shard_node.checks import TableLimits
 from shard_node.errors import InvalidBagsError
+from shard_node.table_layout import TableLayout
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
 
@@ -42,6 +43,42 @@ def is_right_by_definition(bags: KeyedBags) -> bool:
         return False
     limits = np.repeat([NUM_ROWS[key] for key in bags.keys], bags.values_per_key())
     return all(0 <= value < limit for value, limit in zip(bags.values, limits, strict=True))
+
+
+def with_a_row_too_high(layout: TableLayout) -> CheckedBags:
+    bags = random_table_bags(np.random.default_rng(5), LAYOUT, 5, 6)
+    bags.values[-1] = max(NUM_ROWS)
+    return CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, bags.weights, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, TableLayout(LAYOUT.tables, LAYOUT.groups)], ids=["the same", "an equal one"]
+)
+def test_values_that_were_checked_against_this_layout_are_not_looked_at_again(layout):
+    limits = TableLimits(LAYOUT)
+    for _ in range(2):
+        limits.check(with_a_row_too_high(layout))
+
+
+def test_values_that_were_checked_against_another_layout_are_checked():
+    grown = LAYOUT.tables[-1].model_copy(update={"num_embeddings": 10 * max(NUM_ROWS)})
+    other = TableLayout((*LAYOUT.tables[:-1], grown), LAYOUT.groups)
+    limits = TableLimits(LAYOUT)
+    limits.check(with_a_row_too_high(LAYOUT))
+    for _ in range(2):
+        with pytest.raises(InvalidBagsError, match="is not in 0"):
+            limits.check(with_a_row_too_high(other))
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused_even_as_checked_bags():
+    bags = with_a_row_too_high(LAYOUT)
+    half = bags.values.size // 2
+    shorter = CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values[:half], layout=LAYOUT)
+    strided = CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, np.repeat(bags.values, 2)[::2], layout=LAYOUT)
+    fewer = CheckedBags(bags.keys, bags.bags_per_key - 1, bags.offsets, bags.values, layout=LAYOUT)
+    for wrong, said in ((shorter, "offsets ends at"), (strided, "flat and contiguous"), (fewer, "add up to")):
+        with pytest.raises(InvalidBagsError, match=said):
+            TableLimits(LAYOUT).check(wrong)
 
 
 small = st.integers(-1, 4)

@@ -63,6 +63,8 @@ def test_any_bags_come_back_as_they_were_sent(bags, version, model, request_id, 
     assert frame.header.request_id == request_id
     assert frame.header.budget_us == min(budget_us, MAX_BUDGET_US)
     assert_same_bags(request.bags(), bags)
+    # What came over a socket is checked by whoever pools it, whatever the sender says.
+    assert type(request.bags()) is KeyedBags
 
 
 @given(

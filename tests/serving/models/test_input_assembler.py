@@ -83,6 +83,21 @@ def assemble(
     return inputs, owner, context, candidate
 
 
+def test_batches_that_share_a_buffer_are_those_with_memory_of_their_own():
+    spec = spec_of([("candidate", "sum", 4), ("context", "sum", 4), ("candidate", "mean", 3)], (2, 1))
+    rng, buffer = np.random.default_rng(6), None
+    for candidates in ([2, 3], [1], [4, 4, 4], [2]):
+        embeddings = look_up(spec, candidates, 3, rng)
+        assembler = InputAssembler(spec, embeddings.schema, torch.float32)
+        buffer = buffer or assembler.buffer()
+        own, owner, context, candidate = assemble(spec, embeddings, candidates, rng, torch.float32)
+        shared = assembler.assemble(embeddings, owner, context, candidate, buffer)
+        assert torch.equal(shared.columns, own.columns)
+        assert not shared.columns[:, assembler.shapes.width :].any()
+        # What a batch leaves is of no later one.
+        shared.columns[:, : assembler.shapes.width] = float("nan")
+
+
 def expected_columns(
     spec: ModelSpec, embeddings: Embeddings, owner: np.ndarray, context: np.ndarray, candidate: np.ndarray
 ) -> np.ndarray:

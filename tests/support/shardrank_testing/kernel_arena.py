@@ -280,7 +280,7 @@ class _Batch:
         bags = [bag for run in self.runs for bag in run.bags]
         values = np.concatenate(bags) if bags else np.empty(0, np.uint32)
         weights = np.empty(0, np.float32)
-        if any(run.weights is not None for run in self.runs):
+        if bags and any(run.weights is not None for run in self.runs):
             weights = np.concatenate(
                 [
                     np.ones(bag.size, np.float32) if run.weights is None else run.weights[number]

@@ -1,0 +1,76 @@
+"""The router tells engines of its own process which values it has checked, and only those."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from loader.manifest import ModelSpec
+from loader.reader import Snapshot
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import Plan
+from router.router import Router
+from shard_node.bags import CheckedBags, Float32Array, KeyedBags
+from shard_node.checks import TableLimits
+from shard_node.errors import InvalidBagsError
+from shard_node.shard import LocalShard
+from shardrank_testing.snapshots import make_spec, write_snapshot
+from shardrank_testing.topologies import lookup, make_node
+
+
+class RecordingShard(LocalShard):
+    """A shard in this process that keeps what it was asked for."""
+
+    asked: list[KeyedBags]
+
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+        self.asked.append(bags)
+        return await super().pool(model, version, bags, deadline)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    return Snapshot.open(write_snapshot(tmp_path_factory.mktemp("store"), make_spec())[0])
+
+
+def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingShard]:
+    """A router by one description over a node that holds another's tables, in this process."""
+    schema = FeatureSchema.of(spec)
+    shard = RecordingShard(make_node(snapshot, Plan.make(snapshot.spec), 0))
+    shard.asked = []
+    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [shard]), shard
+
+
+@pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
+def test_whatever_ids_are_asked_for_values_that_are_said_to_be_checked_are_rows(snapshot, policy):
+    spec = snapshot.spec
+    tables = [{**table.model_dump(), "unknown_id": policy} for table in spec.tables]
+    router, shard = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
+    rng, num_features = np.random.default_rng(8), len(spec.features)
+    for _ in range(30):
+        keys = np.sort(rng.permutation(num_features)[: rng.integers(1, num_features + 1)]).astype(np.int32)
+        bags_per_key = rng.integers(0, 4, keys.size)
+        lengths = rng.integers(0, 4, bags_per_key.sum())
+        ids = rng.choice([0, 18, 19, 776, 777, 2**40, 2**63 - 1], lengths.sum())
+        asyncio.run(lookup(router, snapshot, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids)))
+    for asked in shard.asked:
+        assert isinstance(asked, CheckedBags)
+        plain = KeyedBags(asked.keys, asked.bags_per_key, asked.offsets, asked.values, asked.weights)
+        TableLimits(asked.layout).check(plain)
+
+
+def test_a_node_with_other_tables_than_the_routers_checks_for_itself(snapshot):
+    spec, num_films = snapshot.spec, snapshot.spec.table_of("film").num_embeddings
+    tables = [{**table.model_dump(), "num_embeddings": 4 * table.num_embeddings} for table in spec.tables]
+    router, _ = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
+    film, one = np.array([router.schema.index["film"]], np.int32), np.ones(1, np.int64)
+
+    def look_up(row: int) -> None:
+        asyncio.run(lookup(router, snapshot, KeyedBags(film, one, np.array([0, 1]), row * one)))
+
+    look_up(num_films - 1)
+    with pytest.raises(InvalidBagsError, match=f"row {num_films} "):
+        look_up(num_films)

@@ -1,0 +1,193 @@
+"""A client's end of an HTTP/2 connection that sends the frames it is told to, right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hpack
+
+from serving.http2 import frames
+from serving.http2.connection import Http2Connection
+from serving.http2.limits import ConnectionLimits
+from serving.http2.listener import Http2Listener
+from serving.http2.stream import Stream
+
+LIMITS = ConnectionLimits(
+    max_streams=4,
+    max_header_bytes=4096,
+    patience_s=5,
+    idle_s=60,
+    age_s=60,
+    grace_s=60,
+    stream_window=1000,
+    connection_window=100_000,
+    frame_size=50_000,
+    max_control_frames=200,
+)
+REQUEST = [(b":method", b"POST"), (b":path", b"/echo"), (b":scheme", b"http")]
+SETTINGS = frames.settings({})
+
+
+@dataclass
+class Frame:
+    """One that came."""
+
+    kind: int
+    flags: int
+    stream_id: int
+    payload: bytes
+
+
+class Http2Peer:
+    """A client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.encoder, self.decoder = hpack.Encoder(), hpack.Decoder()
+
+    def send(self, *parts: bytes) -> None:
+        """Sends frames, or other bytes."""
+        self._writer.write(b"".join(parts))
+
+    async def send_slowly(self, data: bytes, sizes: Iterable[int]) -> None:
+        """Sends data in pieces, each in a packet of its own where the network has it so."""
+        for size in sizes:
+            self._writer.write(data[:size])
+            data = data[size:]
+            await asyncio.sleep(0)
+        self._writer.write(data)
+
+    def begin(self, settings: bytes = SETTINGS) -> None:
+        """Sends what a connection begins with."""
+        self.send(frames.PREFACE, settings)
+
+    def headers(self, stream_id: int, flags: int = frames.END_HEADERS, more: Iterable[Any] = ()) -> bytes:
+        """A HEADERS frame of a request."""
+        return frames.frame(frames.HEADERS, flags, stream_id, self.encoder.encode([*REQUEST, *more]))
+
+    async def read(self) -> Frame | None:
+        """The next frame; None after the last."""
+        try:
+            high, low, kind, flags, stream_id = frames.FRAME_HEAD.unpack(
+                await self._reader.readexactly(frames.HEAD_BYTES)
+            )
+            return Frame(kind, flags, stream_id, await self._reader.readexactly(high << 8 | low))
+        except asyncio.IncompleteReadError as end:
+            if end.partial:
+                raise
+            return None
+
+    async def find(self, kind: int, stream_id: int | None = None) -> Frame:
+        """The next frame of a kind, on one stream if given; others before it are passed over."""
+        while True:
+            frame = await self.read()
+            assert frame is not None, f"no frame of kind {kind}"
+            is_ack = kind == frames.SETTINGS and frame.flags & frames.ACK
+            if frame.kind == kind and not is_ack and stream_id in (None, frame.stream_id):
+                return frame
+
+    async def rest(self) -> list[Frame]:
+        """All frames until the server closes."""
+        found = []
+        while (frame := await self.read()) is not None:
+            found.append(frame)
+        return found
+
+    async def answer(self, stream_id: int) -> tuple[bytes, list[Any]]:
+        """Data and trailers of an answer that is under way."""
+        data = b""
+        while True:
+            frame = await self.read()
+            assert frame is not None
+            if frame.stream_id != stream_id:
+                continue
+            if frame.kind == frames.DATA:
+                data += frame.payload
+            elif frame.kind == frames.HEADERS:
+                headers = list(self.decoder.decode(frame.payload))
+                if frame.flags & frames.END_STREAM:
+                    return data, headers
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._writer.close()
+
+
+class EchoStream(Stream[list[Any]]):
+    """Answers with the request's data, when there are all of them, unless its path says `/hold`."""
+
+    __slots__ = ("echo", "received")
+
+    def __init__(self, connection: Http2Connection[Any], stream_id: int, head: list[Any], echo: Echo) -> None:
+        super().__init__(connection, stream_id, head)
+        self.received: list[bytes] = []
+        self.echo = echo
+        echo.streams.append(self)
+
+    def begin(self) -> None:
+        """Counts it."""
+        self.echo.begun.append(self.stream_id)
+
+    def take(self, data: bytes, start: int, end: int) -> None:
+        """Keeps the data."""
+        self.received.append(data[start:end])
+        self.echo.changed()
+
+    def remote_ended(self) -> None:
+        """Answers."""
+        if (b":path", b"/hold") not in [tuple(one) for one in self.head]:
+            self.reply()
+
+    def reply(self) -> None:
+        """Answers now."""
+        self.send(b"\x88", b"".join(self.received), b"\x88")
+
+    def dropped(self) -> None:
+        """Counts it."""
+        self.echo.dropped.append(self.stream_id)
+        self.echo.changed()
+
+
+@dataclass
+class Echo:
+    """What the server's end has seen."""
+
+    streams: list[EchoStream] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def changed(self) -> None:
+        """Wakes who waits."""
+        self._changed.set()
+
+    @property
+    def num_received(self) -> int:
+        """Bytes of data of all streams together."""
+        return sum(len(data) for stream in self.streams for data in stream.received)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for what data or a drop brings about."""
+        while not is_so():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[Http2Peer, Echo, Http2Listener[Any]]]:
+    """A client, connected to a listener that echoes."""
+    echo = Echo()
+    listener: Http2Listener[Any] = Http2Listener(
+        "echoes", limits, 3, list, lambda connection, stream_id, head: EchoStream(connection, stream_id, head, echo)
+    )
+    port = await listener.start("127.0.0.1", 0)
+    peer = Http2Peer(*await asyncio.open_connection("127.0.0.1", port))
+    try:
+        yield peer, echo, listener
+    finally:
+        peer.close()
+        await listener.stop(0.1)
