@@ -18,15 +18,16 @@ from shard_node.bags import Int32Array, Int64Array, KeyedBags
 
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
-_OPEN, _ZERO = ord("["), ord("0")
-# How far a character leads into lists. Digits are never looked up; what may not stand between them is _OTHER.
-_OTHER = 2
-_STEPS = np.full(256, _OTHER, np.int8)
-_STEPS[[ord(one) for one in ", \t\n\r"]] = 0
-_STEPS[_OPEN], _STEPS[ord("]")] = 1, -1
-# In front of the text, so that the eight bytes before any number's end are there, three times.
+_OPEN, _CLOSE, _COMMA, _ZERO = (ord(one) for one in "[],0")
+_SPACES = np.frombuffer(b" \t\n\r", np.uint8)
+# In front of the text, so that the eight bytes before any number's end are there, three times. Behind it, some of this
+# fills the last word up, and one more.
 _MARGIN = b"," * 24
 _MAX_DIGITS = len(str(MAX_ID))
+# Of eight characters, the values of the last ones; as many as a number has digits there.
+_LAST_DIGITS = np.array([0x0F0F0F0F0F0F0F0F << 8 * (8 - count) & (2**64 - 1) for count in range(9)], np.uint64)
+# Numbers that are worked on at a time, so that they stay in a cache.
+_BLOCK = 16 * 2**10
 
 
 def bags_of_json(
@@ -42,36 +43,50 @@ def bags_of_json(
     Returns:
         The bags, or None for anything but lists of integers from 0 to `MAX_ID`, each all bags or all ids.
     """
-    joined = b"".join([_MARGIN, *columns])
-    text = np.frombuffer(joined, np.uint8)
     sizes = np.array([memoryview(column).nbytes for column in columns], np.int64)
+    end = len(_MARGIN) + int(sizes.sum())
+    joined = b"".join([_MARGIN, *columns, _MARGIN[end % 8 :]])
+    text = np.frombuffer(joined, np.uint8, end)
     begins = len(_MARGIN) + np.cumsum(sizes) - sizes
     if (text[begins] != _OPEN).any():
         return None
     # uint8 wraps around, so that nothing below "0" is below 10 either.
     between = np.flatnonzero(text - np.uint8(_ZERO) > 9)[len(_MARGIN) :]
-    steps = _STEPS[text[between]]
-    brackets = np.flatnonzero(steps != 0)
-    depths = np.cumsum(steps[brackets], dtype=np.int64)
-    digits = np.diff(between, prepend=between[0] - 1) - 1
-    is_end = digits > 0
-    if int(depths.max()) > 2 or int(steps.max()) == _OTHER:
+    characters = text.take(between)
+    is_open = characters == _OPEN
+    brackets = np.flatnonzero(is_open | (characters == _CLOSE))
+    if not _is_lists(characters, brackets.size):
         return None
-    shape = _shape(steps[brackets], depths, np.cumsum(is_end, dtype=np.int64)[brackets], is_one_bag)
-    values = _integers(joined, between[is_end], digits[is_end])
+    steps = np.where(is_open.take(brackets), 1, -1)
+    depths = np.cumsum(steps)
+    if int(depths.max()) > 2:
+        return None
+    digits = np.diff(between, prepend=between[0] - 1)
+    digits -= 1
+    is_end = digits > 0
+    numbers = np.flatnonzero(is_end)
+    ids_before = np.cumsum(is_end, dtype=np.int32).take(brackets).astype(np.int64)
+    shape = _shape(steps, depths, ids_before, is_one_bag)
+    values = _integers(np.frombuffer(joined, "<u8"), between.take(numbers), digits.take(numbers))
     if shape is None or values is None:
         return None
     bags_per_key, lengths = shape
     return KeyedBags.from_lengths(keys, bags_per_key, lengths, values)
 
 
+def _is_lists(characters: npt.NDArray[np.uint8], num_brackets: int) -> bool:
+    """Whether all that stands between digits is brackets, commas and spaces."""
+    others = characters.size - num_brackets - int(np.count_nonzero(characters == _COMMA))
+    return others == 0 or others == int(np.count_nonzero(np.isin(characters, _SPACES)))
+
+
 def _shape(
-    steps: npt.NDArray[np.int8], depths: Int64Array, ids_before: Int64Array, is_one_bag: npt.NDArray[np.bool_]
+    steps: Int64Array, depths: Int64Array, ids_before: Int64Array, is_one_bag: npt.NDArray[np.bool_]
 ) -> tuple[Int64Array, Int64Array] | None:
     """Bags of each key, and their lengths.
 
     Args:
-        steps: int8 [brackets], 1 or -1.
+        steps: int64 [brackets], 1 or -1.
         depths: int64 [brackets], after each.
         ids_before: int64 [brackets].
         is_one_bag: bool [S].
@@ -96,37 +111,52 @@ def _shape(
     return bags_per_key, lengths
 
 
-def _integers(text: bytes, ends: Int64Array, digits: Int64Array) -> Int64Array | None:
-    """int64 [n], the decimal numbers that end before `ends`; None if one is above `MAX_ID`."""
+def _integers(words: UInt64Array, ends: Int64Array, digits: Int64Array) -> Int64Array | None:
+    """int64 [n], the decimal numbers that end before `ends` in a text of words; None if one is above `MAX_ID`."""
     most = int(digits.max()) if digits.size else 0
     if most > _MAX_DIGITS:
         return None
-    windows = np.ndarray(len(text) - 7, np.dtype("<u8"), text, strides=1)
-    values = _of_eight(windows, ends, np.minimum(digits, 8))
+    values = np.empty(ends.size, np.uint64)
+    for start in range(0, ends.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        values[block] = _of_eight(words, ends[block] - 8, np.minimum(digits[block], 8))
     for below in range(8, most, 8):
         longer = np.flatnonzero(digits > below)
-        higher = _of_eight(windows, ends[longer] - below, np.minimum(digits[longer] - below, 8))
+        higher = _of_eight(words, ends[longer] - (below + 8), np.minimum(digits[longer] - below, 8))
         values[longer] += higher * np.uint64(10**below)
     if most == _MAX_DIGITS and int(values.max()) > MAX_ID:
         return None
     return values.view(np.int64)
 
 
-def _of_eight(windows: UInt64Array, ends: Int64Array, digits: Int64Array) -> UInt64Array:
-    """uint64 [n], numbers of one to eight digits: neighbours are added, then pairs, then fours, all within a word.
+def _of_eight(words: UInt64Array, starts: Int64Array, digits: Int64Array) -> UInt64Array:
+    """uint64 [n], numbers of one to eight digits that end eight characters behind `starts`.
+
+    Neighbours are added, then pairs, then fours, all within a word.
 
     See https://lemire.me/blog/2022/01/21/swar-explained-parsing-eight-digits/. The first digit is the lowest byte.
     """
-    words = windows[ends - 8].astype(np.uint64, copy=False)
-    shifts = ((8 - digits) * 8).view(np.uint64)
-    words >>= shifts
-    words <<= shifts
+    found = _eight_at(words, starts)
+    found &= _LAST_DIGITS.take(digits)
+    found *= np.uint64(10 << 8 | 1)
+    found >>= np.uint64(8)
     for mask, factor, shift in (
-        (0x0F0F0F0F0F0F0F0F, 10 << 8 | 1, 8),
         (0x00FF00FF00FF00FF, 100 << 16 | 1, 16),
         (0x0000FFFF0000FFFF, 10_000 << 32 | 1, 32),
     ):
-        words &= np.uint64(mask)
-        words *= np.uint64(factor)
-        words >>= np.uint64(shift)
-    return words
+        found &= np.uint64(mask)
+        found *= np.uint64(factor)
+        found >>= np.uint64(shift)
+    return found
+
+
+def _eight_at(words: UInt64Array, starts: Int64Array) -> UInt64Array:
+    """uint64 [n], the eight characters from each start on: of two words, what belongs to them."""
+    first = starts >> 3
+    bits = ((starts & 7) << 3).view(np.uint64)
+    found = words.take(first)
+    found >>= bits
+    first += 1
+    # A shift by all 64 bits gives 0.
+    found |= words.take(first) << (np.uint64(64) - bits)
+    return found

@@ -54,24 +54,42 @@ def check_bags(schema: RequestSchema, bags: KeyedBags, *, lookup: bool = False) 
         InvalidIdError: a negative id.
         InvalidFieldError: a weight that is NaN or infinite.
     """
-    limits = schema.limits
-    if bags.num_values > limits.max_ids_per_request:
-        allowed = limits.max_ids_per_request
-        raise LimitExceededError("sparse", "max_ids_per_request", allowed, bags.num_values, "ids over all features")
-    if not bags.num_values:
-        return
+    check_num_ids(schema, bags.num_values)
+    check_bag_lengths(schema, bags, lookup=lookup)
+    check_values(schema, bags, lookup=lookup)
+
+
+def check_num_ids(schema: RequestSchema, num_ids: int) -> None:
+    """Raises LimitExceededError for too many ids in a request."""
+    allowed = schema.limits.max_ids_per_request
+    if num_ids > allowed:
+        raise LimitExceededError("sparse", "max_ids_per_request", allowed, num_ids, "ids over all features")
+
+
+def check_bag_lengths(schema: RequestSchema, bags: KeyedBags, *, lookup: bool = False) -> None:
+    """Raises LimitExceededError for too many ids in one bag. Values are not looked at."""
     lengths = bags.lengths
-    if int(lengths.max()) > limits.max_ids_per_bag:
+    if lengths.size and int(np.maximum.reduce(lengths)) > schema.limits.max_ids_per_bag:
         bag = int(lengths.argmax())
         raise _bag_too_long(schema, bags, int(bags.offsets[bag]), int(lengths[bag]), lookup=lookup)
-    if int(bags.values.min()) < 0:
-        index = int((bags.values < 0).argmax())
+
+
+def check_values(schema: RequestSchema, bags: KeyedBags, *, lookup: bool = False) -> None:
+    """Checks ids and weights, whatever bags they are in.
+
+    Raises:
+        InvalidIdError: a negative id.
+        InvalidFieldError: a weight that is NaN or infinite.
+    """
+    values, weights = bags.values, bags.weights
+    if values.size and int(np.minimum.reduce(values)) < 0:
+        index = int((values < 0).argmax())
         path = place_of(schema, bags, index, lookup=lookup).path()
-        raise InvalidIdError(path, f"{int(bags.values[index])} is not in 0..{MAX_ID}")
-    if bags.weights is not None and not np.isfinite(bags.weights).all():
-        index = int((~np.isfinite(bags.weights)).argmax())
+        raise InvalidIdError(path, f"{int(values[index])} is not in 0..{MAX_ID}")
+    if weights is not None and not np.isfinite(weights).all():
+        index = int((~np.isfinite(weights)).argmax())
         path = place_of(schema, bags, index, lookup=lookup).path("weights")
-        raise InvalidFieldError(path, f"{bags.weights[index]} is not a finite float32")
+        raise InvalidFieldError(path, f"{weights[index]} is not a finite float32")
 
 
 def _bag_too_long(

@@ -9,21 +9,26 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.fingerprint import fingerprint_strings
 from serving.errors import CountMismatchError, InvalidFieldError, InvalidIdError, MalformedRequestError
+from serving.form_cache import FormCache
+from serving.message_form import FormKey, MessageForm, NotAlike, SeenOnce, form_key
 from serving.parse_checks import (
+    check_bag_lengths,
     check_bags,
     check_dense,
     check_lookup_size,
     check_num_candidates,
+    check_num_ids,
     check_text,
     check_timeout,
     check_top_k,
+    check_values,
     dense_matrix,
 )
 from serving.parse_schema import Part, RequestSchema, part_path
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from serving.served_model import ServedModel
 
 Column = TypeVar("Column")
+_Parts: TypeAlias = tuple[KeyedBags, Sequence[str], int, Float32Array, Float32Array]
 
 
 def check_model(model: str) -> None:
@@ -50,6 +56,7 @@ class ProtoParser:
 
     def __init__(self, schema: RequestSchema) -> None:
         self._schema = schema
+        self._forms: FormCache[FormKey, MessageForm | SeenOnce | NotAlike] = FormCache()
 
     def rank(self, message: RankMessage, lease: Lease[ServedModel], now: float) -> RankRequest:
         """Parses a rank request.
@@ -63,26 +70,12 @@ class ProtoParser:
             BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
         """
         schema, fields = self._schema, message.fields
-        parts: tuple[tuple[Part, SparseChunks], ...] = (
-            ("context", message.context),
-            ("candidates", message.candidates),
-        )
-        for part, chunks in parts:
-            schema.check_names(part, chunks.names, all_needed=True)
-        columns = _Columns(schema, schema.keys, (message.context, message.candidates), lookup=False)
-        dense = _numbers("candidates.dense", message.candidate_dense, np.float32)
-        num_candidates = self._num_candidates(fields.num_candidates, columns, dense)
-        check_num_candidates(schema.limits, num_candidates)
-        bags = columns.bags(schema.bags_per_key(num_candidates))
-        check_bags(schema, bags)
-        context_dense = _numbers("context.dense", message.context_dense, np.float32)
-        if context_dense.size != schema.num_context_dense:
-            expected = schema.num_context_dense
-            raise CountMismatchError("context.dense", f"{context_dense.size} values, the model takes {expected}")
+        known = self._of_known_form(message)
+        bags, texts, num_candidates, context_dense, candidate_dense = known or self._read(message)
+        check_values(schema, bags)
         check_dense("context", context_dense)
-        candidate_dense = dense_matrix(dense, num_candidates, schema.num_candidate_dense)
         check_dense("candidates", candidate_dense)
-        return RankRequest(
+        request = RankRequest(
             lease=lease,
             bags=bags,
             num_candidates=num_candidates,
@@ -91,8 +84,50 @@ class ProtoParser:
             deadline=now + check_timeout(schema.limits, fields.timeout_ms or None),
             top_k=check_top_k(fields.top_k or None),
             request_id=self._request_id(fields),
-            texts=columns.texts(),
+            texts=texts,
         )
+        if known is None:
+            self._learn(message, request)
+        return request
+
+    def _read(self, message: RankMessage) -> _Parts:
+        """Bags, their strings, number of candidates and dense values of a message of a form that is not known."""
+        schema, parts = self._schema, message.parts()
+        named: tuple[tuple[Part, SparseChunks], ...] = (("context", parts.context), ("candidates", parts.candidates))
+        for part, chunks in named:
+            schema.check_names(part, chunks.names, all_needed=True)
+        columns = _Columns(schema, schema.keys, (parts.context, parts.candidates), lookup=False)
+        dense = _numbers("candidates.dense", parts.candidate_dense, np.float32)
+        num_candidates = self._num_candidates(message.fields.num_candidates, columns, dense)
+        check_num_candidates(schema.limits, num_candidates)
+        bags = columns.bags(schema.bags_per_key(num_candidates))
+        check_num_ids(schema, bags.num_values)
+        check_bag_lengths(schema, bags)
+        context_dense = _numbers("context.dense", parts.context_dense, np.float32)
+        if context_dense.size != schema.num_context_dense:
+            expected = schema.num_context_dense
+            raise CountMismatchError("context.dense", f"{context_dense.size} values, the model takes {expected}")
+        candidate_dense = dense_matrix(dense, num_candidates, schema.num_candidate_dense)
+        return bags, columns.texts(), num_candidates, context_dense, candidate_dense
+
+    def _of_known_form(self, message: RankMessage) -> _Parts | None:
+        key = form_key(message)
+        known = None if key is None else self._forms.find(key)
+        if not isinstance(known, MessageForm):
+            return None
+        found = known.read(message.data)
+        return None if found is None else (found[0], (), known.num_candidates, found[1], found[2])
+
+    def _learn(self, message: RankMessage, request: RankRequest) -> None:
+        """Remembers the form of a message that is good."""
+        key = form_key(message)
+        if key is None:
+            return
+        known = self._forms.find(key)
+        if known is None:
+            self._forms.add(key, SeenOnce())
+        elif isinstance(known, SeenOnce):
+            self._forms.add(key, MessageForm.of(self._schema, message, request) or NotAlike())
 
     def lookup(self, message: LookupMessage, lease: Lease[ServedModel], now: float) -> LookupRequest:
         """Parses a lookup request. Arguments and errors as `rank`."""

@@ -59,6 +59,11 @@ class RequestSchema:
         return tuple(one.name for one in self.features.features if one.side == "candidate")
 
     @cached_property
+    def kinds(self) -> tuple[tuple[str, bool, bool], ...]:
+        """Of each feature in flat order: its name, whether it is a context feature, and whether its ids are strings."""
+        return tuple(zip(self.names, self.features.is_context.tolist(), self.is_string.tolist(), strict=True))
+
+    @cached_property
     def keys(self) -> Int32Array:
         """int32 [F], 0..F-1: a rank request brings every feature."""
         return np.arange(len(self.names), dtype=np.int32)

@@ -16,7 +16,10 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from serving.errors import MalformedRequestError
+from serving.message_places import places_of, without_parts
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_wire_pb2
+
+_WIRE_RANK, _PUBLIC_RANK = ranking_wire_pb2.RankRequest, ranking_pb2.RankRequest
 
 Wire = TypeVar("Wire", bound=Message)
 Chunks: TypeAlias = Sequence[bytes]
@@ -66,8 +69,8 @@ class SparseChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMessage:
-    """A rank request.
+class RankParts:
+    """The two parts of a rank request.
 
     Attributes:
         fields: the message; what stands below is read already.
@@ -82,7 +85,7 @@ class RankMessage:
     candidate_dense: Chunks
 
     @classmethod
-    def of(cls, fields: ranking_wire_pb2.RankRequest) -> RankMessage:
+    def of(cls, fields: ranking_wire_pb2.RankRequest) -> RankParts:
         """Reads a message."""
         context, candidates = fields.context, fields.candidates
         return cls(
@@ -106,6 +109,42 @@ class RankMessage:
             *self.context.features,
             *self.candidates.features,
         ]
+
+
+class RankMessage:
+    """A rank request.
+
+    Args:
+        data: the message.
+
+    Raises:
+        MalformedRequestError: if it is none, as far as one can tell without its parts.
+
+    Attributes:
+        data: the message.
+        places: where its parts are in there; None if they are not to be found by their places.
+        fields: everything but the parts.
+    """
+
+    __slots__ = ("_parts", "data", "fields", "places")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.places = places_of(data)
+        self._parts: RankParts | None = None
+        if self.places is None:
+            self.fields = self.parts().fields
+        else:
+            self.fields = _decoded(without_parts(data, self.places), _WIRE_RANK, _PUBLIC_RANK)
+
+    def parts(self) -> RankParts:
+        """Its parts, which are decoded when they are asked for first. Raises MalformedRequestError."""
+        if self._parts is None:
+            parts = RankParts.of(_decoded(self.data, _WIRE_RANK, _PUBLIC_RANK))
+            if _has_unpacked(parts, len(self.data)):
+                parts = RankParts.of(_packed(self.data, _WIRE_RANK, _PUBLIC_RANK))
+            self._parts = parts
+        return self._parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +174,8 @@ class LookupMessage:
 
 
 def read_rank(data: bytes) -> RankMessage:
-    """Decodes a RankRequest. Raises MalformedRequestError."""
-    wire, public = ranking_wire_pb2.RankRequest, ranking_pb2.RankRequest
-    message = RankMessage.of(_decoded(data, wire, public))
-    return RankMessage.of(_packed(data, wire, public)) if _has_unpacked(message, len(data)) else message
+    """Decodes a RankRequest, but for its parts. Raises MalformedRequestError."""
+    return RankMessage(data)
 
 
 def read_lookup(data: bytes) -> LookupMessage:
@@ -148,7 +185,7 @@ def read_lookup(data: bytes) -> LookupMessage:
     return LookupMessage.of(_packed(data, wire, public)) if _has_unpacked(message, len(data)) else message
 
 
-def _has_unpacked(message: RankMessage | LookupMessage, size_bytes: int) -> bool:
+def _has_unpacked(message: RankParts | LookupMessage, size_bytes: int) -> bool:
     """Whether numbers may stand among the unknown fields.
 
     Each unknown field becomes a Python object when it is looked at, so of those that could be millions only the size

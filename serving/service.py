@@ -261,8 +261,7 @@ class RankingService:
             self._receiving += not is_full
         if is_full:
             error = OverloadedError(
-                "too many requests that are not complete yet; the limit is "
-                f"max_receiving = {self.limits.max_receiving}"
+                f"too many requests that are not complete yet; the limit is max_receiving = {self.limits.max_receiving}"
             )
             self._count(call, error)
             raise error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Self
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from loader.errors import ShardrankError
 from serving.description import ModelDescription
 from serving.errors import MethodNotAllowedError, NoSuchRouteError
+from serving.http.asgi import endpoint_of, exchange_of, response_of
 from serving.http.direct import DirectRoutes
 from serving.http.documents import (
     LOOKUP_EXAMPLE,
@@ -31,11 +32,12 @@ from serving.http.documents import (
     ReadyDocument,
     json_body,
 )
-from serving.http.endpoints import Endpoints, error_response
+from serving.http.endpoints import Endpoints, error_reply
+from serving.http.exchange import Handler
 from serving.http.large_work import LargeWork
 from serving.oip.http_endpoints import InferEndpoints
-from serving.oip.http_endpoints import error_response as oip_error_response
-from serving.oip.http_routes import DIRECT_INFER, add_routes, is_inference_path
+from serving.oip.http_endpoints import error_reply as oip_error_reply
+from serving.oip.http_routes import INFER_PATHS, add_routes, is_inference_path
 from serving.service import RankingService
 
 API_VERSION = "1"
@@ -67,7 +69,6 @@ class ModelName(Convertor[str]):
 
 
 register_url_convertor(ModelName.NAME, ModelName())
-_DIRECT_RANK = re.compile(f"/v1/models/(?P<model>{ModelName.regex}):rank")
 _MODEL = f"/v1/models/{{model:{ModelName.NAME}}}"
 
 
@@ -80,19 +81,44 @@ class RawRoute(APIRoute):
         return endpoint
 
 
-def create_app(service: RankingService, large: LargeWork | None = None) -> FastAPI:
-    """The HTTP API of a service. `large` takes long bodies and answers off the event loop; by default its own."""
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What answers the requests of a process.
+
+    Attributes:
+        ranking: the API's own.
+        inference: the Open Inference Protocol's.
+    """
+
+    ranking: Endpoints
+    inference: InferEndpoints
+
+    @classmethod
+    def of(cls, service: RankingService, large: LargeWork) -> Self:
+        """Over a service; `large` takes long bodies and answers off the event loop."""
+        return cls(Endpoints(service, large), InferEndpoints(service, large))
+
+    def direct_routes(self) -> DirectRoutes:
+        """Those that connections call without the application."""
+        return DirectRoutes(
+            {"/v1/models/{model}:rank": self.ranking.rank, "/v1/models/{model}:lookup": self.ranking.lookup}
+            | dict.fromkeys(INFER_PATHS, self.inference.infer)
+        )
+
+
+def create_app(service: RankingService, handlers: Handlers | None = None) -> FastAPI:
+    """The HTTP API of a service, for any ASGI server. `handlers` answer its requests; by default its own."""
     app = FastAPI(
         title="shardrank",
         version=API_VERSION,
         description="Online ranking from sharded embeddings: ids in, scores out.",
         redirect_slashes=False,
     )
-    large = large or LargeWork()
-    endpoints = Endpoints(service, large)
+    handlers = handlers or Handlers.of(service, LargeWork())
+    endpoints = handlers.ranking
 
-    def route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any) -> None:
-        app.router.add_api_route(path, handler, methods=[method], route_class_override=RawRoute, **options)
+    def route(path: str, handler: Handler, method: str, **options: Any) -> None:
+        app.router.add_api_route(path, endpoint_of(handler), methods=[method], route_class_override=RawRoute, **options)
 
     # The first ones are tried first.
     route(
@@ -104,9 +130,7 @@ def create_app(service: RankingService, large: LargeWork | None = None) -> FastA
         responses={200: {"model": LookupDocument}, **_ERRORS},
         openapi_extra=_raw(json_body(LOOKUP_SCHEMA, LOOKUP_EXAMPLE)),
     )  # fmt: skip
-    infer = InferEndpoints(service, large)
-    add_routes(route, infer, ModelName.NAME)
-    app.add_middleware(DirectRoutes, routes={_DIRECT_RANK: endpoints.rank, DIRECT_INFER: infer.infer})
+    add_routes(route, handlers.inference, ModelName.NAME)
     route(
         "/v1/models", endpoints.models, "GET", tags=["models"], summary="The live version of every model",
         responses={200: {"model": ModelsDocument}},
@@ -147,8 +171,8 @@ def _raw(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error_response(request: Request, error: ShardrankError) -> Response:
-    respond = oip_error_response if is_inference_path(request.url.path) else error_response
-    return respond(request, error)
+    reply = oip_error_reply if is_inference_path(request.url.path) else error_reply
+    return response_of(reply(exchange_of(request), error))
 
 
 async def _defect(request: Request, error: Exception) -> Response:

@@ -1,43 +1,70 @@
-"""The paths that are asked for most, straight to their handlers.
+"""The paths that are asked for most, and what answers them without the application.
 
-The framework's way to a handler goes through every route before it and through layers that rank requests have no use
-for: measured, 31 of the 234 µs that a small request takes from `receive` to `send` without ranking. The routes stay in
-the application, which documents them; both ways end in the same handler.
+An application framework's way to a handler goes through every route before it, and through layers and objects that rank
+requests have no use for. So the connection itself knows these paths and runs their handlers (see
+docs/decisions/rank-requests-pass-the-framework-by.md). The routes stay in the application, which documents them and
+answers the same paths for whoever hosts it otherwise.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from serving.http.exchange import Handler
 
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+_SEGMENT = re.compile(r"\{(\w+)\}")
+# What is escaped, or has a query, is left to the application. So is what is not ASCII.
+_PLAIN = rb"[^/:?#%\x00-\x20\x7f-\xff]+"
+_MAX_REMEMBERED_PATHS = 256
+_MAX_PATH_BYTES = 1024
+
+
+class DirectRoute(NamedTuple):
+    """What answers a path.
+
+    Attributes:
+        handler: gets the request.
+        path: the path itself.
+        parameters: its parts by name.
+    """
+
+    handler: Handler
+    path: str
+    parameters: Mapping[str, str]
 
 
 class DirectRoutes:
-    """ASGI middleware.
+    """Handlers of POST by path; a `{name}` in a path stands for one part of it.
 
     Args:
-        app: takes everything else.
-        routes: handlers of POST by the pattern of the whole path; its named groups are the path's parameters.
+        handlers: by path.
     """
 
-    def __init__(self, app: ASGIApp, routes: Mapping[re.Pattern[str], Handler]) -> None:
-        self._app = app
-        self._routes = tuple(routes.items())
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._routes = tuple((_pattern(path), handler) for path, handler in handlers.items())
+        # Clients ask for the same few paths; those of others push each other out.
+        self._remembered = lru_cache(_MAX_REMEMBERED_PATHS)(self._find)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            for pattern, handler in self._routes:
-                if (match := pattern.fullmatch(scope["path"])) is not None:
-                    given = match.groupdict()
-                    scope["path_params"] = {name: value for name, value in given.items() if value is not None}
-                    response = await handler(Request(scope, receive, send))
-                    await response(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+    def find(self, url: bytes) -> DirectRoute | None:
+        """What answers a request line's URL; None if that is up to the application."""
+        return self._remembered(url) if len(url) <= _MAX_PATH_BYTES else None
+
+    def _find(self, url: bytes) -> DirectRoute | None:
+        for pattern, handler in self._routes:
+            if (match := pattern.fullmatch(url)) is not None:
+                parameters = {name: value.decode("ascii") for name, value in match.groupdict().items()}
+                return DirectRoute(handler, url.decode("ascii"), parameters)
+        return None
+
+
+def _pattern(path: str) -> re.Pattern[bytes]:
+    parts = _SEGMENT.split(path)
+    # Odd ones are the names.
+    pattern = b"".join(
+        b"(?P<%s>%s)" % (part.encode(), _PLAIN) if number % 2 else re.escape(part.encode())
+        for number, part in enumerate(parts)
+    )
+    return re.compile(pattern)

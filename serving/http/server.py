@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from serving.errors import ListenError
-from serving.http.app import create_app
+from serving.http.app import Handlers, create_app
 from serving.http.large_work import LargeWork
 from serving.http.protocol import BoundedHttpProtocol, bounded_protocol
+from serving.http.reading import reading_protocol
 from serving.service import RankingService
 
 BACKLOG = 1024
@@ -62,10 +63,11 @@ class HttpServer:
     def __init__(self, service: RankingService, drain_timeout_s: float) -> None:
         limits = service.limits
         self._large = LargeWork()
-        self._protocol = bounded_protocol(limits, service.metrics)
+        handlers = Handlers.of(service, self._large)
+        self._protocol = bounded_protocol(limits, service.metrics, handlers.direct_routes())
         config = uvicorn.Config(
-            create_app(service, self._large),
-            http=self._protocol,
+            create_app(service, handlers),
+            http=reading_protocol(self._protocol),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import msgspec
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.oip.infer_request import InferRequest, RequestedOutput
-from serving.oip.input_names import ORDER, OUTPUT_NAMES, SCORES
+from serving.oip.input_names import OUTPUT_NAMES, SCORES
 from serving.proto.inference.open_inference_pb2 import ModelInferResponse
 from serving.request import RankAnswer
 
@@ -45,11 +46,18 @@ def encode_http(request: InferRequest, answer: RankAnswer, answer_id: str) -> tu
 
 def encode_grpc(request: InferRequest, answer: RankAnswer, answer_id: str) -> bytes:
     """A ModelInferResponse, always with raw contents."""
-    message = ModelInferResponse(model_name=answer.model, model_version=str(answer.version), id=answer_id)
-    for requested in _requested(request):
-        datatype, values = _output(answer, requested.name)
-        message.outputs.add(name=requested.name, datatype=datatype, shape=values.shape)
-        message.raw_output_contents.append(values.tobytes())
+    outputs = [(one.name, *_output(answer, one.name)) for one in _requested(request)]
+    head = _grpc_head(answer.model, answer.version, tuple((name, kind, len(values)) for name, kind, values in outputs))
+    raw = [values.tobytes() for _, _, values in outputs]
+    # Messages that follow one another are one message: https://protobuf.dev/programming-guides/encoding/#last-one-wins
+    return head + ModelInferResponse(id=answer_id, raw_output_contents=raw).SerializeToString()
+
+
+@lru_cache(maxsize=256)
+def _grpc_head(model: str, version: int, outputs: tuple[tuple[str, str, int], ...]) -> bytes:
+    message = ModelInferResponse(model_name=model, model_version=str(version))
+    for name, datatype, size in outputs:
+        message.outputs.add(name=name, datatype=datatype, shape=[size])
     return message.SerializeToString()
 
 
@@ -58,8 +66,6 @@ def _requested(request: InferRequest) -> tuple[RequestedOutput, ...]:
 
 
 def _output(answer: RankAnswer, name: str) -> Output:
-    by_name: dict[str, Output] = {
-        SCORES: ("FP32", np.asarray(answer.scores, dtype="<f4")),
-        ORDER: ("INT64", np.asarray(answer.order, dtype="<i8")),
-    }
-    return by_name[name]
+    if name == SCORES:
+        return "FP32", np.asarray(answer.scores, dtype="<f4")
+    return "INT64", np.asarray(answer.order, dtype="<i8")

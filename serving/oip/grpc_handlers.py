@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from serving.call import Call
-from serving.grpc_api.unary import Context, UnaryMethods
+from serving.grpc_api.call_stream import CallStream, Method
+from serving.grpc_api.unary import Answer, UnaryMethod, limit_deadline
 from serving.oip import documents
+from serving.oip.answer_ids import AnswerIds
 from serving.oip.encode import encode_grpc
 from serving.oip.errors import RepositoryControlError
 from serving.oip.read_grpc import read_infer, read_message
@@ -29,19 +29,18 @@ class InferHandlers:
 
     Args:
         service: answers.
-        new_id: makes the id of an answer whose request has none.
+        new_id: makes the id of an answer whose request has none; by default `AnswerIds`.
     """
 
-    def __init__(self, service: RankingService, new_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> None:
+    def __init__(self, service: RankingService, new_id: Callable[[], str] | None = None) -> None:
         self._service = service
-        self._new_id = new_id
-        self._methods = UnaryMethods(service, "oip_grpc")
+        self._new_id = new_id or AnswerIds()
 
-    def generic_handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """What a grpc.aio server is given."""
+    def by_path(self) -> dict[bytes, Method]:
+        """Its methods."""
         service, m = self._service, messages
         methods = {
-            "ModelInfer": self._methods.make("rank", self._infer),
+            "ModelInfer": self._method("rank", self._infer),
             "ServerLive": self._probe(m.ServerLiveRequest, m.ServerLiveResponse, lambda request: {"live": True}),
             "ServerReady": self._probe(
                 m.ServerReadyRequest, m.ServerReadyResponse, lambda request: {"ready": not service.watch.problems()}
@@ -59,14 +58,14 @@ class InferHandlers:
                 m.RepositoryModelUnloadRequest, m.RepositoryModelUnloadResponse, _refuse
             ),
         }
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+        return {f"/{SERVICE_NAME}/{name}".encode(): method for name, method in methods.items()}
 
-    async def _infer(self, call: Call, data: bytes, context: Context) -> bytes:
+    async def _infer(self, call: Call, data: bytes, stream: CallStream) -> bytes:
         service = self._service
         read = read_infer(data)
         request = service.parse_infer(call, read)
         call.parsed = service.clock()
-        self._methods.limit_deadline(request, context)
+        limit_deadline(service, request, stream)
         answer = await service.rank(request)
         answered = service.clock()
         encoded = encode_grpc(read, answer, answer.request_id or self._new_id())
@@ -91,18 +90,19 @@ class InferHandlers:
     def _index(self, request: messages.RepositoryIndexRequest) -> Fields:
         return {"models": documents.repository_index(self._service, ready_only=request.ready)}
 
-    def _probe(self, takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]) -> Any:
-        return self._methods.make("model", _answer(takes, gives, fields), is_probe=True)
+    def _method(self, name: str, answer: Answer, *, is_probe: bool = False) -> Method:
+        return UnaryMethod(self._service, "oip_grpc", name, answer, is_probe)
 
-    def _tell(self, takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]) -> Any:
-        return self._methods.make("model", _answer(takes, gives, fields))
+    def _probe(self, takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]) -> Method:
+        return self._method("model", _answer(takes, gives, fields), is_probe=True)
+
+    def _tell(self, takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]) -> Method:
+        return self._method("model", _answer(takes, gives, fields))
 
 
-def _answer(
-    takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]
-) -> Callable[[Call, bytes, Context], Awaitable[bytes]]:
-    async def answer(call: Call, data: bytes, context: Context) -> bytes:
-        del call, context
+def _answer(takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]) -> Answer:
+    async def answer(call: Call, data: bytes, stream: CallStream) -> bytes:
+        del call, stream
         made: Message = gives(**fields(read_message(data, takes)))
         return made.SerializeToString()
 

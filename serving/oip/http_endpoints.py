@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from loader.errors import ShardrankError
 from serving.call import Call
 from serving.encode_json import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode
 from serving.errors import MalformedRequestError, printable
-from serving.http.body import content_coding, read_body
+from serving.http.body import IDENTITY, content_coding, read_body
+from serving.http.exchange import Exchange, Reply, reply_to
 from serving.http.large_work import LargeWork
-from serving.http.protocol import watch_client
 from serving.oip import documents
+from serving.oip.answer_ids import AnswerIds
 from serving.oip.body_coding import CODINGS, expand
 from serving.oip.encode import encode_http
 from serving.oip.errors import RepositoryControlError
@@ -30,11 +28,10 @@ from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
 
-JSON = "application/json"
 BINARY = "application/octet-stream"
 HEADER_LENGTH = "inference-header-content-length"
 ERROR_KIND = "shardrank-error-kind"
-REQUEST_ID = "x-request-id"
+_HEADER_LENGTH_NAME = HEADER_LENGTH.encode()
 # What is compressed may become about that much longer in usual cases; it decides which bodies leave the event loop.
 _USUAL_RATIO = 16
 # Binary tensors are only copied and checked.
@@ -47,69 +44,68 @@ class _IndexBody(msgspec.Struct):
 
 
 class InferEndpoints:
-    """Handlers over one service. Each takes the raw request and makes the whole response.
+    """Handlers over one service. Each takes a request and gives the whole answer.
 
     Args:
         service: answers.
         large: takes long JSON off the event loop.
-        new_id: makes the id of an answer whose request has none.
+        new_id: makes the id of an answer whose request has none; by default `AnswerIds`.
     """
 
-    def __init__(
-        self, service: RankingService, large: LargeWork, new_id: Callable[[], str] = lambda: uuid.uuid4().hex
-    ) -> None:
+    def __init__(self, service: RankingService, large: LargeWork, new_id: Callable[[], str] | None = None) -> None:
         self._service = service
         self._large = large
-        self._new_id = new_id
+        self._new_id = new_id or AnswerIds()
 
-    async def infer(self, request: Request) -> Response:
+    async def infer(self, exchange: Exchange) -> Reply:
         """`POST /v2/models/{model}[/versions/{version}]/infer`."""
-        return await self._handle(request, "rank", lambda call: self._infer(call, request))
+        return await self._handle(exchange, "rank", self._infer)
 
-    async def server_metadata(self, request: Request) -> Response:
+    async def server_metadata(self, exchange: Exchange) -> Reply:
         """`GET /v2`."""
-        return await self._tell(request, documents.server_metadata)
+        return await self._tell(exchange, documents.server_metadata)
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, exchange: Exchange) -> Reply:
         """`GET /v2/health/live`: the process runs."""
-        return _respond(request, 200, b"")
+        return reply_to(exchange, 200, b"")
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, exchange: Exchange) -> Reply:
         """`GET /v2/health/ready`: as `/readyz`."""
-        return _respond(request, 503 if self._service.watch.problems() else 200, b"")
+        return reply_to(exchange, 503 if self._service.watch.problems() else 200, b"")
 
-    async def model_ready(self, request: Request) -> Response:
+    async def model_ready(self, exchange: Exchange) -> Reply:
         """`GET /v2/models/{model}[/versions/{version}]/ready`."""
 
-        async def answer(call: Call) -> Response:
+        async def answer(call: Call, exchange: Exchange) -> Reply:
             del call
-            model, version = _model(request)
+            model, version = _model(exchange)
             is_ready = documents.model_is_ready(self._service, model, version)
             if not is_ready:
                 # Says why, unless the version is here and something else keeps it from answering.
                 self._service.lease(model, parse_version(version)).release()
-            return _respond(request, 200 if is_ready else 503, b"")
+            return reply_to(exchange, 200 if is_ready else 503, b"")
 
-        return await self._handle(request, "model", answer)
+        return await self._handle(exchange, "model", answer)
 
-    async def model_metadata(self, request: Request) -> Response:
+    async def model_metadata(self, exchange: Exchange) -> Reply:
         """`GET /v2/models/{model}[/versions/{version}]`."""
-        return await self._tell(request, lambda: documents.model_metadata(self._service, *_model(request)))
+        return await self._tell(exchange, lambda: documents.model_metadata(self._service, *_model(exchange)))
 
-    async def model_config(self, request: Request) -> Response:
+    async def model_config(self, exchange: Exchange) -> Reply:
         """`GET /v2/models/{model}[/versions/{version}]/config`."""
-        return await self._tell(request, lambda: documents.model_config(self._service, *_model(request)))
+        return await self._tell(exchange, lambda: documents.model_config(self._service, *_model(exchange)))
 
-    async def statistics(self, request: Request) -> Response:
+    async def statistics(self, exchange: Exchange) -> Reply:
         """`GET /v2/models[/{model}[/versions/{version}]]/stats`."""
-        return await self._tell(request, lambda: documents.model_statistics(self._service, *_model(request)))
+        return await self._tell(exchange, lambda: documents.model_statistics(self._service, *_model(exchange)))
 
-    async def repository_index(self, request: Request) -> Response:
+    async def repository_index(self, exchange: Exchange) -> Reply:
         """`POST /v2/repository/index`."""
 
-        async def answer(call: Call) -> Response:
+        async def answer(call: Call, exchange: Exchange) -> Reply:
             del call
-            body = await read_body(request, self._service.limits.max_body_bytes)
+            content_coding(exchange)
+            body = await read_body(exchange, self._service.limits.max_body_bytes)
             try:
                 ready_only = bool(body) and msgspec.json.decode(body, type=_IndexBody).ready
             except msgspec.MsgspecError as error:
@@ -117,65 +113,68 @@ class InferEndpoints:
                     "", f'the body must be empty, or such as {{"ready": true}}: {error}'
                 ) from error
             index = documents.repository_index(self._service, ready_only=ready_only)
-            return _respond(request, 200, encode(index))
+            return reply_to(exchange, 200, encode(index))
 
-        return await self._handle(request, "model", answer)
+        return await self._handle(exchange, "model", answer)
 
-    async def repository_control(self, request: Request) -> Response:
+    async def repository_control(self, exchange: Exchange) -> Reply:
         """`POST /v2/repository/models/{model}/load` and `unload`, which are refused."""
 
         def refuse() -> Any:
             raise RepositoryControlError()
 
-        return await self._tell(request, refuse)
+        return await self._tell(exchange, refuse)
 
-    async def _tell(self, request: Request, document: Callable[[], Any]) -> Response:
-        async def answer(call: Call) -> Response:
+    async def _tell(self, exchange: Exchange, document: Callable[[], Any]) -> Reply:
+        async def answer(call: Call, exchange: Exchange) -> Reply:
             del call
-            return _respond(request, 200, encode(document()))
+            return reply_to(exchange, 200, encode(document()))
 
-        return await self._handle(request, "model", answer)
+        return await self._handle(exchange, "model", answer)
 
-    async def _handle(self, request: Request, method: str, answer: Callable[[Call], Awaitable[Response]]) -> Response:
+    async def _handle(
+        self, exchange: Exchange, method: str, answer: Callable[[Call, Exchange], Awaitable[Reply]]
+    ) -> Reply:
         try:
             with self._service.call("oip_http", method) as call:
-                return await answer(call)
+                return await answer(call, exchange)
         except ShardrankError as error:
-            return error_response(request, error)
+            return error_reply(exchange, error)
         except Exception:
-            logger.exception("%s %s failed", request.method, request.url.path)
-            return error_response(request, ShardrankError("internal error; the server's log says more"))
+            logger.exception("%s failed", exchange.target)
+            return error_reply(exchange, ShardrankError("internal error; the server's log says more"))
 
-    async def _infer(self, call: Call, request: Request) -> Response:
+    async def _infer(self, call: Call, exchange: Exchange) -> Reply:
         service = self._service
-        coding = content_coding(request, CODINGS)
-        body = await read_body(request, service.limits.max_body_bytes, CODINGS)
+        is_compressed = content_coding(exchange, CODINGS) != IDENTITY
+        body = await read_body(exchange, service.limits.max_body_bytes)
         call.received = service.clock()
         service.admit(call)
-        reading = _Reading(service, call, request, body, is_compressed=coding != "identity")
+        reading = _Reading(service, call, exchange, body, is_compressed=is_compressed)
         parsed = await self._large.parse(reading.json_bytes, reading.parse)
         call.parsed = service.clock()
-        answer = await service.rank(parsed, watch_client(request))
+        answer = await service.rank(parsed, exchange.watch_client)
         answered = service.clock()
         encoding = partial(encode_http, reading.read, answer, answer.request_id or self._new_id())
         encoded, header_length = await self._large.encode(answer.scores.size, encoding)
-        response = _respond(request, 200, encoded, JSON if header_length is None else BINARY)
-        if header_length is not None:
-            response.headers[HEADER_LENGTH] = str(header_length)
+        if header_length is None:
+            reply = reply_to(exchange, 200, encoded)
+        else:
+            reply = reply_to(exchange, 200, encoded, BINARY, ((HEADER_LENGTH, str(header_length)),))
         service.metrics.answer_encoded(call, parsed, answered, service.clock())
-        return response
+        return reply
 
 
 class _Reading:
     """One request while it is read, maybe on another thread."""
 
     def __init__(
-        self, service: RankingService, call: Call, request: Request, body: bytes | bytearray, *, is_compressed: bool
+        self, service: RankingService, call: Call, exchange: Exchange, body: bytes | bytearray, *, is_compressed: bool
     ) -> None:
         self._service = service
         self._call = call
-        self._model, self._version = _model(request)
-        self._header_length = request.headers.get(HEADER_LENGTH)
+        self._model, self._version = _model(exchange)
+        self._header_length = exchange.header(_HEADER_LENGTH_NAME)
         self._body = body
         self._is_compressed = is_compressed
         self.read: InferRequest
@@ -199,22 +198,15 @@ class _Reading:
         return self._service.parse_infer(self._call, self.read)
 
 
-def error_response(request: Request, error: ShardrankError) -> Response:
+def error_reply(exchange: Exchange, error: ShardrankError) -> Reply:
     """An error in the protocol's form."""
-    message = printable(str(error), MAX_MESSAGE_CHARS)
-    response = _respond(request, error.http_status, encode({"error": message}))
-    response.headers[ERROR_KIND] = error.kind
+    headers: tuple[tuple[str, str], ...] = ((ERROR_KIND, error.kind),)
     if error.http_status == _RETRY_LATER:
-        response.headers["retry-after"] = str(RETRY_AFTER_S)
-    return response
+        headers = (*headers, ("retry-after", str(RETRY_AFTER_S)))
+    message = printable(str(error), MAX_MESSAGE_CHARS)
+    return reply_to(exchange, error.http_status, encode({"error": message}), headers=headers)
 
 
-def _model(request: Request) -> tuple[str, str]:
-    return request.path_params.get("model", ""), request.path_params.get("version", "")
-
-
-def _respond(request: Request, status: int, body: bytes, media_type: str = JSON) -> Response:
-    response = Response(body, status, media_type=media_type)
-    if (request_id := request.headers.get(REQUEST_ID)) is not None:
-        response.headers[REQUEST_ID] = request_id
-    return response
+def _model(exchange: Exchange) -> tuple[str, str]:
+    parameters = exchange.path_parameters
+    return parameters.get("model", ""), parameters.get("version", "")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from serving.oip.http_endpoints import InferEndpoints
 
 PREFIX = "/v2"
-DIRECT_INFER = re.compile(f"{PREFIX}/models/(?P<model>[^/:]+)(?:/versions/(?P<version>[^/]+))?/infer")
-"""The infer paths, for what goes to their handler directly."""
+INFER_PATHS = (f"{PREFIX}/models/{{model}}/infer", f"{PREFIX}/models/{{model}}/versions/{{version}}/infer")
+"""For what goes to their handler directly."""
 _TAG = ["open inference protocol"]
 _BODIES: dict[str, Any] = {"requestBody": {"content": {"application/json": {}, "application/octet-stream": {}}}}
 AddRoute = Callable[..., None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -13,6 +13,7 @@ from serving.errors import InvalidFieldError
 from serving.limits import MAX_ID
 from shard_node.bags import Float32Array, Int64Array
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
 IntegerType: TypeAlias = Literal["INT64", "INT32"]
 Integers: TypeAlias = Int64Array | npt.NDArray[np.int32]
 MAX_VERSION_CHARS = 19
@@ -57,6 +58,27 @@ class InputTensor:
 
 
 @dataclass(slots=True, eq=False)
+class InferInputs:
+    """The inputs of one request, which are read when the model version is known that may have seen their like before.
+
+    Attributes:
+        read: decodes them, in the client's order. It raises MalformedRequestError, InvalidFieldError or
+            UnsupportedExtensionError for what is wrong with them whatever the model.
+        form: all that the request says of its inputs but their elements: requests with equal forms have inputs of the
+            same names, datatypes, shapes and sizes, in the same order. None if elements are part of it.
+        form_bytes: of memory that the form takes.
+        binary: behind a form, where the elements of all inputs lie, one input after the other.
+        is_own: whether `binary` is memory that nobody else uses and that may be written to.
+    """
+
+    read: Callable[[], Sequence[InputTensor]]
+    form: Hashable | None = None
+    form_bytes: int = 0
+    binary: Buffer = b""
+    is_own: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class RequestedOutput:
     """One output that is asked for.
 
@@ -77,7 +99,7 @@ class InferRequest:
         model: its name.
         version: the one that must answer; None for the live one, or the canary.
         id: the client's name for the request, or "".
-        inputs: in the client's order.
+        inputs: not read yet.
         outputs: those asked for; None for all.
         binary_output: whether outputs that don't say are binary.
         timeout_ms: the deadline; None for the server's default.
@@ -89,7 +111,7 @@ class InferRequest:
     model: str
     version: int | None
     id: str
-    inputs: Sequence[InputTensor]
+    inputs: InferInputs
     outputs: Sequence[RequestedOutput] | None = None
     binary_output: bool = False
     timeout_ms: int | None = None

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from serving.errors import CountMismatchError, InvalidFieldError, LimitExceededError, MissingFeatureError
+from serving.errors import InvalidFieldError, LimitExceededError, MissingFeatureError
+from serving.form_cache import FormCache
 from serving.limits import RequestLimits
-from serving.oip.infer_request import InferRequest, InputTensor, input_path
-from serving.oip.input_columns import InputColumns, floats_of
-from serving.oip.input_names import CANDIDATE_DENSE, CONTEXT_DENSE, OUTPUT_NAMES, InputNames
-from serving.parse_checks import check_bags, check_dense, check_num_candidates, check_text, check_timeout, check_top_k
+from serving.oip.infer_request import InferInputs, InferRequest, InputTensor, input_path
+from serving.oip.input_columns import BinaryElements, Elements, GivenElements, bags_of, dense_of
+from serving.oip.input_layout import InputLayout, LayoutMaker
+from serving.oip.input_names import OUTPUT_NAMES, InputNames
+from serving.oip.raw_data import RawData
+from serving.parse_checks import check_dense, check_text, check_timeout, check_top_k
 from serving.parse_schema import MAX_NAMES_SHOWN, RequestSchema
 from serving.request import RankRequest
-from shard_node.bags import Float32Array
 from shard_node.generation import Lease
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class InferParser:
     def __init__(self, schema: RequestSchema) -> None:
         self._schema = schema
         self.names = InputNames(schema)
+        self._layouts: FormCache[Hashable, InputLayout] = FormCache()
 
     def rank(self, request: InferRequest, lease: Lease[ServedModel], now: float) -> RankRequest:
         """Parses an inference request.
@@ -45,17 +46,18 @@ class InferParser:
             BadRequestError: one of its subclasses, naming the input, the value and what is allowed.
             AmbiguousInputsError: if the model can't be called by this protocol.
         """
-        schema, limits = self._schema, self._schema.limits
+        schema, limits, inputs = self._schema, self._schema.limits, request.inputs
         _check_outputs(request)
-        given = self._given(request.inputs)
-        columns = InputColumns(schema, given, len(self.names.required))
-        dense = given.get(CANDIDATE_DENSE)
-        num_candidates = self._num_candidates(columns, dense)
-        check_num_candidates(limits, num_candidates)
-        bags = columns.bags(num_candidates)
-        check_bags(schema, bags)
-        context_dense = self._dense(given, CONTEXT_DENSE, schema.num_context_dense, rows=None)
-        candidate_dense = self._dense(given, CANDIDATE_DENSE, schema.num_candidate_dense, rows=num_candidates)
+        layout = None if inputs.form is None else self._layouts.find(inputs.form)
+        elements: Elements
+        if layout is None or layout.binary_bytes != len(inputs.binary):
+            layout, elements = self._read(inputs)
+        else:
+            elements = BinaryElements(inputs)
+        num_candidates = layout.num_candidates
+        bags, texts = bags_of(schema, layout, elements)
+        context_dense = dense_of(layout.context_dense, elements, (schema.num_context_dense,))
+        candidate_dense = dense_of(layout.candidate_dense, elements, (num_candidates, schema.num_candidate_dense))
         check_dense("context", context_dense)
         check_dense("candidates", candidate_dense)
         check_text(limits, "routing_key", request.routing_key)
@@ -68,8 +70,19 @@ class InferParser:
             deadline=now + _timeout_s(limits, request),
             top_k=check_top_k(request.top_k),
             request_id=check_text(limits, "request_id", request.id),
-            texts=columns.texts,
+            texts=texts,
         )
+
+    def _read(self, inputs: InferInputs) -> tuple[InputLayout, Elements]:
+        """The layout of inputs of a form that was not met before, and where their elements are."""
+        tensors = inputs.read()
+        given = self._given(tensors)
+        is_binary = inputs.form is not None and all(isinstance(one.data, RawData) for one in tensors)
+        layout = LayoutMaker(self._schema, given, len(self.names.required), is_binary=is_binary).make(inputs.form_bytes)
+        if not is_binary:
+            return layout, GivenElements(given)
+        self._layouts.add(inputs.form, layout)
+        return layout, BinaryElements(inputs)
 
     def _given(self, inputs: Sequence[InputTensor]) -> dict[str, InputTensor]:
         """Inputs by name: all that the model has, but for optional ones, and no other."""
@@ -96,24 +109,6 @@ class InferParser:
         return InvalidFieldError(
             input_path(name), f"model {self._schema.features.spec.model!r} has no such input; it has {list(known)}"
         )
-
-    def _num_candidates(self, columns: InputColumns, dense: InputTensor | None) -> int:
-        if self._schema.candidate_names:
-            return columns.num_bags(self._schema.features.index[self._schema.candidate_names[0]])
-        return dense.shape[0] if dense is not None and len(dense.shape) else 0
-
-    def _dense(self, given: Mapping[str, InputTensor], name: str, width: int, rows: int | None) -> Float32Array:
-        """float32 [width], or [rows, width]; a copy, because the request's own bytes may be read-only."""
-        shape = (width,) if rows is None else (rows, width)
-        tensor = given.get(name)
-        if tensor is None:
-            return np.empty(shape, np.float32)
-        allowed = (shape, (1, width)) if rows is None else (shape,)
-        if tuple(tensor.shape) not in allowed:
-            raise CountMismatchError(
-                f"{input_path(name)}.shape", f"{list(tensor.shape)[:8]}; it must be {list(allowed[0])}"
-            )
-        return np.array(floats_of(tensor, int(np.prod(shape))), dtype=np.float32).reshape(shape)
 
 
 def _check_outputs(request: InferRequest) -> None:

@@ -10,14 +10,32 @@ from struct import Struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from serving.errors import CountMismatchError, InvalidIdError, MalformedRequestError
-from serving.oip.infer_request import Integers, IntegerType, input_path
+from serving.oip.infer_request import Buffer, Integers, IntegerType, input_path
 from shard_node.bags import Float32Array
 
-_INTEGERS: dict[IntegerType, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
-_FLOAT32 = np.dtype("<f4")
+_DTYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 _LENGTH = Struct("<I")
+
+
+def element_bytes(datatype: str) -> int:
+    """Of one number. Raises KeyError for a datatype that no input is of."""
+    return _DTYPES[datatype].itemsize
+
+
+def elements_at(buffer: Buffer, datatype: str, count: int, start: int) -> npt.NDArray[Any]:
+    """Numbers as they lie in memory, which is large enough: a view, maybe read-only and unaligned.
+
+    Args:
+        buffer: of any length.
+        datatype: INT64, INT32 or FP32.
+        count: how many.
+        start: where they begin, in bytes.
+    """
+    values: npt.NDArray[Any] = np.frombuffer(buffer, _DTYPES[datatype], count, start)
+    return values
 
 
 class RawData:
@@ -27,24 +45,24 @@ class RawData:
         buffer: exactly the tensor's bytes.
     """
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "size_bytes")
 
-    def __init__(self, buffer: bytes | memoryview) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
+        self.size_bytes = len(buffer)
 
     def integers(self, name: str, datatype: IntegerType, count: int) -> Integers:
         """As `TensorData`, without a copy."""
-        dtype = _INTEGERS[datatype]
-        if len(self._buffer) != count * dtype.itemsize:
-            raise self._wrong_size(name, datatype, count, dtype.itemsize)
-        values: Integers = np.frombuffer(self._buffer, dtype)
-        return values
+        return self._numbers(name, datatype, count)
 
     def floats(self, name: str, count: int) -> Float32Array:
         """As `TensorData`, without a copy."""
-        if len(self._buffer) != count * _FLOAT32.itemsize:
-            raise self._wrong_size(name, "FP32", count, _FLOAT32.itemsize)
-        return np.frombuffer(self._buffer, _FLOAT32)
+        return self._numbers(name, "FP32", count)
+
+    def _numbers(self, name: str, datatype: str, count: int) -> npt.NDArray[Any]:
+        if self.size_bytes != count * element_bytes(datatype):
+            raise self.wrong_size(name, datatype, count)
+        return elements_at(self._buffer, datatype, count, 0)
 
     def texts(self, name: str, count: int) -> list[str]:
         """As `TensorData`. Where an element begins only the one before it tells, so they are read one by one."""
@@ -64,9 +82,10 @@ class RawData:
             raise CountMismatchError(path, f"its shape holds {count} elements, its data {_more(len(texts), count)}")
         return texts
 
-    def _wrong_size(self, name: str, datatype: str, count: int, width: int) -> CountMismatchError:
-        wanted = f"{count} elements of {datatype}, {count * width} bytes"
-        return CountMismatchError(input_path(name), f"{len(self._buffer)} bytes of data; its shape holds {wanted}")
+    def wrong_size(self, name: str, datatype: str, count: int) -> CountMismatchError:
+        """The error for numbers that are not as many as they should be."""
+        wanted = f"{count} elements of {datatype}, {count * element_bytes(datatype)} bytes"
+        return CountMismatchError(input_path(name), f"{self.size_bytes} bytes of data; its shape holds {wanted}")
 
 
 def decode_text(path: str, position: int, element: bytes) -> str:

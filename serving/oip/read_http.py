@@ -6,6 +6,7 @@ Source: https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,11 +16,13 @@ from serving.errors import InvalidFieldError, MalformedRequestError
 from serving.json_size import JsonSize
 from serving.limits import RequestLimits
 from serving.oip.errors import UnsupportedExtensionError
-from serving.oip.infer_request import InferRequest, InputTensor, RequestedOutput, input_path
+from serving.oip.infer_request import InferInputs, InferRequest, InputTensor, RequestedOutput, input_path
 from serving.oip.json_data import JsonData
 from serving.oip.raw_data import RawData
 
 MAX_INPUTS = 16_384
+# What describes more inputs than most models have is decoded each time.
+MAX_FORM_BYTES = 256 * 2**10
 # No JSON object within this limit has more keys. Entries of lists are elements, counted once the model is known.
 _MAX_KEYS = 16 * MAX_INPUTS
 _MANY = 2**62
@@ -58,14 +61,27 @@ class _Output(msgspec.Struct, gc=False):
     parameters: _OutputParameters | None = None
 
 
-class _Body(msgspec.Struct, gc=False):
+class _Body(msgspec.Struct, gc=False, kw_only=True):
     inputs: list[_Input]
     id: str | None = None
     outputs: list[_Output] | None = None
     parameters: _Parameters | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Body)
+class _Header(msgspec.Struct, gc=False, kw_only=True):
+    inputs: msgspec.Raw
+    id: str | None = None
+    outputs: list[_Output] | None = None
+    parameters: _Parameters | None = None
+
+
+class _HeaderInputs(msgspec.Struct, gc=False):
+    inputs: list[_Input]
+
+
+_BODY = msgspec.json.Decoder(_Body)
+_HEADER = msgspec.json.Decoder(_Header)
+_HEADER_INPUTS = msgspec.json.Decoder(_HeaderInputs)
 _NO_PARAMETERS = _Parameters()
 
 
@@ -88,10 +104,10 @@ def read_infer(
     """
     view = memoryview(body)
     header = view if header_length is None else view[:header_length]
-    JsonSize(entries=_MANY, keys=_MAX_KEYS, limits=limits).check(body if header_length is None else bytes(header))
-    decoded = _decode(header)
-    if len(decoded.inputs) > MAX_INPUTS:
-        raise InvalidFieldError("inputs", f"{len(decoded.inputs)} inputs; at most {MAX_INPUTS} are taken")
+    # Nothing shorter has as many keys: the shortest takes more than four bytes.
+    if len(header) > 4 * _MAX_KEYS:
+        JsonSize(entries=_MANY, keys=_MAX_KEYS, limits=limits).check(bytes(header))
+    decoded = _decode(_BODY if len(header) == len(view) else _HEADER, header)
     parameters = decoded.parameters or _NO_PARAMETERS
     if parameters.sequence_id:
         raise UnsupportedExtensionError("parameters.sequence_id", "requests here belong to no sequence")
@@ -99,7 +115,7 @@ def read_infer(
         model=model,
         version=version,
         id=decoded.id or "",
-        inputs=_inputs(decoded.inputs, view[len(header) :]),
+        inputs=_inputs(decoded, header, view),
         # An empty list is what clients send that don't choose.
         outputs=[_output(one) for one in decoded.outputs] if decoded.outputs else None,
         binary_output=bool(parameters.binary_data_output),
@@ -125,16 +141,33 @@ def parse_header_length(text: str | None, body_bytes: int) -> int | None:
     return length
 
 
-def _decode(header: memoryview) -> Any:
+def _decode(decoder: msgspec.json.Decoder[Any], header: memoryview) -> Any:
     try:
-        return _DECODER.decode(header)
+        return decoder.decode(header)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidFieldError("", str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedRequestError("", f"the request is not JSON: {error}") from error
 
 
-def _inputs(decoded: Sequence[_Input], binary: memoryview) -> list[InputTensor]:
+def _inputs(decoded: _Body | _Header, header: memoryview, body: memoryview) -> InferInputs:
+    binary = body[len(header) :]
+    if isinstance(decoded, _Body):
+        return InferInputs(partial(_tensors, decoded.inputs, binary))
+    read, size = partial(_read_inputs, header, binary), memoryview(decoded.inputs).nbytes
+    if size > MAX_FORM_BYTES:
+        return InferInputs(read)
+    # As it is written: the same bytes say the same.
+    return InferInputs(read, bytes(decoded.inputs), size, binary)
+
+
+def _read_inputs(header: memoryview, binary: memoryview) -> list[InputTensor]:
+    return _tensors(_decode(_HEADER_INPUTS, header).inputs, binary)
+
+
+def _tensors(decoded: Sequence[_Input], binary: memoryview) -> list[InputTensor]:
+    if len(decoded) > MAX_INPUTS:
+        raise InvalidFieldError("inputs", f"{len(decoded)} inputs; at most {MAX_INPUTS} are taken")
     tensors, start = [], 0
     for one in decoded:
         size = None

@@ -10,6 +10,7 @@ OPEN_INFERENCE = Path("serving/proto/inference/open_inference.proto")
 PROTOS = (
     Path("serving/proto/shardrank/v1/ranking.proto"),
     Path("serving/proto/shardrank/v1/ranking_wire.proto"),
+    Path("serving/proto/shardrank/v1/infer_wire.proto"),
     OPEN_INFERENCE,
 )
 # What `serving.proto.inference.pool` is for.

@@ -83,7 +83,7 @@ def test_the_wire_types_read_whatever_the_public_types_read(context, candidates)
         return b"".join(packed(1, entry) for entry in entries)
 
     data = packed(1, b"films") + packed(3, feature_set(context)) + packed(4, feature_set(candidates))
-    public, wire = ranking_pb2.RankRequest.FromString(data), read_rank(data)
+    public, wire = ranking_pb2.RankRequest.FromString(data), read_rank(data).parts()
     for part in ("context", "candidates"):
         theirs, ours = getattr(public, part).sparse, getattr(wire, part)
         assert sorted(theirs) == sorted(ours.names)
@@ -107,7 +107,7 @@ def test_numbers_are_found_in_the_unpacked_encoding_however_many_there_are(part,
         features = b"".join(varint(2 << 3 | 5) + struct.pack("<f", one) for one in many)
     # Another feature is packed, and so long that the rest is little beside it.
     other = packed(1, packed(1, b"film") + packed(2, packed(1, bytes(8 * 50_000))))
-    message = read_rank(packed(1, b"films") + packed(4, features + other))
+    message = read_rank(packed(1, b"films") + packed(4, features + other)).parts()
     if part == "sparse":
         ids = message.candidates.ids[message.candidates.names.index("tag")]
         np.testing.assert_array_equal(np.frombuffer(b"".join(ids), "<i8"), many)
@@ -120,8 +120,9 @@ def test_fields_that_are_not_known_yet_change_nothing():
     feature = packed(1, struct.pack("<q", 7)) + newer
     data = packed(1, b"films") + packed(4, packed(1, packed(1, b"film") + packed(2, feature)) + newer) + newer
     message = read_rank(data)
-    assert (message.fields.model, message.candidates.names) == ("films", ["film"])
-    assert message.candidates.ids == [[struct.pack("<q", 7)]]
+    candidates = message.parts().candidates
+    assert (message.fields.model, candidates.names) == ("films", ["film"])
+    assert candidates.ids == [[struct.pack("<q", 7)]]
 
 
 def test_the_wire_types_differ_from_the_public_ones_only_in_fixed_width_numbers():

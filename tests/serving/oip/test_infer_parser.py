@@ -234,17 +234,17 @@ def read_parts(header, binary):
 def test_binary_data_must_fill_the_body_and_the_shapes():
     header, binary = header_of(tensors())
     with pytest.raises(InvalidFieldError, match="3 bytes are left behind the last"):
-        read_parts(header, binary + b"abc")
+        parse(read_parts(header, binary + b"abc"))
     with pytest.raises(
         InvalidFieldError, match=r"candidates\.dense\.parameters\.binary_data_size: 60 is not in 0\.\.59"
     ):
-        read_parts(header, binary[:-1])
+        parse(read_parts(header, binary[:-1]))
     header["inputs"][0]["shape"] = [3]
     with pytest.raises((CountMismatchError, MalformedRequestError), match=r"inputs\.user: 8 bytes"):
         parse(read_parts(header, binary))
     header["inputs"][0]["parameters"]["binary_data_size"] = -1
     with pytest.raises(InvalidFieldError, match="-1 is not in"):
-        read_parts(header, binary)
+        parse(read_parts(header, binary))
 
 
 @pytest.mark.parametrize("shape", [[2**70, 0], [-1, -2], [2**62, 4], [], [2**63 - 1]])
@@ -332,15 +332,15 @@ def test_shared_memory_inputs_and_mixed_contents_are_refused_over_grpc():
     message = message_of(tensors(), MODEL)
     message.inputs[0].parameters["shared_memory_region"].string_param = "x"
     with pytest.raises(UnsupportedExtensionError, match="shared_memory_region"):
-        read_message(message.SerializeToString())
+        parse(read_message(message.SerializeToString()))
     message = message_of(tensors(), MODEL)
     message.inputs[1].contents.int64_contents.append(1)
     with pytest.raises(InvalidFieldError, match="beside raw_input_contents"):
-        read_message(message.SerializeToString())
+        parse(read_message(message.SerializeToString()))
     message = message_of(tensors(), MODEL)
     del message.raw_input_contents[0]
     with pytest.raises(InvalidFieldError, match="one for each"):
-        read_message(message.SerializeToString())
+        parse(read_message(message.SerializeToString()))
     with pytest.raises(MalformedRequestError, match=r"inference\.ModelInferRequest"):
         read_message(b"\xff")
     with pytest.raises(InvalidFieldError, match="model: it is empty"):

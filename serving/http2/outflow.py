@@ -1,0 +1,70 @@
+"""What the peer of one connection takes, and the streams that wait for it to take more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from serving.http2 import frames
+from serving.http2.errors import ErrorCode, Http2Error
+from serving.http2.frames import MAX_WINDOW
+from serving.http2.stream import Stream
+
+
+class Outflow:
+    """Windows and sizes as the peer has set them (RFC 9113, sections 5.2 and 6.5).
+
+    Args:
+        streams: of the connection, by id.
+
+    Attributes:
+        blocked: streams that have more to send than the peer takes now, longest first.
+        window: bytes of data that it still takes on all streams together.
+        stream_window: what a new stream's window is.
+        frame_size: the longest payload that it takes.
+    """
+
+    __slots__ = ("_streams", "blocked", "frame_size", "stream_window", "window")
+
+    def __init__(self, streams: Mapping[int, Stream[Any]]) -> None:
+        self._streams = streams
+        self.blocked: dict[int, Stream[Any]] = {}
+        self.window = frames.DEFAULT_WINDOW
+        self.stream_window = frames.DEFAULT_WINDOW
+        self.frame_size = frames.DEFAULT_FRAME_SIZE
+
+    def on_window_update(self, stream_id: int, payload: bytes) -> None:
+        """The peer takes more. Raises Http2Error."""
+        increment = int.from_bytes(payload, "big") & MAX_WINDOW
+        code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
+        stream = self._streams.get(stream_id)
+        if stream_id == 0:
+            self.window += increment
+            if not increment or self.window > MAX_WINDOW:
+                raise Http2Error(code, f"WINDOW_UPDATE by {increment} to {self.window}")
+            self._flush()
+        elif stream is not None:
+            stream.send_window += increment
+            if not increment or stream.send_window > MAX_WINDOW:
+                stream.reset(code)
+            elif stream_id in self.blocked:
+                stream.flush()
+
+    def on_settings(self, payload: bytes) -> None:
+        """The peer has set something. Raises Http2Error."""
+        for name, value in frames.read_settings(payload):
+            if name == frames.INITIAL_WINDOW_SIZE:
+                for stream in self._streams.values():
+                    stream.send_window += value - self.stream_window
+                    if stream.send_window > MAX_WINDOW:
+                        raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE makes a window too large")
+                self.stream_window = value
+            elif name == frames.MAX_FRAME_SIZE:
+                self.frame_size = value
+        self._flush()
+
+    def _flush(self) -> None:
+        for stream in list(self.blocked.values()):
+            if self.window <= 0:
+                return
+            stream.flush()

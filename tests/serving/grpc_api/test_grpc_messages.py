@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import gzip
+import zlib
+
+import grpc
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.errors import ShardrankError
+from serving.grpc_api.call_head import MAX_DETAILS_BYTES, CallHead, read_head, status_block
+from serving.grpc_api.message_reader import MessageReader
+
+CALL = [(b":method", b"POST"), (b":path", b"/a.B/C"), (b"content-type", b"application/grpc+proto")]
+
+
+def prefixed(message: bytes, flag: int = 0) -> bytes:
+    return bytes((flag,)) + len(message).to_bytes(4, "big") + message
+
+
+def read_all(reader: MessageReader, pieces: list[bytes]) -> list[bytes]:
+    messages = []
+    for piece in pieces:
+        # In the midst of other bytes, as a frame's payload is.
+        data, start = b"###" + piece + b"####", 3
+        while start < 3 + len(piece):
+            start = reader.feed(data, start, 3 + len(piece))
+            if reader.message is not None:
+                messages.append(reader.message)
+                reader.message = None
+    return messages
+
+
+@given(st.lists(st.tuples(st.binary(max_size=300), st.booleans()), max_size=6), st.lists(st.integers(1, 200)))
+def test_messages_are_the_same_however_they_are_cut(messages, sizes):
+    stream = b"".join(prefixed(zlib.compress(one) if flag else one, flag) for one, flag in messages)
+    pieces = []
+    for size in sizes:
+        pieces.append(stream[:size])
+        stream = stream[size:]
+    reader = MessageReader("deflate", 1000)
+    assert read_all(reader, [*filter(None, pieces), stream]) == [one for one, _ in messages]
+    assert reader.missing == 0
+
+
+def test_how_much_is_missing_is_known_from_the_length_on():
+    reader = MessageReader("identity", 1000)
+    stream = prefixed(bytes(100))
+    assert [read_all(reader, [stream[at : at + 1]]) or reader.missing for at in (0, 1, 2, 3, 4, 5)] == [
+        0,
+        0,
+        0,
+        0,
+        100,
+        99,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("coding", "sent", "says", "kind"),
+    [
+        ("identity", prefixed(bytes(1001))[:5], "1001 bytes in the message.*max_body_bytes = 1000", "body_too_large"),
+        ("gzip", prefixed(gzip.compress(bytes(1001)), 1), "max_body_bytes = 1000", "body_too_large"),
+        ("gzip", prefixed(b"no gzip", 1), "neither gzip nor deflate", "malformed"),
+        ("identity", prefixed(b"x", 1), "no grpc-encoding", "malformed"),
+        ("identity", prefixed(b"x", 2), "flag is 2; allowed are 0 and 1", "malformed"),
+        ("snappy", prefixed(b"x", 1), "'snappy'; known are identity, gzip, deflate", "unknown_coding"),
+    ],
+)
+def test_a_message_that_can_not_be_taken_is_refused(coding, sent, says, kind):
+    with pytest.raises(ShardrankError, match=says) as refusal:
+        read_all(MessageReader(coding, 1000), [sent])
+    assert refusal.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("sent", "timeout_s"),
+    [(b"2H", 7200), (b"3M", 180), (b"4S", 4), (b"5m", 0.005), (b"99999999u", 99.999999), (b"7n", 7e-9), (b"0S", 0)],
+)
+def test_a_timeout_is_digits_and_a_unit(sent, timeout_s):
+    assert read_head([*CALL, (b"grpc-timeout", sent)]) == CallHead(b"/a.B/C", pytest.approx(timeout_s))
+
+
+@pytest.mark.parametrize("sent", [b"S", b"1", b"1s", b"-1S", b"1.5S", b"123456789S", b"1S "])
+def test_a_timeout_that_is_none_is_refused(sent):
+    code, says = read_head([*CALL, (b"grpc-timeout", sent)]).problem
+    assert (code, "grpc-timeout" in says) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+def test_what_is_no_grpc_call_is_refused():
+    assert "POST" in read_head([(b":method", b"GET"), *CALL[1:]]).problem[1]
+    assert "application/grpc" in read_head([*CALL[:2], (b"content-type", b"text/html")]).problem[1]
+
+
+@pytest.mark.parametrize("letter", ["x", "%", "é", "北", "\n"])
+def test_a_status_fits_into_one_frame_whatever_its_details(letter):
+    block = status_block(grpc.StatusCode.NOT_FOUND, letter * 10_000, (("kind", "x"),), is_first=True)
+    assert MAX_DETAILS_BYTES - 40 < len(block) < MAX_DETAILS_BYTES + 200
+
+
+def test_a_status_holds_what_utf_8_can_not():
+    block = status_block(grpc.StatusCode.INVALID_ARGUMENT, "\ud800 is none", (), is_first=False)
+    assert dict(hpack.Decoder().decode(block)) == {"grpc-status": "3", "grpc-message": "? is none"}

@@ -1,0 +1,295 @@
+"""Bodies in pieces, on real sockets: whatever the pieces, the answers are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.http.reading import LongBody
+from serving.limits import RequestLimits
+from serving.server import ServerConfig, running_server
+from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
+
+PATH = f"/v1/models/{MODEL}:rank"
+BODY = json.dumps(api_request(1)).encode()
+LONG = BODY + b" " * 150_000
+
+
+def post(body: bytes, headers: str = "", length: int | None = None, path: str = PATH, version: str = "1.1") -> bytes:
+    count = len(body) if length is None else length
+    return f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-length: {count}\r\n{headers}\r\n".encode() + body
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+    return int(head[0].split()[1]), headers, await reader.readexactly(int(headers.get("content-length", 0)))
+
+
+async def until(condition) -> None:
+    """Another party's state, which tells nobody when it changes."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@given(st.binary(min_size=1, max_size=2000), st.integers(0, 1999), st.lists(st.integers(1, 700)))
+def test_a_long_body_is_what_was_put_into_its_room(body, begun, pieces):
+    begun = min(begun, len(body) - 1)
+    long_body, at = LongBody(len(body), [body[: begun // 2], body[begun // 2 : begun]]), begun
+    for wanted in [*pieces, len(body)]:
+        free = long_body.free()
+        assert len(free) == len(body) - at
+        size = min(wanted, len(free))
+        free[:size] = body[at : at + size]
+        at += size
+        if long_body.fill(size):
+            break
+    assert at == len(body)
+    assert long_body.data == body
+
+
+def test_requests_in_any_pieces_are_answered_in_turn(api_model):
+    chunked = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    chunked += b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (LONG[:70_000], LONG[70_000:])) + b"0\r\n\r\n"
+    sent = post(LONG) + post(BODY) + chunked + post(b"") + post(LONG) + post(b"{" + LONG) + post(BODY)
+    statuses = [200, 200, 200, 400, 200, 400, 200]
+    rng = random.Random(7)
+
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                for longest in (len(sent), 1000, 30_000, 100_000, 300_000):
+                    reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                    at = 0
+                    while at < len(sent):
+                        size = rng.randint(1, longest)
+                        writer.write(sent[at : at + size])
+                        await writer.drain()
+                        at += size
+                        # Lets the server read what is here, as a piece of its own.
+                        await asyncio.sleep(0)
+                    answers = [await answer_of(reader) for _ in statuses]
+                    assert [status for status, _, _ in answers] == statuses
+                    assert len({body for status, _, body in answers if status == 200}) == 1
+                    writer.close()
+            assert service.in_flight == 0
+
+    run(main())
+
+
+def test_requests_of_the_application_and_direct_ones_are_answered_in_turn(api_model):
+    def get(path: str) -> bytes:
+        return f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+
+    escaped = post(LONG, path=PATH.replace(":rank", ":ran%6B"))
+    sent = [get("/healthz"), post(LONG), get("/v9"), escaped, post(BODY), get("/healthz"), get("/readyz")]
+    orders = [random.Random(seed).sample(range(len(sent)), len(sent)) for seed in range(6)]
+    expected = [200, 200, 404, 200, 200, 200, 200]
+
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                for order in orders:
+                    writer.write(b"".join(sent[number] for number in order))
+                    answers = {number: await answer_of(reader) for number in order}
+                    assert [answers[number][0] for number in range(len(sent))] == expected
+                    assert answers[1][2] == answers[3][2] == answers[4][2]
+                writer.close()
+
+    run(main())
+
+
+def test_a_client_that_leaves_within_a_long_body_leaves_nothing_behind(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                for is_reset in (False, True):
+                    _, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                    writer.write(post(LONG[:-1], length=len(LONG)))
+                    await writer.drain()
+                    await until(lambda: service.in_flight == 1)
+                    if is_reset:
+                        linger = struct.pack("ii", 1, 0)
+                        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    writer.close()
+                    await until(lambda: service.in_flight == 0)
+            text = service.metrics.render().decode()
+            assert 'shardrank_errors_total{api="http",kind="client_gone",method="rank"} 2.0' in text
+
+    run(main())
+
+
+def test_a_long_body_that_stalls_is_answered_408(api_model):
+    async def main() -> None:
+        with api_service(api_model, RequestLimits(receive_timeout_s=0.2)) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                writer.write(post(LONG[:-1], length=len(LONG)))
+                status, headers, body = await answer_of(reader)
+                assert (status, headers["connection"]) == (408, "close")
+                assert json.loads(body)["error"]["kind"] == "request_timeout"
+                assert await reader.read() == b""
+                writer.close()
+            assert service.in_flight == 0
+
+    run(main())
+
+
+def test_the_rest_of_a_long_body_that_was_refused_is_dropped_and_the_connection_goes_on(api_model):
+    limits = RequestLimits(max_receiving=1)
+
+    async def main() -> None:
+        with api_service(api_model, limits) as service:
+            async with running_api(service) as api:
+                address = api.listening.host, api.listening.http_port
+                _, stalled = await asyncio.open_connection(*address)
+                stalled.write(post(LONG[:1], length=len(LONG)))
+                await until(lambda: service.in_flight == 1)
+                reader, writer = await asyncio.open_connection(*address)
+                request = post(LONG)
+                writer.write(request[:50_000])
+                assert (await answer_of(reader))[0] == 503
+                stalled.close()
+                await until(lambda: service.in_flight == 0)
+                writer.write(request[50_000:] + post(BODY))
+                assert (await answer_of(reader))[0] == 200
+                writer.close()
+
+    run(main())
+
+
+def test_a_client_that_asks_first_is_told_to_go_on_and_answered(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                for body in (BODY, LONG):
+                    writer.write(post(b"", "expect: 100-continue\r\n", length=len(body)))
+                    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                    writer.write(body)
+                    assert (await answer_of(reader))[0] == 200
+                writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("body", [BODY, LONG], ids=["short", "long"])
+@pytest.mark.parametrize(("version", "headers"), [("1.0", ""), ("1.1", "connection: close\r\n")])
+def test_a_client_that_wants_one_answer_gets_one_and_the_end(api_model, body, version, headers):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                writer.write(post(body, headers, version=version))
+                status, answered, _ = await answer_of(reader)
+                assert (status, answered["connection"]) == (200, "close")
+                assert await reader.read() == b""
+                writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "transfer-encoding: chunked\r\n",
+        f"content-length: {len(BODY)}\r\n",
+        "x-request-id: a\x01b\r\n",
+        "x-request-id: a\nset-cookie: b\r\n",
+        "x-request-id: a\r\n b\r\n",
+    ],
+)
+def test_a_body_of_two_lengths_and_a_header_that_could_split_an_answer_are_refused(api_model, headers):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                writer.write(post(BODY, headers))
+                status, answered, body = await answer_of(reader)
+                assert (status, answered["connection"]) == (400, "close")
+                assert json.loads(body)["error"]["kind"] == "malformed"
+                assert await reader.read() == b""
+                writer.close()
+
+    run(main())
+
+
+def test_the_first_of_two_headers_of_a_name_counts(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                writer.write(post(BODY, "X-Request-ID: first\r\nx-request-id: second\r\n"))
+                assert (await answer_of(reader))[1]["x-request-id"] == "first"
+                writer.close()
+
+    run(main())
+
+
+def test_a_client_that_leaves_takes_all_its_requests_with_it_those_sent_ahead_too(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            async with running_api(service) as api:
+                address = api.listening.host, api.listening.http_port
+                _, busy = await asyncio.open_connection(*address)
+                busy.write(post(BODY))
+                await gate.wait_until_busy()
+                _, writer = await asyncio.open_connection(*address)
+                writer.write(post(BODY) * 3)
+                await until(lambda: service.in_flight == 2)
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                writer.close()
+                await until(lambda: service.in_flight == 1)
+                gate.open.set()
+                busy.close()
+            assert 'shardrank_batch_requests_sum{model="films"} 1.0' in service.metrics.render().decode()
+
+    run(main())
+
+
+def test_what_a_stopping_server_waits_for_no_longer_is_answered_500_and_closed(api_model, caplog):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=0.1)
+            async with running_server(service, config) as listening:
+                reader, writer = await asyncio.open_connection("127.0.0.1", listening.http_port)
+                writer.write(post(BODY))
+                await gate.wait_until_busy()
+            status, headers, body = await answer_of(reader)
+            assert (status, headers["connection"], body) == (500, "close", b"Internal Server Error")
+            assert await reader.read() == b""
+            assert service.in_flight == 0
+            gate.open.set()
+            writer.close()
+
+    run(main())
+    assert f"POST {PATH} was not answered" in caplog.text
+
+
+def test_a_server_that_owes_no_answer_stops_without_waiting_for_any(api_model, caplog):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=0.1)
+            async with running_server(service, config) as listening:
+                reader, writer = await asyncio.open_connection("127.0.0.1", listening.http_port)
+                writer.write(post(BODY) * 2)
+                assert [(await answer_of(reader))[0] for _ in range(2)] == [200, 200]
+            assert await reader.read() == b""
+            writer.close()
+
+    run(main())
+    # Uvicorn tells of tasks and connections that it gives up.
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

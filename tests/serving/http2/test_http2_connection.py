@@ -1,0 +1,323 @@
+"""The frames of HTTP/2, right and wrong ones, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.http2 import frames
+from serving.http2.errors import ErrorCode
+from shardrank_testing.http2_peer import LIMITS, SETTINGS, http2_peer
+
+END = frames.END_STREAM
+END_HEADERS = frames.END_HEADERS
+
+
+def run(coroutine):
+    async def bounded():
+        async with asyncio.timeout(30):
+            await coroutine
+
+    uvloop.run(bounded())
+
+
+def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
+    return frames.frame(frames.DATA, flags, stream_id, payload)
+
+
+def padded(payload: bytes, padding: int) -> bytes:
+    return bytes((padding,)) + payload + bytes(padding)
+
+
+def test_settings_say_the_limits_and_are_acknowledged():
+    async def main() -> None:
+        async with http2_peer() as (peer, _, _):
+            peer.begin()
+            told = await peer.find(frames.SETTINGS)
+            assert dict(frames.read_settings(told.payload)) == LIMITS.settings
+            window = await peer.find(frames.WINDOW_UPDATE)
+            assert int.from_bytes(window.payload, "big") == LIMITS.connection_window - 65_535
+            while not ((frame := await peer.read()).kind == frames.SETTINGS and frame.flags & frames.ACK):
+                pass
+            peer.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+            pong = await peer.find(frames.PING)
+            assert (pong.flags, pong.payload) == (frames.ACK, b"12345678")
+
+    run(main())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=30), st.lists(st.binary(max_size=200), max_size=4), st.integers(0, 255))
+def test_an_answer_does_not_depend_on_how_its_request_was_cut(sizes, payloads, padding):
+    async def main() -> None:
+        async with http2_peer() as (peer, _, _):
+            first_flags, first = frames.PADDED | frames.HAS_PRIORITY, bytes(5)
+            block = peer.encoder.encode([(b":path", b"/echo"), (b"x" * 50, b"y" * 70)])
+            sent = b"".join(
+                [
+                    frames.PREFACE,
+                    SETTINGS,
+                    # A type that nobody knows is passed over.
+                    frames.frame(0x55, 0xFF, 7, bytes(300)),
+                    frames.frame(frames.HEADERS, first_flags, 1, padded(first + block[:9], 3)),
+                    frames.frame(frames.CONTINUATION, 0, 1, block[9:20]),
+                    frames.frame(frames.CONTINUATION, END_HEADERS, 1, block[20:]),
+                    *(data(1, padded(one, padding), frames.PADDED) for one in payloads[:2]),
+                    *(data(1, one) for one in payloads[2:]),
+                    data(1, b"", END),
+                ]
+            )
+            await peer.send_slowly(sent, sizes)
+            assert await peer.answer(1) == (b"".join(payloads), [(":status", "200")])
+
+    run(main())
+
+
+def test_an_answer_keeps_to_the_peers_windows_and_frame_size():
+    async def main() -> None:
+        async with http2_peer(dataclasses.replace(LIMITS, stream_window=90_000)) as (peer, _, _):
+            body = bytes(range(256)) * 300
+            peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 10}))
+            peer.send(peer.headers(1), data(1, body[:40_000]), data(1, body[40_000:], END))
+            assert (await peer.find(frames.DATA, 1)).payload == body[:10]
+            # A window of 10 becomes one of 30, of which 10 are used.
+            peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 30}))
+            assert (await peer.find(frames.DATA, 1)).payload == body[10:30]
+            peer.send(frames.window_update(1, 10**6))
+            got = b""
+            while len(got) < 65_535 - 30:
+                payload = (await peer.find(frames.DATA, 1)).payload
+                assert len(payload) <= 16_384
+                got += payload
+            # The window of the connection is used up; another stream waits for it too, behind the first.
+            peer.send(peer.headers(3), data(3, b"third", END), frames.frame(frames.PING, 0, 0, bytes(8)))
+            await peer.find(frames.PING)
+            peer.send(frames.window_update(0, 10**6))
+            rest, _ = await peer.answer(1)
+            assert body[:30] + got + rest == body
+            peer.send(frames.window_update(3, 10**6))
+            assert (await peer.answer(3))[0] == b"third"
+
+    run(main())
+
+
+def test_a_stream_can_be_ended_though_its_window_became_negative():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, _):
+            peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 10}))
+            peer.send(peer.headers(1), data(1, b"x"))
+            await echo.until(lambda: echo.num_received == 1)
+            echo.streams[0].send(b"\x88", bytes(10))
+            await peer.find(frames.DATA, 1)
+            peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}), data(1, b"y"))
+            await echo.until(lambda: echo.num_received == 2)
+            assert echo.streams[0].send_window == -10
+            echo.streams[0].send(b"", b"", b"\x88")
+            ended = await peer.find(frames.HEADERS, 1)
+            assert ended.flags & END
+
+    run(main())
+
+
+def test_a_peer_that_fills_its_window_may_go_on_when_it_is_granted_more():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, _):
+            peer.begin()
+            peer.send(peer.headers(1), data(1, bytes(1000)))
+            await echo.until(lambda: echo.num_received == 1000)
+            echo.streams[0].grant(500)
+            assert int.from_bytes((await peer.find(frames.WINDOW_UPDATE, 1)).payload, "big") == 500
+            peer.send(data(1, bytes(500), END))
+            assert len((await peer.answer(1))[0]) == 1500
+            peer.send(peer.headers(3), data(3, bytes(1001)))
+            reset = await peer.find(frames.RST_STREAM)
+            assert (reset.stream_id, reset.payload[-1]) == (3, ErrorCode.FLOW_CONTROL_ERROR)
+            # More data for a stream that is over are passed over.
+            peer.send(data(3, bytes(100), END), peer.headers(5), data(5, b"fifth", END))
+            assert (await peer.answer(5))[0] == b"fifth"
+
+    run(main())
+
+
+def test_the_window_of_the_connection_is_refilled():
+    async def main() -> None:
+        async with http2_peer() as (peer, _, _):
+            peer.begin()
+            for number in range(300):
+                stream_id = 2 * number + 1
+                peer.send(peer.headers(stream_id), data(stream_id, bytes(1000), END))
+                peer.send(frames.window_update(0, 1000))
+                assert len((await peer.answer(stream_id))[0]) == 1000
+
+    run(main())
+
+
+def test_streams_beyond_the_limit_are_refused_and_later_ones_are_not():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, _):
+            peer.begin()
+            peer.send(*(peer.headers(one) for one in (1, 3, 5, 7, 9)))
+            reset = await peer.find(frames.RST_STREAM)
+            assert (reset.stream_id, reset.payload[-1]) == (9, ErrorCode.REFUSED_STREAM)
+            peer.send(frames.rst_stream(1, ErrorCode.CANCEL), peer.headers(11), data(11, b"x", END))
+            assert (await peer.answer(11))[0] == b"x"
+            assert (echo.dropped, [one.stream_id for one in echo.streams]) == ([1], [1, 3, 5, 7, 11])
+
+    run(main())
+
+
+def test_an_answer_before_the_request_has_ended_stops_the_request():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, _):
+            peer.begin()
+            peer.send(peer.headers(1), data(1, b"half"))
+            await echo.until(lambda: echo.num_received == 4)
+            echo.streams[0].reply()
+            assert (await peer.answer(1))[0] == b"half"
+            reset = await peer.find(frames.RST_STREAM)
+            assert (reset.stream_id, reset.payload[-1]) == (1, ErrorCode.NO_ERROR)
+
+    run(main())
+
+
+def many(*parts: bytes) -> list[bytes]:
+    return [b"".join(parts) * 300]
+
+
+BREACHES = {
+    "no preface": ([b"GET / HTTP/1.1\r\n"], ErrorCode.PROTOCOL_ERROR),
+    "no settings": ([frames.PREFACE, frames.frame(frames.PING, 0, 0, bytes(8))], ErrorCode.PROTOCOL_ERROR),
+    "data on an idle stream": ([data(1, b"x")], ErrorCode.PROTOCOL_ERROR),
+    "data on no stream": ([data(0, b"x")], ErrorCode.PROTOCOL_ERROR),
+    "headers on an even stream": ([frames.frame(frames.HEADERS, END_HEADERS, 2, b"\x82")], ErrorCode.PROTOCOL_ERROR),
+    "headers that are none": ([frames.frame(frames.HEADERS, END_HEADERS, 1, b"\xff\xff")], ErrorCode.COMPRESSION_ERROR),
+    "headers cut short": ([frames.frame(frames.HEADERS, END_HEADERS, 1, b"\x00\x05a")], ErrorCode.COMPRESSION_ERROR),
+    "headers beyond the limit": (
+        [frames.frame(frames.HEADERS, END_HEADERS, 1, b"\x40\x01a\x7e" + bytes(126) + b"\xbe" * 100)],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "a header block without an end": (
+        [frames.frame(frames.HEADERS, 0, 1, b"\x82"), *[frames.frame(frames.CONTINUATION, 0, 1, b"\x82" * 999)] * 5],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "an interrupted header block": (
+        [frames.frame(frames.HEADERS, 0, 1, b"\x82"), frames.frame(frames.PING, 0, 0, bytes(8))],
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "continuation of nothing": ([frames.frame(frames.CONTINUATION, END_HEADERS, 1, b"\x82")], ErrorCode.PROTOCOL_ERROR),
+    "padding longer than the frame": (
+        [frames.frame(frames.HEADERS, END_HEADERS | frames.PADDED, 1, b"\x09\x82")],
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "a frame that is too long": ([frames.frame(frames.DATA, 0, 1, bytes(50_001))], ErrorCode.FRAME_SIZE_ERROR),
+    "a ping of seven bytes": ([frames.frame(frames.PING, 0, 0, bytes(7))], ErrorCode.FRAME_SIZE_ERROR),
+    "a ping on a stream": ([frames.frame(frames.PING, 0, 1, bytes(8))], ErrorCode.PROTOCOL_ERROR),
+    "settings of five bytes": ([frames.frame(frames.SETTINGS, 0, 0, bytes(5))], ErrorCode.FRAME_SIZE_ERROR),
+    "settings on a stream": ([frames.frame(frames.SETTINGS, 0, 1)], ErrorCode.PROTOCOL_ERROR),
+    "a window of too much": ([frames.settings({frames.INITIAL_WINDOW_SIZE: 2**31})], ErrorCode.FLOW_CONTROL_ERROR),
+    "frames of too little": ([frames.settings({frames.MAX_FRAME_SIZE: 16_383})], ErrorCode.PROTOCOL_ERROR),
+    "a window update of nothing": ([frames.window_update(0, 0)], ErrorCode.PROTOCOL_ERROR),
+    "a window that overflows": ([frames.window_update(0, 2**31 - 1)], ErrorCode.FLOW_CONTROL_ERROR),
+    "a window update of an idle stream": ([frames.window_update(1, 5)], ErrorCode.PROTOCOL_ERROR),
+    "a reset of an idle stream": ([frames.rst_stream(1, ErrorCode.CANCEL)], ErrorCode.PROTOCOL_ERROR),
+    "a reset of no stream": ([frames.rst_stream(0, ErrorCode.CANCEL)], ErrorCode.PROTOCOL_ERROR),
+    "a push promise": ([frames.frame(frames.PUSH_PROMISE, 0, 1, bytes(4))], ErrorCode.PROTOCOL_ERROR),
+    "a flood of pings": (many(frames.frame(frames.PING, 0, 0, bytes(8))), ErrorCode.ENHANCE_YOUR_CALM),
+    "a flood of settings": (many(SETTINGS), ErrorCode.ENHANCE_YOUR_CALM),
+    "a flood of priorities": (many(frames.frame(frames.PRIORITY, 0, 1, bytes(5))), ErrorCode.ENHANCE_YOUR_CALM),
+    "a flood of unknown frames": (many(frames.frame(0x55, 0, 0)), ErrorCode.ENHANCE_YOUR_CALM),
+    "a flood of resets": (
+        [
+            frames.frame(frames.HEADERS, END_HEADERS, 2 * number + 1, b"\x82")
+            + frames.rst_stream(2 * number + 1, ErrorCode.CANCEL)
+            for number in range(300)
+        ],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "a flood of empty data": (
+        [frames.frame(frames.HEADERS, END_HEADERS, 1, b"\x82"), data(1, b"") * 300],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+}
+
+
+@pytest.mark.parametrize(("sent", "code"), BREACHES.values(), ids=BREACHES)
+def test_a_breach_of_the_protocol_ends_the_connection_and_says_why(sent, code):
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, _):
+            if not sent[0].startswith((b"GET", frames.PREFACE)):
+                peer.begin()
+            peer.send(*sent)
+            going = (await peer.rest())[-1]
+            assert (going.kind, int.from_bytes(going.payload[4:8], "big")) == (frames.GOAWAY, code)
+            assert going.payload[8:]
+            assert sorted(echo.dropped) == sorted(stream.stream_id for stream in echo.streams)
+
+    run(main())
+
+
+def test_streams_are_dropped_when_the_connection_is_lost():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, _):
+            peer.begin()
+            peer.send(peer.headers(1))
+            peer.close()
+            await echo.until(lambda: echo.dropped == [1])
+
+    run(main())
+
+
+def test_a_connection_that_is_asked_to_go_serves_what_it_began():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, listener):
+            peer.begin()
+            peer.send(peer.headers(1))
+            await peer.find(frames.SETTINGS)
+            stopping = asyncio.create_task(listener.stop(20))
+            going = await peer.find(frames.GOAWAY)
+            assert int.from_bytes(going.payload[:4], "big") == frames.MAX_STREAM_ID
+            ping = await peer.find(frames.PING)
+            # Sent before it knew: served. After that it knows.
+            peer.send(peer.headers(3), frames.frame(frames.PING, frames.ACK, 0, ping.payload))
+            going = await peer.find(frames.GOAWAY)
+            assert int.from_bytes(going.payload[:4], "big") == 3
+            peer.send(peer.headers(5), data(1, b"one", END), data(3, b"two", END))
+            assert (await peer.answer(1))[0] == b"one"
+            assert (await peer.answer(3))[0] == b"two"
+            assert await peer.rest() == []
+            assert echo.begun == [1, 3]
+            peer.close()
+            await stopping
+
+    run(main())
+
+
+def test_what_does_not_go_in_time_is_dropped():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, listener):
+            peer.begin()
+            peer.send(peer.headers(1))
+            await peer.find(frames.SETTINGS)
+            await listener.stop(0.05)
+            assert echo.dropped == [1]
+
+    run(main())
+
+
+def test_a_connection_too_many_is_closed_at_once():
+    async def main() -> None:
+        async with http2_peer() as (peer, _, listener):
+            peer.begin()
+            await peer.find(frames.SETTINGS)
+            port = listener.port
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            assert await others[-1][0].read() == b""
+            for _, writer in others:
+                writer.close()
+
+    run(main())
