@@ -35,7 +35,7 @@ class RequestLimits(Frozen):
         receive_timeout_s: time from a request's first byte until it must be complete, and for a peer to take
             bytes or to answer a ping.
         keep_alive_s: time for which an idle connection is kept, HTTP or gRPC.
-        max_connections: open HTTP connections of this process.
+        max_connections: open connections of this process, HTTP and gRPC each.
         max_header_bytes: request line and headers of one HTTP request.
         max_concurrent_streams: calls at once on one gRPC connection.
         max_connection_age_s: age at which a gRPC connection is asked to end; calls on it are finished.

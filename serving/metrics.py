@@ -6,6 +6,7 @@ folder, and whichever worker answers `/metrics` adds them up.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from typing import get_args
@@ -15,12 +16,14 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from serving.call import Call
+from serving.observations import Observations
 from serving.request import LookupRequest, RankRequest
 from serving.stage_account import Served, StageAccount
 from serving.stages import BatchTimes
 from serving.version_stats import Outcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+KEEP_UP_S = 0.5
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (
@@ -105,6 +108,7 @@ class ServingMetrics:
         for collector in self._collectors:
             registry.register(collector)
         self._registry = registry
+        self._observations = Observations()
         self._stage_children: dict[tuple[str, str, str], Histogram] = {}
         # Looking a child up by its labels takes longer than counting: those that every request needs are kept.
         self._answered_children: dict[tuple[str, str, str, str], Counter] = {}
@@ -117,7 +121,7 @@ class ServingMetrics:
         child = self._stage_children.get(key)
         if child is None:
             child = self._stage_children[key] = self._stages.labels(*key)
-        child.observe(seconds)
+        self._observations.add(child, seconds)
 
     def batch_times(self, model: str, times: BatchTimes, method: str) -> None:
         """Observes the stages of a batch, but for `rank`, which whoever ranks has told."""
@@ -156,8 +160,8 @@ class ServingMetrics:
         if children is None:
             children = (self._batch_requests.labels(model), self._batch_candidates.labels(model))
             self._batch_children[model] = children
-        children[0].observe(num_requests)
-        children[1].observe(num_candidates)
+        self._observations.add(children[0], num_requests)
+        self._observations.add(children[1], num_candidates)
 
     def answered(self, api: str, method: str, model: str, status: str) -> None:
         """Counts an answer. `model` must be one that is served, or ""."""
@@ -200,8 +204,15 @@ class ServingMetrics:
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
 
+    async def keep_up(self) -> None:
+        """Has this process's numbers where other workers look for them, until it is cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_UP_S)
+            self._observations.make()
+
     def render(self) -> bytes:
         """The exposition text."""
+        self._observations.make()
         if MULTIPROCESS_VARIABLE not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()

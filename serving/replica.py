@@ -33,6 +33,8 @@ RankingFactory: TypeAlias = Callable[[], Ranking]
 # Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
 _OF_THE_WHOLE_BATCH = (503, 504)
 STOP_TIMEOUT_S = 10.0
+# Of the time between two batches, while somebody calls.
+CALL_TURN_S = 0.005
 
 
 class Replica:
@@ -65,6 +67,7 @@ class Replica:
         self._ranking: Ranking | None = None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
+        self._calls: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -103,10 +106,13 @@ class Replica:
 
         running = run()
         try:
-            return asyncio.run_coroutine_threadsafe(running, self._loop)
+            called = asyncio.run_coroutine_threadsafe(running, self._loop)
         except RuntimeError as error:
             running.close()
             raise NotReadyError(f"ranking replica {self._thread.name} has ended") from error
+        self._calls.add(called)
+        called.add_done_callback(self._calls.discard)
+        return called
 
     def join(self) -> None:
         """Waits for the thread to end, after the batcher was closed."""
@@ -145,10 +151,17 @@ class Replica:
                     continue
                 await self._answer(ranking, batch)
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
-                if self._batcher.num_waiting:
+                if self._calls:
+                    await self._give_way()
+                elif self._batcher.num_waiting:
                     await asyncio.sleep(0)
         finally:
             await ranking.close()
+
+    async def _give_way(self) -> None:
+        """Lets calls of others get on. One turn of the loop is not enough: to ask a shard takes several."""
+        calls = [asyncio.wrap_future(call) for call in tuple(self._calls)]
+        await asyncio.wait(calls, timeout=CALL_TURN_S)
 
     async def _answer(self, ranking: Ranking, batch: list[Pending]) -> None:
         # Whatever ends this thread, the batch that it took is answered and its leases are given back.

@@ -64,13 +64,13 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         ListenError: if a port can't be bound.
     """
     http, grpc = HttpServer(service, config.drain_timeout_s), GrpcServer(service)
-    watching: asyncio.Task[None] | None = None
+    watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
         grpc_port = await grpc.start(config.host, config.grpc_port)
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
-        watching = asyncio.create_task(service.watch.run())
+        watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())
         logger.info("listening on %s: HTTP %d, gRPC %d", config.host, http_port, grpc_port)
         yield Listening(config.host, http_port, grpc_port)
     finally:

@@ -93,6 +93,40 @@ def test_a_replica_that_never_runs_out_of_work_still_tells_what_its_shards_say(a
     run(main())
 
 
+def test_a_call_that_takes_many_turns_of_the_loop_does_not_wait_for_as_many_batches(api_model):
+    service = RankingService(RequestLimits(max_batch_requests=1, max_queue=1000))
+    shards: list[PatientShard] = []
+
+    class PatientShard(CountingShard):
+        async def info(self) -> NodeInfo:
+            # As many turns as a shard that is asked over a socket may take.
+            for _ in range(30):
+                await asyncio.sleep(0)
+            return await super().info()
+
+    def make_shard(node: ShardNode) -> PatientShard:
+        shards.append(PatientShard(node))
+        return shards[0]
+
+    async def main() -> None:
+        served = served_over(api_model, service, make_shard)
+        service.install(served)
+        requests = [
+            asyncio.create_task(rank(service, api_request(seed) | {"timeout_ms": 60_000}))
+            for seed in range(NUM_WAITING)
+        ]
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(served.nodes())
+        await asyncio.sleep(0)
+        shards[0].go.set()
+        await asked
+        await asyncio.gather(*requests)
+        assert shards[0].lookups_when_asked[0] < 15
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
 def test_a_batch_whose_requests_expired_during_the_lookup_is_not_scored(api_model):
     now = 0.0
 

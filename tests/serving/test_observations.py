@@ -1,0 +1,67 @@
+"""Observations that are made together."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+
+from serving import metrics as metrics_module
+from serving.metrics import ServingMetrics
+from serving.observations import MAX_KEPT, Observations
+
+
+def test_they_are_in_their_histogram_once_they_are_made_and_by_themselves_when_there_are_many() -> None:
+    registry = CollectorRegistry()
+    histogram = Histogram("seconds", "", buckets=(1.0, 2.0), registry=registry)
+    observations = Observations()
+    observations.add(histogram, 0.5)
+    assert registry.get_sample_value("seconds_count") == 0
+    observations.make()
+    assert registry.get_sample_value("seconds_bucket", {"le": "1.0"}) == 1
+    for _ in range(MAX_KEPT):
+        observations.add(histogram, 1.5)
+    assert registry.get_sample_value("seconds_count") == MAX_KEPT + 1
+    assert registry.get_sample_value("seconds_sum") == 0.5 + 1.5 * MAX_KEPT
+
+
+def test_none_is_lost_and_none_counted_twice_by_several_threads() -> None:
+    registry = CollectorRegistry()
+    histogram = Histogram("seconds", "", registry=registry)
+    observations = Observations()
+
+    def observe() -> None:
+        for _ in range(5000):
+            observations.add(histogram, 1.0)
+
+    threads = [threading.Thread(target=observe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    observations.make()
+    assert registry.get_sample_value("seconds_count") == 20_000
+
+
+def test_a_stage_is_told_by_the_very_next_reading() -> None:
+    metrics = ServingMetrics()
+    metrics.stage("films", "parse", 0.25, "rank")
+    assert 'shardrank_stage_seconds_sum{method="rank",model="films",stage="parse"} 0.25' in metrics.render().decode()
+
+
+def test_without_a_reader_they_are_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "KEEP_UP_S", 0.0)
+    metrics = ServingMetrics()
+    metrics.batch("films", 3, 300)
+
+    async def main() -> None:
+        keeping_up = asyncio.create_task(metrics.keep_up())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        keeping_up.cancel()
+
+    asyncio.run(main())
+    registry = metrics._registry
+    assert registry.get_sample_value("shardrank_batch_requests_sum", {"model": "films"}) == 3
