@@ -52,8 +52,8 @@ class JsonTypes:
     fields: tuple[str, ...]
 
     @classmethod
-    def of(cls, schema: RequestSchema, *, raw_ids: bool = False) -> JsonTypes:
-        """Makes the types for a schema; with `raw_ids`, each feature's ids are left as they are written."""
+    def of(cls, schema: RequestSchema) -> JsonTypes:
+        """Makes the types for a schema."""
         options: list[tuple[str, Any, Any]] = [
             ("timeout_ms", int | UnsetType, UNSET),
             ("version", _Version | UnsetType, UNSET),
@@ -61,8 +61,8 @@ class JsonTypes:
             ("routing_key", str, ""),
         ]
         # msgspec has no required field with a default type, so a part without features is optional and empty.
-        context = _part_type(schema, "context", _CONTEXT_WEIGHTS, list[float], raw_ids)
-        candidates = _part_type(schema, "candidates", _CANDIDATE_WEIGHTS, list[list[float]], raw_ids)
+        context = _part_type(schema, "context", _CONTEXT_WEIGHTS, list[float])
+        candidates = _part_type(schema, "candidates", _CANDIDATE_WEIGHTS, list[list[float]])
         needs_context = bool(schema.context_names or schema.num_context_dense)
         rank = _struct(
             "RankBody",
@@ -76,7 +76,7 @@ class JsonTypes:
         lookup = _struct(
             "LookupBody",
             [
-                ("sparse", _sparse_type(schema, "", raw_ids)),
+                ("sparse", _sparse_type(schema, "")),
                 ("weights", _weights_type(schema, "", _CANDIDATE_WEIGHTS), None),
                 *options,
             ],
@@ -102,8 +102,8 @@ def _struct(name: str, fields: list[Any]) -> type[msgspec.Struct]:
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True, kw_only=True, gc=False)
 
 
-def _part_type(schema: RequestSchema, part: Part, weights: Any, dense: Any, raw_ids: bool) -> type[msgspec.Struct]:
-    sparse = _sparse_type(schema, part, raw_ids)
+def _part_type(schema: RequestSchema, part: Part, weights: Any, dense: Any) -> type[msgspec.Struct]:
+    sparse = _sparse_type(schema, part)
     count = schema.num_context_dense if part == "context" else schema.num_candidate_dense
     return _struct(
         f"{part}Part",
@@ -115,13 +115,11 @@ def _part_type(schema: RequestSchema, part: Part, weights: Any, dense: Any, raw_
     )
 
 
-def _sparse_type(schema: RequestSchema, part: Part, raw_ids: bool) -> type[msgspec.Struct]:
+def _sparse_type(schema: RequestSchema, part: Part) -> type[msgspec.Struct]:
     fields: list[Any] = []
     for name in schema.names_of(part):
         number = schema.features.index[name]
         ids = (_CONTEXT_IDS if part == "context" else _CANDIDATE_IDS)[bool(schema.is_string[number])]
-        if raw_ids:
-            ids = msgspec.Raw
         if part:
             fields.append((_field(number), ids, msgspec.field(name=name)))
         else:

@@ -1,8 +1,8 @@
 """The JSON form of a request, as bytes or as a Python dict of the same shape, to flat arrays.
 
-The fast path decodes with the model version's own types and flattens by vector operations. If anything is not as it
-should be, `diagnose_json` goes over the body again, slowly, to name the place and the value. Long bodies of nothing
-but integer ids take a faster one, on which ids are never decoded (`json_ids`); it refuses nothing, it only gives up.
+Bodies with nothing unusual are read without a Python object for each number (`json_arrays`); that refuses nothing, it
+only gives up. Others are decoded with the model version's own types and flattened by vector operations. If anything is
+not as it should be, `diagnose_json` goes over the body again, slowly, to name the place and the value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serving.errors import (
     InvalidFieldError,
     LimitExceededError,
 )
-from serving.json_ids import bags_of_json
+from serving.json_arrays import JsonArrays
 from serving.json_size import JsonSize
 from serving.json_types import JsonTypes, KeyPeek, VersionPeek
 from serving.limits import MAX_ID
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 JsonBody: TypeAlias = bytes | bytearray | Mapping[str, Any]
 
-# Vector operations take so long by themselves that shorter bodies are decoded sooner.
-MIN_RAW_BYTES = 48 * 2**10
-
 # What the fast path raises for a body that is not as it should be.
 _REFUSALS = (msgspec.MsgspecError, BadRequestError, TypeError, ValueError, OverflowError, RecursionError)
 
@@ -66,8 +63,7 @@ class JsonParser:
         self._lookup_size = JsonSize.of_lookup(schema)
         self._rank = msgspec.json.Decoder(types.rank)
         # Strings are Python objects in any case.
-        raw = None if schema.is_string.any() else JsonTypes.of(schema, raw_ids=True)
-        self._rank_raw = None if raw is None else msgspec.json.Decoder(raw.rank)
+        self._arrays = None if schema.is_string.any() else JsonArrays(schema)
         self._lookup = msgspec.json.Decoder(types.lookup)
         self._context = types.columns(schema, "context")
         self._candidates = types.columns(schema, "candidates")
@@ -89,7 +85,7 @@ class JsonParser:
         """
         check_body_size(self._schema, body, self._rank_size)
         try:
-            return self._rank_raw_ids(body, lease, now) or self._rank_fast(body, lease, now)
+            return self._rank_arrays(body, lease, now) or self._rank_fast(body, lease, now)
         except LimitExceededError:
             raise
         except _REFUSALS as error:
@@ -107,25 +103,32 @@ class JsonParser:
             diagnose_lookup(self._schema, body)
             raise _undiagnosed(error) from error
 
-    def _rank_raw_ids(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> RankRequest | None:
-        """The request, if it is what `bags_of_json` takes and all is well; what is not is for the others to name."""
-        if self._rank_raw is None or isinstance(body, Mapping) or len(body) < MIN_RAW_BYTES:
+    def _rank_arrays(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> RankRequest | None:
+        """The request, if it is what `JsonArrays` takes and all is well; what is not is for the others to name."""
+        if self._arrays is None or isinstance(body, Mapping):
             return None
-        if self._schema.weighted_names and b'"weights"' in body:
+        read = self._arrays.read(body)
+        if read is None:
             return None
+        schema = self._schema
         try:
-            decoded: Any = self._rank_raw.decode(body)
-            _check_version(decoded.version, lease)
-            context, candidates = self._context(decoded.context.sparse), self._candidates(decoded.candidates.sparse)
-            is_context = self._schema.features.is_context
-            bags = bags_of_json(self._schema.keys, self._in_flat_order(context, candidates), is_context)
-            if bags is None or decoded.context.weights is not None or decoded.candidates.weights is not None:
-                return None
-            counts = set(bags.bags_per_key[~is_context].tolist()) or {len(decoded.candidates.dense)}
-            if len(counts) != 1:
-                return None
-            return self._checked(decoded, bags, (), counts.pop(), lease, now)
-        except _REFUSALS:
+            _check_version(UNSET if read.version is None else read.version, lease)
+            check_text(schema.limits, "routing_key", read.routing_key)
+            check_num_candidates(schema.limits, read.num_candidates)
+            check_bags(schema, read.bags)
+            check_dense("context", read.context_dense)
+            check_dense("candidates", read.candidate_dense)
+            return RankRequest(
+                lease=lease,
+                bags=read.bags,
+                num_candidates=read.num_candidates,
+                context_dense=read.context_dense,
+                candidate_dense=read.candidate_dense,
+                deadline=now + check_timeout(schema.limits, read.timeout_ms),
+                top_k=check_top_k(read.top_k),
+                request_id=check_text(schema.limits, "request_id", read.request_id),
+            )
+        except BadRequestError:
             return None
 
     def _rank_fast(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> RankRequest:
