@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 # Of one parser of one model version.
 MAX_BYTES = 16 * 2**20
-# An entry of less is counted as this much: Python objects are not counted one by one.
+# An entry of less is counted as this much: what it is found by takes memory too.
 _MIN_ENTRY_BYTES = 2**10
 
 
@@ -17,7 +17,7 @@ class Sized(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Of its arrays, and of what it is found by."""
+        """Of memory, with what it is found by. Python's objects count too: of small forms they are nearly all."""
         ...
 
 
@@ -45,17 +45,18 @@ class FormCache(Generic[Form, Known]):
         """Of all that is kept."""
         return self._size_bytes
 
-    def add(self, form: Form, known: Known) -> None:
-        """Keeps what was worked out for a form, in place of what there is already."""
+    def add(self, form: Form, known: Known) -> bool:
+        """Keeps what was worked out for a form, in place of what there is already. Returns whether it is kept."""
         size = _size_of(known)
         if size > self._max_bytes // 4:
-            return
+            return False
         with self._lock:
             before = self._known.get(form)
             self._known[form] = known
             self._size_bytes += size - (0 if before is None else _size_of(before))
             while self._size_bytes > self._max_bytes:
                 self._size_bytes -= _size_of(self._known.pop(next(iter(self._known))))
+        return True
 
 
 def _size_of(known: Sized) -> int:

@@ -36,7 +36,7 @@ class RequestLimits(Frozen):
             bytes or to answer a ping.
         keep_alive_s: time for which an idle connection is kept, HTTP or gRPC.
         max_connections: open connections of this process, HTTP and gRPC each.
-        max_header_bytes: request line and headers of one HTTP request.
+        max_header_bytes: request line and headers of one HTTP request; also what stands between and behind its chunks.
         max_concurrent_streams: calls at once on one gRPC connection.
         max_connection_age_s: age at which a gRPC connection is asked to end; calls on it are finished.
     """

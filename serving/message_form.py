@@ -24,6 +24,9 @@ from shard_node.bags import Float32Array, KeyedBags
 
 FormKey: TypeAlias = tuple[Places, int]
 
+# Of the objects of a form and of each of its features, about, as measured.
+_FORM_BYTES, _FEATURE_BYTES = 2560, 512
+
 
 @dataclass(frozen=True, slots=True)
 class SeenOnce:
@@ -34,7 +37,7 @@ class SeenOnce:
 
 @dataclass(frozen=True, slots=True)
 class NotAlike:
-    """In place of a form that can't be told by its structure."""
+    """In place of a form that can't be told by its structure, or is too large to be kept."""
 
     size_bytes: int = 0
 
@@ -93,6 +96,7 @@ class MessageForm:
         take_structure = _taker(_between(places, numbers.places()))
         structure, bags = take_structure(data), request.bags
         # The structure is here twice: as a whole, and part by part.
+        objects = _FORM_BYTES + _FEATURE_BYTES * len(names)
         arrays = bags.offsets.nbytes + bags.bags_per_key.nbytes
         return cls(
             structure=structure,
@@ -105,7 +109,7 @@ class MessageForm:
             bags=KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, np.empty(0, np.int64)),
             num_candidates=request.num_candidates,
             num_candidate_dense=schema.num_candidate_dense,
-            size_bytes=2 * sum(map(len, structure)) + arrays,
+            size_bytes=2 * sum(map(len, structure)) + objects + arrays,
         )
 
     def read(self, data: bytes) -> tuple[KeyedBags, Float32Array, Float32Array] | None:

@@ -127,7 +127,9 @@ class ProtoParser:
         if known is None:
             self._forms.add(key, SeenOnce())
         elif isinstance(known, SeenOnce):
-            self._forms.add(key, MessageForm.of(self._schema, message, request) or NotAlike())
+            form = MessageForm.of(self._schema, message, request)
+            if form is None or not self._forms.add(key, form):
+                self._forms.add(key, NotAlike())
 
     def lookup(self, message: LookupMessage, lease: Lease[ServedModel], now: float) -> LookupRequest:
         """Parses a lookup request. Arguments and errors as `rank`."""

@@ -1,1 +1,1 @@
-"""The gRPC API: `shardrank.v1.RankingService`, health checking and server reflection, on grpc.aio."""
+"""The gRPC API: `shardrank.v1.RankingService`, health checking and server reflection, on HTTP/2 of our own."""

@@ -22,7 +22,10 @@ _CUT = "..."
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _CONTENT_TYPE = b"application/grpc"
+# The messages' format may follow. `application/grpc-web` is something else.
+_CONTENT_TYPES = re.compile(rb"application/grpc(?:[+;]|$)")
 # Printable ASCII but `%`, which travels as it is.
+_OUTER_SPACE = re.compile(r"\A | \Z")
 _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
@@ -35,12 +38,14 @@ class CallHead:
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
         problem: status and message with which the call is refused; None if it is a gRPC call.
+        http_status: of the answer; other than 200 for what no gRPC client sends.
     """
 
     path: bytes
     timeout_s: float | None = None
     coding: str = IDENTITY
     problem: tuple[grpc.StatusCode, str] | None = None
+    http_status: int = 200
 
 
 def read_head(headers: Iterable[Header]) -> CallHead:
@@ -57,10 +62,12 @@ def read_head(headers: Iterable[Header]) -> CallHead:
             timeout = value
         elif name == b"grpc-encoding":
             coding = value
-    problem, timeout_s = None, None
+    problem, timeout_s, http_status = None, None, 200
     if method != b"POST":
         problem = grpc.StatusCode.UNIMPLEMENTED, f"the method is {method.decode('latin-1')!r}; it must be POST"
-    elif not content_type.startswith(_CONTENT_TYPE):
+        http_status = 405
+    elif not _CONTENT_TYPES.match(content_type):
+        http_status = 415
         said = content_type.decode("latin-1")
         problem = grpc.StatusCode.INVALID_ARGUMENT, f"content-type is {said!r}; it must be application/grpc"
     elif timeout:
@@ -70,31 +77,36 @@ def read_head(headers: Iterable[Header]) -> CallHead:
             problem = grpc.StatusCode.INVALID_ARGUMENT, f"grpc-timeout is {said!r}; it must be digits and a unit"
         else:
             timeout_s = int(found[1]) * _UNIT_S[found[2]]
-    return CallHead(path, timeout_s, coding.decode("latin-1") or IDENTITY, problem)
+    return CallHead(path, timeout_s, coding.decode("latin-1") or IDENTITY, problem, http_status)
 
 
 _BEGINNING = (
     (b"content-type", _CONTENT_TYPE),
     (b"grpc-accept-encoding", ",".join((IDENTITY, *CODINGS)).encode()),
 )
-ANSWER_HEAD = header_block(_BEGINNING[:1], has_status=True)
-OK_TRAILERS = header_block(((b"grpc-status", b"0"),), has_status=False)
+ANSWER_HEAD = header_block(_BEGINNING[:1], status=200)
+OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
-def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str]], *, is_first: bool) -> bytes:
+def status_block(
+    code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str]], *, http_status: int | None
+) -> bytes:
     """The header block that ends a call.
 
     Args:
         code: its status.
         details: of the status; cut where they take too much.
         metadata: further trailers; printable ASCII.
-        is_first: whether nothing was sent before.
+        http_status: None where it was sent before.
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
-        trailers.append((b"grpc-message", quote(status_details(details), _UNQUOTED, "utf-8", "replace").encode()))
+        quoted = quote(status_details(details), _UNQUOTED, "utf-8", "replace")
+        # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
+        quoted = _OUTER_SPACE.sub("%20", quoted)
+        trailers.append((b"grpc-message", quoted.encode()))
     trailers += ((name.encode(), value.encode()) for name, value in metadata)
-    return header_block((*_BEGINNING, *trailers) if is_first else trailers, has_status=is_first)
+    return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
 def status_details(message: str) -> str:

@@ -13,11 +13,12 @@ import grpc
 from loader.errors import ShardrankError
 from serving.errors import MalformedRequestError, RequestTimeoutError
 from serving.grpc_api.call_head import ANSWER_HEAD, OK_TRAILERS, CallHead, status_block
-from serving.grpc_api.message_reader import MessageReader
+from serving.grpc_api.message_reader import PREFIX_BYTES, MessageReader
 from serving.http2.connection import Http2Connection
 from serving.http2.stream import Stream
 
 MAX_STREAMED_BYTES = 2**16
+STOPPING = "the server stops"
 _NOT_COMPRESSED = b"\x00"
 
 
@@ -40,18 +41,21 @@ class Methods:
         by_path: such as `/shardrank.v1.RankingService/Rank`.
         max_message_bytes: of a request.
         tasks: of calls under way.
+        takes_streamed: whether calls may begin that may go on for ever.
     """
 
     by_path: Mapping[bytes, Method]
     max_message_bytes: int
     tasks: dict[asyncio.Task[None], Method] = field(default_factory=dict)
+    takes_streamed: bool = True
 
     def make_stream(self, connection: Http2Connection[CallHead], stream_id: int, head: CallHead) -> CallStream:
         """The stream of a new call."""
         return CallStream(connection, stream_id, head, self)
 
     def end_streamed(self) -> None:
-        """Ends the calls that may go on for ever."""
+        """Ends the calls that may go on for ever, and takes no more of them."""
+        self.takes_streamed = False
         for task, method in list(self.tasks.items()):
             if method.is_streamed:
                 task.cancel()
@@ -89,7 +93,8 @@ class CallStream(Stream[CallHead]):
         self._is_streamed = method is not None and method.is_streamed
         max_bytes = MAX_STREAMED_BYTES if self._is_streamed else methods.max_message_bytes
         self._reader = MessageReader(head.coding, max_bytes)
-        self._messages: deque[bytes] = deque()
+        # With their flags, and compressed as they came: what waits is bounded by the window that way.
+        self._messages: deque[tuple[int, bytes]] = deque()
         self._error: ShardrankError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -100,6 +105,8 @@ class CallStream(Stream[CallHead]):
         """Starts the method."""
         if self.head.problem is not None:
             self.end(*self.head.problem)
+        elif self._is_streamed and not self._methods.takes_streamed:
+            self.end(grpc.StatusCode.UNAVAILABLE, STOPPING)
         elif self._method is None:
             self.end(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {self.head.path.decode('latin-1')}")
         else:
@@ -117,7 +124,7 @@ class CallStream(Stream[CallHead]):
             while start < end:
                 start = reader.feed(data, start, end)
                 if reader.message is not None:
-                    self._messages.append(reader.message)
+                    self._messages.append((reader.flag, reader.message))
                     reader.message = None
                     self._wake()
                     if not self._is_streamed:
@@ -133,6 +140,8 @@ class CallStream(Stream[CallHead]):
 
     def remote_ended(self) -> None:
         """No further message comes."""
+        if not self._ignores_more and not self._reader.is_between:
+            self._error = MalformedRequestError("", "the call ends before its request message does")
         self._wake()
 
     def dropped(self) -> None:
@@ -157,7 +166,7 @@ class CallStream(Stream[CallHead]):
                     f"the request was not complete after receive_timeout_s = {timeout_s} s"
                 ) from None
         if self._messages:
-            return self._messages.popleft()
+            return self._reader.plain(*self._messages.popleft())
         if self._error is not None:
             raise self._error
         raise MalformedRequestError("", "the call has no request message")
@@ -167,9 +176,9 @@ class CallStream(Stream[CallHead]):
         while True:
             await self._wait()
             if self._messages:
-                message = self._messages.popleft()
-                self.grant(len(message))
-                yield message
+                flag, message = self._messages.popleft()
+                self.grant(PREFIX_BYTES + len(message))
+                yield self._reader.plain(flag, message)
             elif self._error is not None:
                 raise self._error
             else:
@@ -193,7 +202,8 @@ class CallStream(Stream[CallHead]):
 
     def end(self, code: grpc.StatusCode, details: str = "", metadata: Iterable[tuple[str, str]] = ()) -> None:
         """Ends the call with a status."""
-        self.send(b"", b"", status_block(code, details, metadata, is_first=not self._has_head))
+        status = None if self._has_head else self.head.http_status
+        self.send(b"", b"", status_block(code, details, metadata, http_status=status))
 
     async def _wait(self) -> None:
         """Until there is a message, an error, or the end."""

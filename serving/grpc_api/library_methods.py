@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from loader.errors import ShardrankError
-from serving.grpc_api.call_stream import CallStream, Method
+from serving.grpc_api.call_stream import STOPPING, CallStream, Method
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class _LibraryMethod:
             code, details = grpc.StatusCode.UNIMPLEMENTED, str(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
-            call.end(grpc.StatusCode.UNAVAILABLE, "the server stops")
+            call.end(grpc.StatusCode.UNAVAILABLE, STOPPING)
             raise
         except Exception:
             logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))

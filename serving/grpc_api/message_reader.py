@@ -11,6 +11,8 @@ from serving.oip.body_coding import CODINGS, expand
 
 PREFIX_BYTES = 5
 IDENTITY = "identity"
+# Of a piece of a message: from here on a view costs less than a copy.
+VIEW_BYTES = 4096
 
 
 class MessageReader:
@@ -21,17 +23,18 @@ class MessageReader:
         max_bytes: of one message, compressed and not.
 
     Attributes:
-        message: the last one that is complete; whoever takes it sets it to None.
+        message: the last one that is complete, as it was sent; whoever takes it sets it to None.
+        flag: of it: 0 as it is, 1 compressed.
         missing: bytes of the message under way that have not come; 0 until its length is known.
     """
 
-    __slots__ = ("_coding", "_is_compressed", "_max_bytes", "_parts", "_prefix", "message", "missing")
+    __slots__ = ("_coding", "_max_bytes", "_parts", "_prefix", "flag", "message", "missing")
 
     def __init__(self, coding: str, max_bytes: int) -> None:
         self._coding, self._max_bytes = coding, max_bytes
         self._prefix = b""
-        self._parts: list[memoryview] = []
-        self._is_compressed = 0
+        self._parts: list[memoryview | bytearray] = []
+        self.flag = 0
         self.message: bytes | None = None
         self.missing = 0
 
@@ -45,8 +48,6 @@ class MessageReader:
 
         Raises:
             BodyTooLargeError: the message is longer than the limit; it need not have come.
-            MalformedRequestError: it can't be decompressed.
-            UnknownCodingError: it is compressed in a way that is not known.
         """
         if not self.missing:
             prefix = data[start : min(end, start + PREFIX_BYTES - len(self._prefix))]
@@ -57,34 +58,41 @@ class MessageReader:
                 self._prefix = prefix
                 return start
             self._prefix = b""
-            self._is_compressed = prefix[0]
+            self.flag = prefix[0]
             size = int.from_bytes(prefix[1:], "big")
             if size > self._max_bytes:
                 raise BodyTooLargeError("", "max_body_bytes", self._max_bytes, size, "bytes in the message")
             if end - start >= size:
-                self._complete(data[start : start + size])
+                self.message = data[start : start + size]
                 return start + size
             self.missing = size
         size = min(end - start, self.missing)
-        # A view keeps all that came with it, so it is for what is most of that.
-        whole = memoryview(data)[start : start + size]
-        self._parts.append(whole if 2 * size >= len(data) else memoryview(bytes(whole)))
+        part, parts = memoryview(data)[start : start + size], self._parts
+        if size >= VIEW_BYTES and 2 * size >= len(data):
+            # A view keeps all that came with it, so it is for what is most of that.
+            parts.append(part)
+        elif parts and isinstance(parts[-1], bytearray):
+            # Or else a message that comes in tiny pieces would take many times its length.
+            parts[-1] += part
+        else:
+            parts.append(bytearray(part))
         self.missing -= size
         if not self.missing:
-            parts, self._parts = self._parts, []
-            self._complete(b"".join(parts))
+            self.message, self._parts = b"".join(parts), []
         return start + size
 
-    def _complete(self, message: bytes) -> None:
-        if self._is_compressed:
-            message = self._expanded(message)
-        self.message = message
+    def plain(self, flag: int, message: bytes) -> bytes:
+        """A message as it was before it was compressed.
 
-    def _expanded(self, message: bytes) -> bytes:
-        if self._is_compressed > 1:
-            raise MalformedRequestError(
-                "", f"a message's compressed flag is {self._is_compressed}; allowed are 0 and 1"
-            )
+        Raises:
+            BodyTooLargeError: it becomes longer than the limit.
+            MalformedRequestError: it can't be decompressed.
+            UnknownCodingError: it is compressed in a way that is not known.
+        """
+        if not flag:
+            return message
+        if flag > 1:
+            raise MalformedRequestError("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
         if self._coding == IDENTITY:
             raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
         if self._coding not in CODINGS:

@@ -12,7 +12,6 @@ import logging
 import select
 import socket
 import struct
-from http import HTTPStatus
 from itertools import chain
 from typing import Any
 
@@ -23,7 +22,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.encode_json import RETRY_AFTER_S, encode, error_document
 from serving.errors import HeaderTooLargeError, MalformedRequestError, OverloadedError, RequestTimeoutError
 from serving.http.asgi import DISCONNECT_EXTENSION
 from serving.http.direct import DirectRoutes
@@ -32,7 +30,7 @@ from serving.http.disconnect import Disconnect
 from serving.http.exchange import Reply
 from serving.http.lazy_timer import LazyTimer
 from serving.http.reading import LongBody
-from serving.http.reply_head import reply_head
+from serving.http.reply_head import refusal, reply_head
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
 
@@ -73,6 +71,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._has_begun = False
         self._head_bytes = 0
+        # Since a body's last part: the names of its chunks, and headers behind it.
+        self._bodiless_bytes = 0
         self._refusal: ShardrankError | None = None
         self._deferred: ShardrankError | None = None
         self._body_event = asyncio.Event()
@@ -109,8 +109,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse_in_turn(self._header_too_large())
                 return
             self._head_bytes += len(data)
+        self._bodiless_bytes += len(data)
         super().data_received(data)  # type: ignore[arg-type]
-        if not self._in_head and isinstance(self.cycle, DirectExchange) and self.cycle.more_body:
+        if self._in_head:
+            return
+        if self._bodiless_bytes > self.limits.max_header_bytes:
+            self._refuse_in_turn(self._header_too_large())
+        elif isinstance(self.cycle, DirectExchange) and self.cycle.more_body:
             self.long_body = self.cycle.expect_rest()
 
     def end_long_body(self) -> None:
@@ -129,8 +134,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_receive_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
-        self.headers.append((name.lower(), value))
+        """One header. What stands behind a body says nothing about how it was to be read, so it is dropped."""
+        if self._in_head:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Refuses long headers that came in one piece, which `data_received` could not see; else begins to answer."""
@@ -142,7 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refusal = self._header_too_large()
             raise self._refusal
         self._in_head = self._has_begun = False
-        self._head_bytes = 0
+        self._head_bytes = self._bodiless_bytes = 0
         parser = self.parser
         route = self.routes.find(self.url) if parser.get_method() == b"POST" else None
         if route is None or parser.should_upgrade():
@@ -168,6 +174,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A part of a body."""
+        self._bodiless_bytes = 0
         cycle = self.cycle
         if isinstance(cycle, DirectExchange):
             cycle.take(body)
@@ -335,8 +342,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if nothing_came or (not self._in_head and self.cycle is not None and self.cycle.response_started):
             self.transport.close()
             return
-        timeout_s = self.limits.receive_timeout_s
-        self._refuse(RequestTimeoutError(f"the request was not complete after receive_timeout_s = {timeout_s} s"))
+        limit = f"receive_timeout_s = {self.limits.receive_timeout_s} s"
+        self._refuse_in_turn(RequestTimeoutError(f"the request was not complete after {limit}"))
 
     def _drop_peer(self) -> None:
         # Without lingering, what the peer has not taken is thrown away, and not kept by the kernel for it.
@@ -355,6 +362,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(error)
             return
         self._deferred = error
+        self.long_body = None
         self._receive_timer.stop()
 
     def _refuse(self, error: ShardrankError) -> None:
@@ -362,15 +370,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.metrics.failed("http", "connection", error.kind)
-        body = encode(error_document(error))
-        phrase = HTTPStatus(error.http_status).phrase
-        head = (
-            f"HTTP/1.1 {error.http_status} {phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n"
-        )
-        if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
-            head += f"retry-after: {RETRY_AFTER_S}\r\n"
-        self.transport.write(head.encode() + b"\r\n" + body)
+        # A request is answered once, even if the rest of its body turns out to be wrong.
+        if self._in_head or self.cycle is None or not self.cycle.response_started:
+            self.transport.write(refusal(error))
         self.transport.close()
 
     def _start_receive_timer(self) -> None:

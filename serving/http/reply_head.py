@@ -1,12 +1,15 @@
-"""Everything of an answer that stands before its body."""
+"""Everything of an answer that stands before its body, and whole answers that no handler gives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from serving.http.exchange import Reply
+from loader.errors import ShardrankError
+from serving.encode_json import RETRY_AFTER_S, encode, error_document
+from serving.http.exchange import JSON, Reply
 
 
 def reply_head(reply: Reply, server_headers: Iterable[tuple[bytes, bytes]], *, keep_alive: bool) -> bytes:
@@ -28,3 +31,11 @@ def reply_head(reply: Reply, server_headers: Iterable[tuple[bytes, bytes]], *, k
         parts += (line[0], b": ", line[1], b"\r\n")
     parts.append(own.encode("latin-1"))
     return b"".join(parts)
+
+
+def refusal(error: ShardrankError) -> bytes:
+    """Head and body of a connection's last answer."""
+    is_passing = error.http_status == HTTPStatus.SERVICE_UNAVAILABLE
+    headers = (("retry-after", str(RETRY_AFTER_S)),) if is_passing else ()
+    reply = Reply(error.http_status, encode(error_document(error)), JSON, headers)
+    return reply_head(reply, (), keep_alive=False) + reply.body

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from serving.errors import ListenError
 from serving.http.app import Handlers, create_app
 from serving.http.large_work import LargeWork
 from serving.http.protocol import BoundedHttpProtocol, bounded_protocol
 from serving.http.reading import reading_protocol
+from serving.listening_socket import accept_waiting, listening_socket
 from serving.service import RankingService
 
 BACKLOG = 1024
@@ -35,8 +35,7 @@ class _Uvicorn(uvicorn.Server):
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # With SO_REUSEPORT, what waits in this listener's queue when it is closed is reset, not passed on to others.
-        accepted = [connection for listener in sockets or [] for connection in _accept_waiting(listener)]
+        accepted = [connection for listener in sockets or [] for connection in accept_waiting(listener)]
         for server in self.servers:
             server.close()
         for listener in sockets or []:
@@ -87,7 +86,7 @@ class HttpServer:
         Raises:
             ListenError: if the port can't be bound.
         """
-        listener = listening_socket(host, port)
+        listener = listening_socket(host, port, "HTTP")
         bound: int = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self._server.listening.wait()
@@ -107,36 +106,3 @@ class HttpServer:
         if self._task is not None:
             await self._task
         self._large.close()
-
-
-def _accept_waiting(listener: socket.socket) -> list[socket.socket]:
-    accepted = []
-    # Anything else than an empty queue, such as too many open files, ends it as well: the listener is closed anyway.
-    with contextlib.suppress(OSError):
-        while True:
-            connection, _ = listener.accept()
-            connection.setblocking(False)
-            accepted.append(connection)
-    return accepted
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that further processes may bind as well, to share the port.
-
-    Raises:
-        ListenError: if it can't be bound.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(address)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ListenError(f"can't listen for HTTP on {host}:{port}: {error}") from error
-    return listener

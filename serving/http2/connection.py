@@ -21,6 +21,8 @@ from serving.http2.stream import Stream
 Head = TypeVar("Head")
 # A header block that was not read before takes time that grows with its length, some 20 us for so many bytes.
 BLOCK_BYTES_OF_A_FRAME = 128
+# Some frames are looked at for each stream; so many are as good as a frame.
+STREAMS_OF_A_FRAME = 16
 
 _read_head = FRAME_HEAD.unpack_from
 
@@ -38,6 +40,8 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
         loop: the event loop that it belongs to.
         streams: those that are neither answered nor dropped, by id.
         outflow: what the peer takes.
+        last_stream_id: the highest that the peer has opened.
+        num_written: bytes handed to the transport.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
         self.streams: dict[int, Stream[Head]] = {}
         self.outflow = Outflow(self.streams)
         self.last_stream_id = 0
+        self.num_written = 0
         self.lifetime = Lifetime(self)
         self._make_stream, self._opened, self._closed = make_stream, opened, closed
         self._headers = HeaderReader(limits.max_header_bytes, read_head)
@@ -106,6 +111,8 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
             self.lifetime.fail(error)
             return
         self._buffer = data[used:]
+        if used:
+            self.lifetime.has_heard = True
         if self._begun:
             begun, self._begun = self._begun, []
             for stream in begun:
@@ -115,6 +122,7 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
     def write(self, data: bytes) -> None:
         """Hands bytes to the transport; none once it closes."""
         if not self._transport.is_closing() and not self.lifetime.is_lingering:
+            self.num_written += len(data)
             self._transport.write(data)
 
     def forget(self, stream: Stream[Head]) -> None:
@@ -206,10 +214,14 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
             self.lifetime.control_frame()
         stream = self.streams.get(stream_id)
         if stream is not None:
-            stream.receive_window -= size + bool(flags & frames.PADDED)
+            is_padded = bool(flags & frames.PADDED)
+            stream.receive_window -= size + is_padded
             if stream.has_all or stream.receive_window < 0:
                 stream.reset(ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
+            elif is_padded:
+                # Nobody else takes the padding.
+                stream.grant(self._padding + 1)
         self._left, self._into, self._ends_stream = size, stream, bool(flags & frames.END_STREAM)
         if not size:
             self._end_data(stream)
@@ -221,7 +233,6 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
             self._ended(stream)
 
     def _ended(self, stream: Stream[Head]) -> None:
-        self.lifetime.request_received()
         stream.has_all = True
         stream.remote_ended()
 
@@ -251,6 +262,7 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
             self.lifetime.control_frame()
         else:
             _check(stream_id == 0, len(payload) >= 8)
+            self.lifetime.control_frame()
 
     def _on_block(self, block: bytes, stream_id: int, flags: int) -> None:
         if not stream_id & 1:
@@ -295,11 +307,14 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         self._check_opened(stream_id, len(payload) == 4)
+        # That of the connection is offered to all who wait.
+        self.lifetime.control_frame(1 if stream_id else 1 + len(self.outflow.blocked) // STREAMS_OF_A_FRAME)
         self.outflow.on_window_update(stream_id, payload)
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         _check(stream_id == 0, not (flags & frames.ACK and payload))
-        self.lifetime.control_frame()
+        weight = 1 + len(payload) // BLOCK_BYTES_OF_A_FRAME + len(self.streams) // STREAMS_OF_A_FRAME
+        self.lifetime.control_frame(weight)
         if flags & frames.ACK:
             return
         self._has_settings = True

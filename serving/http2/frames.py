@@ -17,6 +17,7 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
 )
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE = 65_535, 16_384
 MAX_WINDOW = MAX_STREAM_ID = 2**31 - 1
+MAX_GOAWAY_BYTES = 256
 
 FRAME_HEAD = struct.Struct(">HBBBI")
 """Length as 16 high and 8 low bits, type, flags, stream id with a reserved bit."""
@@ -61,8 +62,9 @@ def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
 
 
 def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
-    """A GOAWAY frame: streams after the last one were not and will not be processed."""
-    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + message.encode())
+    """A GOAWAY frame: streams after the last one were not and will not be processed. A long message is cut."""
+    said = message.encode("utf-8", "replace")[:MAX_GOAWAY_BYTES]
+    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + said)
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:

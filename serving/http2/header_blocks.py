@@ -16,7 +16,8 @@ Header = tuple[bytes, bytes]
 
 KEPT_BLOCKS = 64
 KEPT_BLOCK_BYTES = 512
-_STATUS_200 = b"\x88"
+# Entry 8 of the static table (RFC 7541, appendix A): as it is, and its name alone.
+_STATUS_200, _STATUS = b"\x88", b"\x08"
 
 
 class _WatchedTable(HeaderTable):
@@ -68,7 +69,9 @@ class HeaderReader(Generic[Read]):
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, f"the headers take too much: {error}") from error
         except (HPACKError, IndexError) as error:
             raise Http2Error(ErrorCode.COMPRESSION_ERROR, f"a header block can't be decoded: {error}") from error
-        if (table.changes, len(table.dynamic_entries)) != before:
+        # A block that sets the table's size (RFC 7541, section 6.3) does so whatever the table holds by now.
+        sets_size = block[:1] and block[0] & 0xE0 == 0x20
+        if sets_size or (table.changes, len(table.dynamic_entries)) != before:
             self.known.clear()
             return self._read(headers)  # type: ignore[arg-type]  # raw headers are bytes
         read = self._read(headers)  # type: ignore[arg-type]
@@ -77,10 +80,12 @@ class HeaderReader(Generic[Read]):
         return read
 
 
-def header_block(headers: Iterable[Header], *, has_status: bool) -> bytes:
-    """A block of literals that leaves the peer's table as it is, after `:status: 200` if there is a status."""
-    literals = (b"\x00" + _string(name) + _string(value) for name, value in headers)
-    return (_STATUS_200 if has_status else b"") + b"".join(literals)
+def header_block(headers: Iterable[Header], *, status: int | None) -> bytes:
+    """A block of literals that leaves the peer's table as it is, after `:status` if there is one."""
+    first = b""
+    if status is not None:
+        first = _STATUS_200 if status == 200 else _STATUS + _string(str(status).encode())
+    return first + b"".join(b"\x00" + _string(name) + _string(value) for name, value in headers)
 
 
 def _string(text: bytes) -> bytes:

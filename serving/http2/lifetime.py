@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import termios
 from typing import TYPE_CHECKING, Any
 
 from serving.http2 import frames
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
     from serving.http2.connection import Http2Connection
 
 _ALIVE, _GOING = b"alive?\0\0", b"going\0\0\0"
+_NO_LINGER = struct.pack("ii", 1, 0)
 LINGER_S = 1.0
 MAX_TICK_S = 1.0
 
@@ -26,6 +31,7 @@ class Lifetime:
         has_begun: whether the peer's first frames have come.
         is_refusing: whether further streams are passed over; the peer was told that they will be.
         is_lingering: whether everything was said, and only the peer's close is waited for.
+        has_heard: whether anything whole has come since the last ping.
     """
 
     def __init__(self, connection: Http2Connection[Any]) -> None:
@@ -34,10 +40,15 @@ class Lifetime:
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._made = self._idle_since = self._pinged = self._loop.time()
-        self._awaits_ping = False
         self._asked_to_go: float | None = None
+        self._last_stream_id = frames.MAX_STREAM_ID
         self._control_frames = 0
+        # When the last ping went: whether the peer had bytes to take before it, and how many it had taken.
+        self._had_to_take, self._taken = False, 0
+        # When it was last seen to have bytes to take.
+        self._held_at = 0.0
         self.has_begun = self.is_refusing = self.is_lingering = False
+        self.has_heard = True
 
     def begin(self, transport: asyncio.Transport) -> None:
         """The connection is there."""
@@ -61,9 +72,9 @@ class Lifetime:
         if self._control_frames > self._connection.limits.max_control_frames:
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that carry no request, or headers too long")
 
-    def request_received(self) -> None:
-        """A peer that sends requests may send some control frames with each."""
-        self._control_frames = max(0, self._control_frames - 8)
+    def was_useful(self, count: int) -> None:
+        """A peer that takes answers may send `count` control frames for that."""
+        self._control_frames = max(0, self._control_frames - count)
 
     def on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         """Answers a ping, or takes the answer to one. Raises Http2Error."""
@@ -73,8 +84,6 @@ class Lifetime:
         self.control_frame()
         if not flags & frames.ACK:
             self._connection.write(frames.frame(frames.PING, frames.ACK, 0, payload))
-        elif payload == _ALIVE:
-            self._awaits_ping = False
         elif payload == _GOING:
             self._refuse()
 
@@ -88,19 +97,26 @@ class Lifetime:
     def fail(self, error: Http2Error) -> None:
         """The peer broke a rule: it is told which, and everything ends."""
         if not self.is_lingering:
-            self._connection.write(frames.goaway(self._connection.last_stream_id, error.code, str(error)))
+            # It must never be told of a later one than before (RFC 9113, section 6.8).
+            last = min(self._last_stream_id, self._connection.last_stream_id)
+            self._connection.write(frames.goaway(last, error.code, str(error)))
             self._linger()
             self._connection.drop_streams()
 
     def abort(self) -> None:
         """Ends it now."""
         if self._transport is not None:
+            connected = self._transport.get_extra_info("socket")
+            if connected is not None and self._transport.get_write_buffer_size():
+                # What the peer does not take is thrown away, and not kept by the kernel for it.
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self._transport.abort()
 
     def _refuse(self) -> None:
         if self._asked_to_go is not None and not self.is_refusing:
             self.is_refusing = True
-            self._connection.write(frames.goaway(self._connection.last_stream_id, ErrorCode.NO_ERROR))
+            self._last_stream_id = self._connection.last_stream_id
+            self._connection.write(frames.goaway(self._last_stream_id, ErrorCode.NO_ERROR))
             if not self._connection.streams:
                 self._linger()
 
@@ -109,7 +125,40 @@ class Lifetime:
         if not self.is_lingering and self._transport is not None and not self._transport.is_closing():
             self.is_lingering = True
             self._transport.write_eof()
-            self._loop.call_later(LINGER_S, self._transport.abort)
+            self._loop.call_later(LINGER_S, self._end_linger, self._num_held())
+
+    def _end_linger(self, before: int) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        held = self._num_held()
+        if 0 < held < before:
+            # A slow peer has the time that it needs, as long as it takes something.
+            self._loop.call_later(max(LINGER_S, self._connection.limits.patience_s), self._end_linger, held)
+        else:
+            self._transport.abort()
+
+    def _num_held(self) -> int:
+        """Bytes that were written and that the peer's host does not have, here and in the kernel."""
+        transport = self._transport
+        if transport is None or (connected := transport.get_extra_info("socket")) is None:
+            return 0
+        # SIOCOUTQ of tcp(7), which is the same number.
+        try:
+            (in_kernel,) = struct.unpack("i", fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)))
+        except OSError:
+            # It was closed in this turn of the loop.
+            return 0
+        return transport.get_write_buffer_size() + int(in_kernel)
+
+    def _drop_stuck(self, now: float) -> None:
+        """Drops streams that the peer's windows hold back for too long. They count while it has all that was sent."""
+        connection = self._connection
+        if connection.outflow.blocked:
+            if self._num_held():
+                self._held_at = now
+            since = now - 2 * connection.limits.patience_s
+            if self._held_at <= since:
+                connection.outflow.drop_stuck(since)
 
     def _schedule(self) -> None:
         limits = self._connection.limits
@@ -121,6 +170,7 @@ class Lifetime:
         self._schedule()
         if self.is_lingering:
             return
+        self._drop_stuck(now)
         if self._asked_to_go is not None:
             if not self.is_refusing and now - self._asked_to_go >= limits.patience_s:
                 self._refuse()
@@ -131,8 +181,13 @@ class Lifetime:
             self.ask_to_go()
         if now - self._pinged < limits.patience_s:
             return
-        if not self.has_begun or self._awaits_ping:
+        held = self._num_held()
+        taken = connection.num_written - held
+        # A slow peer sees the ping only once it has taken what lies before it.
+        takes = self._had_to_take and taken > self._taken
+        if not self.has_begun or not (self.has_heard or takes):
             self.abort()
             return
-        self._pinged, self._awaits_ping, self._control_frames = now, True, 0
+        self._had_to_take, self._taken = held > 0, taken
+        self._pinged, self.has_heard, self._control_frames = now, False, 0
         connection.write(frames.frame(frames.PING, 0, 0, _ALIVE))

@@ -16,7 +16,8 @@ class ConnectionLimits:
         max_header_bytes: of one request's header block, and of the list that it becomes.
         stream_window, connection_window: bytes that a peer may send unasked.
         frame_size: longest payload that it is asked to send.
-        patience_s: for the peer's first frames, and for the answer to a ping, which it is sent at this interval.
+        patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
+            A stream whose data it does not let go on for twice as long is dropped.
         idle_s: time without a stream after which it is asked to go.
         age_s: time after which it is asked to go.
         grace_s: how long the streams of a connection that was asked to go may take.

@@ -94,7 +94,10 @@ class Http2Listener(Generic[Head]):
 
     def _opened(self, connection: Http2Connection[Head]) -> None:
         self._connections.add(connection)
-        if self._is_stopping:
+        if len(self._connections) > self._max_connections:
+            # Several were accepted at once, before any of them counted.
+            connection.lifetime.abort()
+        elif self._is_stopping:
             connection.lifetime.ask_to_go()
 
     def _forget(self, connection: Http2Connection[Head]) -> None:

@@ -20,11 +20,12 @@ class Outflow:
     Attributes:
         blocked: streams that have more to send than the peer takes now, longest first.
         window: bytes of data that it still takes on all streams together.
+        sent_at: when a stream that waited could last send something.
         stream_window: what a new stream's window is.
         frame_size: the longest payload that it takes.
     """
 
-    __slots__ = ("_streams", "blocked", "frame_size", "stream_window", "window")
+    __slots__ = ("_streams", "blocked", "frame_size", "sent_at", "stream_window", "window")
 
     def __init__(self, streams: Mapping[int, Stream[Any]]) -> None:
         self._streams = streams
@@ -32,6 +33,7 @@ class Outflow:
         self.window = frames.DEFAULT_WINDOW
         self.stream_window = frames.DEFAULT_WINDOW
         self.frame_size = frames.DEFAULT_FRAME_SIZE
+        self.sent_at = 0.0
 
     def on_window_update(self, stream_id: int, payload: bytes) -> None:
         """The peer takes more. Raises Http2Error."""
@@ -52,7 +54,8 @@ class Outflow:
 
     def on_settings(self, payload: bytes) -> None:
         """The peer has set something. Raises Http2Error."""
-        for name, value in frames.read_settings(payload):
+        # They count in their order, so the last one of a name is what holds.
+        for name, value in dict(frames.read_settings(payload)).items():
             if name == frames.INITIAL_WINDOW_SIZE:
                 for stream in self._streams.values():
                     stream.send_window += value - self.stream_window
@@ -62,6 +65,14 @@ class Outflow:
             elif name == frames.MAX_FRAME_SIZE:
                 self.frame_size = value
         self._flush()
+
+    def drop_stuck(self, since: float) -> None:
+        """Drops the streams whose data the peer has not let go on since then, by its windows."""
+        for stream in list(self.blocked.values()):
+            # One that waits for the connection's window alone may have others before it.
+            last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self.sent_at)
+            if last <= since:
+                stream.reset(ErrorCode.CANCEL)
 
     def _flush(self) -> None:
         for stream in list(self.blocked.values()):

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from serving.http2.connection import Http2Connection
 
 Head = TypeVar("Head")
+# A peer that takes answers may send so many frames that carry no request for each, and one for so many bytes.
+CONTROL_FRAMES_OF_AN_ANSWER = 8
+BYTES_OF_A_CONTROL_FRAME = 1024
 _pack = FRAME_HEAD.pack
 
 
@@ -31,6 +34,7 @@ class Stream(ABC, Generic[Head]):
         receive_window: bytes of data that the peer may still send.
         has_all: whether the peer has sent everything.
         is_over: whether it has been answered or dropped; nothing more is sent then.
+        waits_since: when it last could send something of what the peer's windows held back.
     """
 
     __slots__ = (
@@ -44,6 +48,7 @@ class Stream(ABC, Generic[Head]):
         "receive_window",
         "send_window",
         "stream_id",
+        "waits_since",
     )
 
     def __init__(self, connection: Http2Connection[Head], stream_id: int, head: Head) -> None:
@@ -54,6 +59,7 @@ class Stream(ABC, Generic[Head]):
         self.receive_window = connection.limits.stream_window
         self.has_all = False
         self.is_over = False
+        self.waits_since = 0.0
         self._unsent: memoryview | None = None
         self._trailers = b""
         self._drained: asyncio.Future[None] | None = None
@@ -118,16 +124,18 @@ class Stream(ABC, Generic[Head]):
     def flush(self) -> None:
         """Sends of what waits as much as the windows take."""
         connection, outflow = self.connection, self.connection.outflow
+        unsent = len(self._unsent) if self._unsent else 0
         while self._unsent:
             size = min(len(self._unsent), self.send_window, outflow.window, outflow.frame_size)
             if size <= 0:
-                outflow.blocked[self.stream_id] = self
+                self._wait_for_windows(unsent - len(self._unsent))
                 return
             self.send_window -= size
             outflow.window -= size
             head = _pack(size >> 8, size & 0xFF, DATA, 0, self.stream_id)
             connection.write(b"".join((head, self._unsent[:size])))
             self._unsent = self._unsent[size:]
+        connection.lifetime.was_useful(unsent // BYTES_OF_A_CONTROL_FRAME)
         self._unsent = None
         outflow.blocked.pop(self.stream_id, None)
         if self._trailers:
@@ -154,7 +162,18 @@ class Stream(ABC, Generic[Head]):
             self._end()
             self.dropped()
 
+    def _wait_for_windows(self, sent: int) -> None:
+        outflow = self.connection.outflow
+        if sent:
+            self.connection.lifetime.was_useful(sent // BYTES_OF_A_CONTROL_FRAME)
+        if sent or self.stream_id not in outflow.blocked:
+            self.waits_since = self.connection.loop.time()
+        if sent:
+            outflow.sent_at = self.waits_since
+        outflow.blocked[self.stream_id] = self
+
     def _answered(self) -> None:
+        self.connection.lifetime.was_useful(CONTROL_FRAMES_OF_AN_ANSWER)
         if not self.has_all:
             # RFC 9113, section 8.1: the peer need not send the rest.
             self.connection.write(rst_stream(self.stream_id, ErrorCode.NO_ERROR))

@@ -24,6 +24,8 @@ from shard_node.bags import Int64Array, KeyedBags
 _INTEGER_TYPES = ("INT64", "INT32")
 _NOWHERE = -1
 _NO_SPAN = (_NOWHERE, 0)
+# Of the objects of a layout, of a number that it holds, and of a run, about, as measured.
+_LAYOUT_BYTES, _NUMBER_BYTES, _RUN_BYTES = 1536, 40, 256
 
 
 @dataclass(slots=True)
@@ -151,6 +153,11 @@ class LayoutMaker:
             bags = KeyedBags.from_lengths(schema.keys, counts, lengths, np.empty(0, np.int64))
             check_bag_lengths(schema, bags)
             offsets = bags.offsets
+        weights = tuple(self._weights())
+        num_runs = len(self._ids) + len(self._ragged) + len(weights)
+        objects = _LAYOUT_BYTES + _NUMBER_BYTES * counts.size + _RUN_BYTES * num_runs
+        # Where lengths are elements, there are two arrays of their size at most.
+        arrays = counts.nbytes + (2 * lengths.nbytes if offsets is None else offsets.nbytes)
         return InputLayout(
             num_candidates=num_candidates,
             num_ids=tuple(self._num_ids),
@@ -158,11 +165,11 @@ class LayoutMaker:
             offsets=offsets,
             ids=tuple(self._ids),
             ragged=ragged,
-            weights=tuple(self._weights()),
+            weights=weights,
             context_dense=self._dense(CONTEXT_DENSE, (schema.num_context_dense,), (1, schema.num_context_dense)),
             candidate_dense=self._dense(CANDIDATE_DENSE, (num_candidates, schema.num_candidate_dense)),
             binary_bytes=self._binary_bytes,
-            size_bytes=form_bytes + counts.nbytes + (lengths.nbytes if offsets is None else offsets.nbytes),
+            size_bytes=form_bytes + objects + arrays,
         )
 
     def _read(self, key: int, name: str, *, is_context: bool, is_string: bool) -> None:

@@ -22,6 +22,8 @@ from serving.proto.inference.open_inference_pb2 import InferParameter, ModelInfe
 from serving.proto.shardrank.v1 import infer_wire_pb2
 
 Read = TypeVar("Read", bound=Message)
+# Of the objects that a form holds for each input, beside its bytes.
+_INPUT_BYTES = 88
 _INTEGERS = ("int64_param", "uint64_param")
 
 
@@ -82,7 +84,8 @@ def _inputs(data: bytes, encoded: Sequence[bytes], raw: Sequence[bytes]) -> Infe
         return InferInputs(read)
     # As they are encoded: the same bytes say the same.
     form = (tuple(encoded), tuple(map(len, raw)))
-    return InferInputs(read, form, size, bytearray().join(raw), is_own=True)
+    form_bytes = size + _INPUT_BYTES * len(encoded)
+    return InferInputs(read, form, form_bytes, bytearray().join(raw), is_own=True)
 
 
 def _read_inputs(data: bytes, raw: Sequence[bytes]) -> list[InputTensor]:

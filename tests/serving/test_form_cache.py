@@ -29,8 +29,8 @@ def test_what_came_first_is_forgotten_when_it_is_full():
 
 def test_what_is_too_large_is_not_kept_and_drives_nothing_out():
     cache = FormCache(max_bytes=20_000)
-    cache.add("a", Known(5000))
-    cache.add("huge", Known(5001))
+    assert cache.add("a", Known(5000))
+    assert not cache.add("huge", Known(5001))
     assert cache.find("huge") is None
     assert cache.find("a") is not None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +14,7 @@ from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec,
 from router.feature_schema import FeatureSchema
 from serving.errors import InvalidFieldError, InvalidIdError
 from serving.limits import RequestLimits
+from serving.message_form import MessageForm
 from serving.message_places import places_of
 from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
@@ -93,6 +96,47 @@ def test_a_parser_that_has_met_others_reads_what_a_new_one_reads(seeds, lengths,
             message.top_k, message.request_id = top_k, request_id
             data = message.SerializeToString()
             assert outcome(warm, data) == outcome(ProtoParser(SCHEMA), data)
+
+
+def test_a_form_that_is_too_large_to_be_kept_is_not_learned_again(monkeypatch):
+    learned = []
+    make = MessageForm.of
+    monkeypatch.setattr(MessageForm, "of", lambda *given: learned.append(1) or make(*given))
+    # Lengths are part of the form.
+    lengths = (0,) * 600_000
+    schema = RequestSchema(SCHEMA.features, RequestLimits(max_candidates=len(lengths), max_ids_per_request=2**20))
+    data, parser = rank_message(lengths=lengths).SerializeToString(), ProtoParser(schema)
+    for _ in range(4):
+        parser.rank(read_rank(data), None, 0.0)
+    assert learned == [1]
+
+
+@pytest.mark.parametrize("num_features", [2, 200])
+def test_the_size_of_a_form_is_that_of_the_memory_it_takes(num_features):
+    names = [f"feature-{number}" for number in range(num_features)]
+    spec = ModelSpec(
+        model="plain",
+        tables=(TableSpec(name="rows", num_embeddings=50, embedding_dim=4, feature_names=tuple(names)),),
+        features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
+        dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
+    )
+    schema = RequestSchema(FeatureSchema.of(spec), RequestLimits())
+    messages = []
+    for num_candidates in range(1, 11):
+        message = ranking_pb2.RankRequest(model="plain")
+        for name in names:
+            message.candidates.sparse[name].ids.extend(range(num_candidates))
+        messages.append(RankMessage(message.SerializeToString()))
+    requests = [ProtoParser(schema).rank(message, None, 0.0) for message in messages]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        forms = [MessageForm.of(schema, *one) for one in zip(messages, requests, strict=True)]
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    shared = sum(one.bags.offsets.nbytes + one.bags.bags_per_key.nbytes for one in forms)
+    assert taken + shared <= 1.2 * sum(one.size_bytes for one in forms)
 
 
 def test_messages_of_one_form_share_no_numbers():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 import zlib
 
 import grpc
@@ -28,7 +29,7 @@ def read_all(reader: MessageReader, pieces: list[bytes]) -> list[bytes]:
         while start < 3 + len(piece):
             start = reader.feed(data, start, 3 + len(piece))
             if reader.message is not None:
-                messages.append(reader.message)
+                messages.append(reader.plain(reader.flag, reader.message))
                 reader.message = None
     return messages
 
@@ -89,17 +90,46 @@ def test_a_timeout_that_is_none_is_refused(sent):
     assert (code, "grpc-timeout" in says) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-def test_what_is_no_grpc_call_is_refused():
-    assert "POST" in read_head([(b":method", b"GET"), *CALL[1:]]).problem[1]
-    assert "application/grpc" in read_head([*CALL[:2], (b"content-type", b"text/html")]).problem[1]
+@pytest.mark.parametrize("sent", [b"text/html", b"application/grpc-web", b"application/grpcx", b""])
+def test_what_is_no_grpc_call_is_refused(sent):
+    head = read_head([*CALL[:2], (b"content-type", sent)])
+    assert ("application/grpc" in head.problem[1], head.http_status) == (True, 415)
+    head = read_head([(b":method", b"GET"), *CALL[1:]])
+    assert ("POST" in head.problem[1], head.http_status) == (True, 405)
+
+
+@pytest.mark.parametrize("sent", [b"application/grpc", b"application/grpc+proto", b"application/grpc;charset=utf-8"])
+def test_the_content_type_may_say_the_messages_format(sent):
+    assert read_head([*CALL[:2], (b"content-type", sent)]).problem is None
+
+
+def test_a_message_in_tiny_pieces_takes_no_more_than_its_length():
+    reader, length = MessageReader("identity", 2**20), 2**17
+    stream = prefixed(bytes(length))
+    tracemalloc.start()
+    try:
+        for at in range(len(stream) - 1):
+            # Of one packet, but in a frame each.
+            reader.feed(stream, at, at + 1)
+        assert tracemalloc.get_traced_memory()[1] < 3 * length
+    finally:
+        tracemalloc.stop()
+    reader.feed(stream, len(stream) - 1, len(stream))
+    assert reader.message == bytes(length)
 
 
 @pytest.mark.parametrize("letter", ["x", "%", "é", "北", "\n"])
 def test_a_status_fits_into_one_frame_whatever_its_details(letter):
-    block = status_block(grpc.StatusCode.NOT_FOUND, letter * 10_000, (("kind", "x"),), is_first=True)
+    block = status_block(grpc.StatusCode.NOT_FOUND, letter * 10_000, (("kind", "x"),), http_status=200)
     assert MAX_DETAILS_BYTES - 40 < len(block) < MAX_DETAILS_BYTES + 200
 
 
+def test_a_status_begins_and_ends_with_no_space():
+    block = status_block(grpc.StatusCode.NOT_FOUND, "  a b ", (), http_status=415)
+    headers = dict(hpack.Decoder().decode(block))
+    assert (headers[":status"], headers["grpc-message"]) == ("415", "%20 a b%20")
+
+
 def test_a_status_holds_what_utf_8_can_not():
-    block = status_block(grpc.StatusCode.INVALID_ARGUMENT, "\ud800 is none", (), is_first=False)
+    block = status_block(grpc.StatusCode.INVALID_ARGUMENT, "\ud800 is none", (), http_status=None)
     assert dict(hpack.Decoder().decode(block)) == {"grpc-status": "3", "grpc-message": "? is none"}

@@ -89,6 +89,41 @@ def test_a_parser_that_has_met_others_reads_what_a_new_one_reads(read, seeds, nu
         assert values.flags.writeable
 
 
+@st.composite
+def varied_tensors(draw):
+    """Inputs that are like those of other examples in much, and differ in datatypes, shapes, order, or one element."""
+    made = tensors(draw(st.integers(0, 1)), 2)
+    narrow = draw(st.sets(st.sampled_from(["user", "film", "genre", "genre.lengths", "tag.lengths"]), max_size=1))
+    made = [
+        dataclasses.replace(one, datatype="INT32", array=one.array.astype(np.int32)) if one.name in narrow else one
+        for one in made
+    ]
+    number = draw(st.integers(0, len(made) - 1))
+    array = made[number].array
+    other = {
+        "as it is": array,
+        "[1, n]": array.reshape(1, -1),
+        "[n, 1]": array.reshape(-1, 1),
+        "one less": array.reshape(-1)[1:],
+        "negative": array if array.dtype == object else -1 - array,
+    }
+    kind = draw(st.sampled_from(sorted(other)))
+    made[number] = dataclasses.replace(made[number], array=other[kind].astype(array.dtype))
+    # Two that change places are often of one size.
+    first, second = (draw(st.integers(0, len(made) - 1)) for _ in range(2))
+    made[first], made[second] = made[second], made[first]
+    return made
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from([http, grpc]), varied_tensors()), min_size=4, max_size=12))
+def test_forms_that_are_like_each_other_are_never_taken_for_each_other(requests):
+    warm = InferParser(SCHEMA)
+    for read, made in requests * 2:
+        cold = outcome(InferParser(SCHEMA), lambda: read(made))  # noqa: B023
+        assert outcome(warm, lambda: read(made)) == cold  # noqa: B023
+
+
 @READERS
 def test_requests_of_one_form_share_no_elements(read):
     parser = InferParser(SCHEMA)
