@@ -7,7 +7,7 @@ not as it should be, `diagnose_json` goes over the body again, slowly, to name t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -144,21 +144,6 @@ class JsonParser:
         bags, texts = bags_of_columns(schema.keys, columns, self._is_string)
         if decoded.context.weights is not None or decoded.candidates.weights is not None:
             bags = self._weighted(bags, columns, decoded)
-        return self._checked(decoded, bags, texts, num_candidates, lease, now)
-
-    def _checked(
-        self,
-        decoded: Any,
-        bags: KeyedBags,
-        texts: Sequence[str],
-        num_candidates: int,
-        lease: Lease[ServedModel],
-        now: float,
-    ) -> RankRequest:
-        """The request, if all else that it holds is right too."""
-        schema = self._schema
-        check_text(schema.limits, "routing_key", decoded.routing_key)
-        check_num_candidates(schema.limits, num_candidates)
         check_bags(schema, bags)
         return RankRequest(
             lease=lease,

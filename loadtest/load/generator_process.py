@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pydantic import BaseModel
 
 from loader.errors import ShardrankError
 from loadtest.load.arrivals import arrival_times
+from loadtest.load.cpu_time import cpu_between
 from loadtest.load.grpc_sender import GrpcSender
 from loadtest.load.http_sender import HttpSender, resolve
 from loadtest.load.messages import Begin, Done, Failed, ProcessConfig, Ready, Status
@@ -97,7 +97,7 @@ async def do_run(config: ProcessConfig, begin: Begin, pool: PayloadPool, say: Sa
     )
     sender = await _open_sender(config, pool, recorder, loop)
     status = asyncio.create_task(_say_status(loop, recorder, say))
-    cpu = asyncio.create_task(_cpu_between(begin.at + run.warmup_s, begin.at + run.until_s))
+    cpu = asyncio.create_task(cpu_between(begin.at + run.warmup_s, begin.at + run.until_s))
     try:
         await loop.run(sender)
         cpu_s = await cpu
@@ -130,13 +130,6 @@ async def _say_status(loop: OpenLoop, recorder: Recorder, say: Say) -> None:
         await asyncio.sleep(STATUS_INTERVAL_S)
         recent = recorder.take_recent()
         say(Status(due=recorder.due, ok=recorder.ok, in_flight=loop.in_flight, recent=recent))
-
-
-async def _cpu_between(begin: float, end: float) -> float:
-    await asyncio.sleep(max(begin - time.monotonic(), 0))
-    used_s = time.process_time()
-    await asyncio.sleep(max(end - time.monotonic(), 0))
-    return time.process_time() - used_s
 
 
 async def serve_runs(config: ProcessConfig, pool: PayloadPool, say: Say) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loadtest.load.arrivals import arrival_times
+from loadtest.load.cpu_time import cpu_between
 from loadtest.load.grpc_sender import GrpcSender
 from loadtest.load.histogram import DIGITS
 from loadtest.load.http_sender import HttpSender
@@ -62,7 +63,7 @@ async def offer(load: PeerRate, pool: RequestPool) -> Offered:
     begin = time.monotonic() + LEAD_S
     loop = OpenLoop(times, begin, len(pool), recorder, timeout_s=TIMEOUT_S, max_in_flight=MAX_IN_FLIGHT)
     sender = _sender(load, pool, recorder, loop)
-    cpu = asyncio.create_task(_cpu_between(begin + load.warmup_s, begin + until_s))
+    cpu = asyncio.create_task(cpu_between(begin + load.warmup_s, begin + until_s))
     try:
         await asyncio.sleep(LEAD_S)
         await loop.run(sender)
@@ -92,10 +93,3 @@ def _sender(load: PeerRate, pool: RequestPool, recorder: Recorder, loop: OpenLoo
         )
     address = (load.host, load.http_port)
     return HttpSender(address, load.host, pool, recorder, loop.on_over, max_connections=MAX_CONNECTIONS)
-
-
-async def _cpu_between(begin: float, end: float) -> float:
-    await asyncio.sleep(max(begin - time.monotonic(), 0))
-    used_s = time.process_time()
-    await asyncio.sleep(max(end - time.monotonic(), 0))
-    return time.process_time() - used_s
