@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ShardrankError
-from loader.layout import bucket_shift
+from router.bucket_owners import BucketOwners
 from router.embeddings import Embeddings, LookupTimes
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags
-from router.plan import REPLICATED, Plan
+from router.plan import Plan
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import NodeUnavailableError
 from shard_node.shard import Shard
@@ -60,10 +60,7 @@ class Router:
         self.plan = plan
         self._mapper = mapper
         self._shards = tuple(shards)
-        layout = plan.layout
-        self._bucket_shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables])
-        self._owner = plan.shard_of_bucket.reshape(-1)
-        self._has_replicated = bool((self._owner == REPLICATED).any())
+        self._owners = BucketOwners(plan)
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
         # Of each feature, the group of tables that it is in.
@@ -137,7 +134,7 @@ class Router:
             return blocks
         down: dict[int, ShardrankError] = {}
         while True:
-            parts = split(bags, self._owners(bags), range(len(self._shards)))
+            parts = split(bags, self._owners.of(bags, self._up, next(self._turn)), range(len(self._shards)))
             asked = self._clock()
             times.split_s += asked - began
             # A shard that is down is split to again only if nobody else has the rows that it was asked for.
@@ -165,31 +162,23 @@ class Router:
             except (ShardUnavailableError, NodeUnavailableError) as error:
                 raise _ShardDownError(part.owner, error) from error
 
-        if len(parts) == 1:
-            return [await ask(parts[0])]
+        if not parts:
+            return []
         try:
+            # One part needs no task of its own: its request is on its way before the others are begun.
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ask(part)) for part in parts]
+                tasks = [group.create_task(ask(part)) for part in parts[1:]]
+                first = await ask(parts[0])
         except BaseExceptionGroup as errors:
             # One shard's failure is the batch's; the others' calls were cancelled by the group.
             raise errors.exceptions[0] from errors
-        return [task.result() for task in tasks]
+        return [first, *(task.result() for task in tasks)]
 
-    def _owners(self, bags: KeyedBags) -> npt.NDArray[np.uint16]:
-        values_per_key = bags.values_per_key()
-        cell = (bags.values >> np.repeat(self._bucket_shift[bags.keys], values_per_key)) & 255
-        cell += np.repeat(bags.keys.astype(np.int64) << 8, values_per_key)
-        owner = self._owner[cell]
-        if self._has_replicated:
-            # Any shard has these rows. Turning from batch to batch spreads them evenly, a table at a time, over the
-            # shards that were not down a moment ago.
-            now = self._clock()
-            up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
-            turn = next(self._turn) % len(up)
-            stand_in = np.array(up, np.int16)[(bags.keys + turn) % len(up)]
-            owner = np.where(owner == REPLICATED, np.repeat(stand_in, values_per_key), owner)
-        unsigned: npt.NDArray[np.uint16] = owner.astype(np.uint16)
-        return unsigned
+    def _up(self) -> npt.NDArray[np.int16]:
+        """int16, the shards that were not down a moment ago; all if none was up."""
+        now = self._clock()
+        up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
+        return np.array(up, np.int16)
 
     def _add(self, bags: KeyedBags, parts: list[Part], pooled: list[list[Float32Array]]) -> list[Float32Array]:
         layout = self.plan.layout

@@ -58,6 +58,7 @@ class TableLimits:
         self.layout = layout
         self._num_embeddings = np.array([table.num_embeddings for table in layout.tables], np.uint64)
         self._row_bytes = np.array([4 * table.embedding_dim for table in layout.tables], np.int64)
+        self._common_row_bytes = int(self._row_bytes[0]) if (self._row_bytes == self._row_bytes[0]).all() else None
         self._equal_layout = layout
 
     def answer_bytes(self, keys: Int32Array, bags_per_key: npt.NDArray[np.integer[Any]], num_bags: int) -> int:
@@ -69,8 +70,11 @@ class TableLimits:
             num_bags: as claimed by the length of `offsets`.
 
         Raises:
-            InvalidBagsError: for a key that is no table, or a count of bags that is not within 0..num_bags.
+            InvalidBagsError: where tables differ in width, for a key that is no table, or a count of bags that is not
+                within 0..num_bags. Where they don't, neither is looked at, and `check` refuses it later.
         """
+        if self._common_row_bytes is not None:
+            return self._common_row_bytes * max(num_bags, 0)
         if keys.size != bags_per_key.size:
             raise InvalidBagsError(f"keys has {keys.size} entries, bags_per_key {bags_per_key.size}")
         if not keys.size:

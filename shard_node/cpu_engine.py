@@ -148,9 +148,10 @@ class CpuEngine:
         if group.whole:
             slots = self._placement.slots_in_whole(bags, values_per_key)
             return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
-        arena, slots = self._placement.locate(bags, values_per_key)
         if len(group.arenas) == 1:
+            slots = self._placement.slots_in_one(bags, values_per_key)
             return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
+        arena, slots = self._placement.locate(bags, values_per_key)
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))

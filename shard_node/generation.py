@@ -137,6 +137,15 @@ class Generations(Generic[Payload]):
             generation.leases += 1
         return Lease(self, generation)
 
+    def payload(self, model: str, version: int) -> Payload:
+        """What a version serves with, live or staged, without a lease: only for what outlasts its being freed.
+
+        Raises:
+            GenerationNotFoundError: naming what is here instead.
+        """
+        with self._lock:
+            return self._find(model, version).payload
+
     def release(self, generation: Generation[Payload]) -> None:
         """Gives one lease back; called by `Lease.release`."""
         with self._lock:

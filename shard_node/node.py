@@ -183,8 +183,7 @@ class ShardNode:
 
     def table_layout(self, model: str, version: int) -> TableLayout:
         """The layout that numbers the tables of a version. Raises GenerationNotFoundError."""
-        with self.generations.lease(model, version) as lease:
-            return lease.payload.engine.layout
+        return self.generations.payload(model, version).engine.layout
 
     def info(self) -> NodeInfo:
         """What this node serves, and the memory it takes."""

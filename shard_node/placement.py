@@ -22,6 +22,7 @@ from shard_node.table_layout import TableLayout
 
 NOT_HERE = np.uint16(2**16 - 1)
 NO_FILES_SHIFT = 63
+FAR = np.int64(-(2**62))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +68,12 @@ class Placement:
         self._first_cell = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         self._cell_arena = np.concatenate([place.cell_arena for place in places])
         self._cell_base = np.concatenate([place.cell_base for place in places])
+        # Where there is only one arena to look in, a place that is not here is told by a base below all that is added.
+        self._base_or_far = np.where(self._cell_arena == NOT_HERE, FAR, self._cell_base)
         self._file_shift = np.array([place.file_shift for place in places], np.int64)
         self._bucket_shift = np.array([place.bucket_shift for place in places], np.int64)
         self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
+        self._cut_by_files = bool((self._file_shift < NO_FILES_SHIFT).any())
         # For tables held whole (by group) the row needs only its table's base.
         self._whole = np.array([place.whole for place in places])
         self._whole_base = np.array([place.cell_base[0] for place in places], np.int64)
@@ -95,19 +99,41 @@ class Placement:
             InvalidBagsError: for a row that another node holds.
         """
         rows = bags.values
-        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & 255
-        if (self._file_shift[bags.keys] < NO_FILES_SHIFT).any():
-            cell += (rows >> self._per_value(self._file_shift, bags, values_per_key)) << 8
-        cell += self._per_value(self._first_cell, bags, values_per_key)
-        arena = self._cell_arena[cell]
-        if (arena == NOT_HERE).any():
-            position = int(np.argmax(arena == NOT_HERE))
-            segment = int(np.searchsorted(np.cumsum(values_per_key), position, side="right"))
-            table = self._layout.tables[int(bags.keys[segment])].name
-            raise InvalidBagsError(f"row {int(rows[position])} of table {table!r} is not on this node")
-        slots = self._cell_base[cell]
+        cell = self._cells(bags, values_per_key)
+        arena = self._cell_arena.take(cell)
+        is_elsewhere = arena == NOT_HERE
+        if is_elsewhere.any():
+            raise self._not_here(bags, values_per_key, int(is_elsewhere.argmax()))
+        slots = self._cell_base.take(cell)
         slots += rows >> self._per_value(self._slot_shift, bags, values_per_key)
         return arena, slots
+
+    def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        """int64 [n], the slot of each row, where one arena has all rows that these tables have here.
+
+        Raises:
+            InvalidBagsError: for a row that another node holds.
+        """
+        slots = self._base_or_far.take(self._cells(bags, values_per_key))
+        slots += bags.values >> self._per_value(self._slot_shift, bags, values_per_key)
+        if slots.size and np.minimum.reduce(slots) < 0:
+            raise self._not_here(bags, values_per_key, int((slots < 0).argmax()))
+        return slots
+
+    def _cells(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        rows = bags.values
+        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & 255
+        if self._cut_by_files and (self._file_shift[bags.keys] < NO_FILES_SHIFT).any():
+            cell += (rows >> self._per_value(self._file_shift, bags, values_per_key)) << 8
+        first = self._per_value(self._first_cell, bags, values_per_key)
+        if first.size > 1 or first.any():
+            cell += first
+        return cell
+
+    def _not_here(self, bags: KeyedBags, values_per_key: Int64Array, position: int) -> InvalidBagsError:
+        segment = int(np.searchsorted(np.cumsum(values_per_key), position, side="right"))
+        table = self._layout.tables[int(bags.keys[segment])].name
+        return InvalidBagsError(f"row {int(bags.values[position])} of table {table!r} is not on this node")
 
     def locate_rows(self, table: int, rows: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
         """Finds the arena (uint16 [n], `NOT_HERE` for another node's) and the slot (int64 [n]) of one table's rows.
@@ -127,6 +153,6 @@ class Placement:
     def _per_value(self, by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         # Most models treat all tables alike; then one number serves all values and nothing is repeated.
         chosen = by_table[bags.keys]
-        if chosen.size and (chosen == chosen[0]).all():
+        if chosen.size == 1 or (chosen.size and (chosen == chosen[0]).all()):
             return chosen[:1]
         return np.repeat(chosen, values_per_key)

@@ -24,6 +24,7 @@ from shard_node.errors import (
 )
 from shard_node.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
 from shard_node.node import ShardNode
+from shard_node.spare_time import SpareTime
 from shard_node.wire import (
     Buffer,
     PoolRequest,
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 Answer = list[Buffer]
 # Layouts whose limits are kept; a node serves a handful of versions.
 MAX_KEPT_LIMITS = 64
+# Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
+SPARE_SHARE = 0.5
+SPARE_SAVED_S = 0.005
 
 
 class ServerLimits(Frozen):
@@ -52,7 +56,9 @@ class ServerLimits(Frozen):
         max_values_per_request: rows in one request.
         max_unsent_bytes: answers that a peer leaves unread before no more of its requests are taken.
         max_inline_bytes: requests whose frame and answer are both at most this long are pooled by the event loop
-            itself, which saves handing them to a thread and back. 0 for rows that may have to be read from disk.
+            itself, which saves handing them to a thread and back. 0 for rows that may have to be read from disk:
+            then the loop pools nothing.
+        max_spare_inline_bytes: the same for longer ones, while that takes no more than half of the loop's time.
         receive_timeout_ms: from the first byte of a frame to its last.
         send_timeout_ms: how long a peer may leave `max_unsent_bytes` unread.
         threads: that pool. More than there are cores does not help.
@@ -65,6 +71,7 @@ class ServerLimits(Frozen):
     max_values_per_request: int = Field(default=4 << 20, ge=1)
     max_unsent_bytes: int = Field(default=16 << 20, ge=1)
     max_inline_bytes: int = Field(default=16 << 10, ge=0)
+    max_spare_inline_bytes: int = Field(default=1 << 20, ge=0)
     receive_timeout_ms: int = Field(default=5000, ge=1)
     send_timeout_ms: int = Field(default=30_000, ge=1)
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024)
@@ -93,6 +100,8 @@ class RequestHandler:
         self._clock = clock
         self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
         self._kept_limits: dict[tuple[str, int], TableLimits] = {}
+        self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
+        self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
         self.in_flight = 0
         self.in_flight_bytes = 0
 
@@ -146,8 +155,12 @@ class RequestHandler:
         )
         self._refuse_large_answer(answer_bytes)
         job = _Job(frame.header.request_id, request, deadline, is_wanted)
-        if max(frame.body.size, answer_bytes) <= self._limits.max_inline_bytes:
+        longest = max(frame.body.size, answer_bytes)
+        if longest <= self._limits.max_inline_bytes:
             answer(self._answer(job))
+        elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun := self._clock()):
+            answer(self._answer(job))
+            self._spare_time.spend(self._clock() - begun)
         else:
             self._submit(job, frame.body.size + answer_bytes, answer)
 

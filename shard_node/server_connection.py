@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,6 +15,10 @@ from shard_node.request_handler import RequestHandler, ServerLimits
 from shard_node.wire import Buffer, encode_error, encode_goaway
 
 logger = logging.getLogger(__name__)
+
+# What the kernel keeps of a Unix socket's unread bytes, 208 KB by default, is less than the answer to a batch: both
+# ends would wake up for each piece of it. The kernel may allow less; TCP's buffers grow by themselves.
+UNIX_SEND_BUFFER_BYTES = 1 << 20
 
 
 class ConnectionOwner(Protocol):
@@ -54,6 +59,9 @@ class ServerConnection(FrameConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Announces itself to the server."""
         super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_BYTES)
         self._owner.opened(self)
 
     def buffer_updated(self, nbytes: int) -> None:
