@@ -184,6 +184,7 @@ class Router:
         layout = self.plan.layout
         edges = [group.first_table for group in layout.groups] + [len(layout.tables)]
         bag_edges = bags.bag_starts()[np.searchsorted(bags.keys, edges)].tolist()
+        share_no_bag = all(part.shares_no_bag for part in parts)
         blocks = []
         for number, group in enumerate(layout.groups):
             first, end = bag_edges[number], bag_edges[number + 1]
@@ -192,7 +193,7 @@ class Router:
                 begin, stop = np.searchsorted(part.bag_index, (first, end)).tolist()
                 if begin < stop:
                     here.append((part.bag_index[begin:stop], part_blocks[number]))
-            blocks.append(add(here, end - first, group.embedding_dim, first))
+            blocks.append(add(here, end - first, group.embedding_dim, first, share_no_bag=share_no_bag))
         return blocks
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:

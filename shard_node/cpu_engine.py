@@ -153,11 +153,13 @@ class CpuEngine:
             return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         arena, slots = self._placement.locate(bags, values_per_key)
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
+        parts = split(placed, arena, group.arenas)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
-            for part in split(placed, arena, group.arenas)
+            for part in parts
         ]
-        return add(pooled, bags.num_bags, group.embedding_dim)
+        share_no_bag = all(part.shares_no_bag for part in parts)
+        return add(pooled, bags.num_bags, group.embedding_dim, share_no_bag=share_no_bag)
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier."""

@@ -31,11 +31,13 @@ class Part:
         owner: its number.
         bags: the bags that have a value there, keys without such a bag left out.
         bag_index: int64 [bags.num_bags], strictly ascending: which bag of the whole each of them is.
+        shares_no_bag: whether it is known that no other part has a bag of this one.
     """
 
     owner: int
     bags: KeyedBags
     bag_index: Int64Array
+    shares_no_bag: bool
 
 
 def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
@@ -54,8 +56,9 @@ def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
         return []
     bag_starts = bags.bag_starts()
     divide = _divide_by_masks if len(owners) <= MAX_MASKED_OWNERS else _divide_by_sorting
+    one_each = filled.size == bags.num_values
     return [
-        _part(bags, bag_starts, number, positions, bag_index, lengths)
+        Part(number, _part(bags, bag_starts, positions, bag_index, lengths), bag_index, one_each)
         for number, positions, bag_index, lengths in divide(bags, filled, owner, owners)
     ]
 
@@ -108,11 +111,10 @@ def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owner
 def _part(
     bags: KeyedBags,
     bag_starts: Int64Array,
-    number: int,
     positions: Int64Array,
     bag_index: Int64Array,
     lengths: Int64Array | None,
-) -> Part:
+) -> KeyedBags:
     if lengths is None:
         offsets = np.arange(bag_index.size + 1, dtype=np.int64)
     else:
@@ -124,11 +126,16 @@ def _part(
         has_bags = bags_per_key > 0
         keys, bags_per_key = keys[has_bags], bags_per_key[has_bags]
     weights = None if bags.weights is None else bags.weights[positions]
-    return Part(number, KeyedBags(keys, bags_per_key, offsets, bags.values.take(positions), weights), bag_index)
+    return KeyedBags(keys, bags_per_key, offsets, bags.values.take(positions), weights)
 
 
 def add(
-    parts: Sequence[tuple[Int64Array, Float32Array]], num_bags: int, embedding_dim: int, first_bag: int = 0
+    parts: Sequence[tuple[Int64Array, Float32Array]],
+    num_bags: int,
+    embedding_dim: int,
+    first_bag: int = 0,
+    *,
+    share_no_bag: bool = False,
 ) -> Float32Array:
     """Adds pooled parts into one block.
 
@@ -138,6 +145,7 @@ def add(
         num_bags: bags of the block.
         embedding_dim: width of the block.
         first_bag: number, in the whole, of the block's first bag.
+        share_no_bag: whether it is known that no bag is in two parts; if not, it is found out.
 
     Returns:
         float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
@@ -152,7 +160,7 @@ def add(
             del rest[position]
             break
     if out is None:
-        disjoint = covered <= num_bags and _are_disjoint(parts, num_bags, first_bag)
+        disjoint = share_no_bag or (covered <= num_bags and _are_disjoint(parts, num_bags, first_bag))
         out = np.empty((num_bags, embedding_dim), np.float32)
         if not disjoint or covered < num_bags:
             out.fill(0.0)

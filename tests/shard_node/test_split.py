@@ -60,6 +60,21 @@ def test_a_block_of_some_of_the_bags_adds_only_their_parts(bags, num_owners, ran
     np.testing.assert_array_equal(add(pooled, end - first, DIM, first), pool_by_definition(bags)[first:end])
 
 
+@given(st.one_of(keyed_bags(max_hotness=1), keyed_bags()), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_parts_that_are_known_to_share_no_bag_share_none_and_add_up_without_looking(bags, num_owners, random):
+    owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint8)
+    parts = split(bags, owner, range(num_owners))
+    is_known = all(part.shares_no_bag for part in parts)
+    # Known it is wherever no bag has two values, so that there is nothing to find out.
+    assert is_known == (bags.lengths.max(initial=0) <= 1)
+    if is_known:
+        all_bags = np.concatenate([np.empty(0, np.int64), *(part.bag_index for part in parts)])
+        assert np.unique(all_bags).size == all_bags.size
+        pooled = [(part.bag_index, pool_by_definition(part.bags)) for part in parts]
+        whole = add(pooled, bags.num_bags, DIM, share_no_bag=True)
+        np.testing.assert_array_equal(whole, pool_by_definition(bags))
+
+
 def test_a_read_only_block_that_covers_every_bag_is_not_written_to():
     index = np.array([0, 1])
     block = np.ones((2, DIM), np.float32)
