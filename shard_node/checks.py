@@ -173,6 +173,9 @@ class TableLimits:
         if bags.bag_starts()[-1] != num_bags:
             return False
         limits = self._num_embeddings[keys if tables is None else tables]
+        if limits.size == 1 or (limits == limits[0]).all():
+            # One limit for all: as an unsigned number, a negative value is above it too.
+            return not num_values or bool(np.maximum.reduce(bags.values.view(np.uint64)) < limits[0])
         return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _check_keys(self, keys: Int32Array) -> None:
