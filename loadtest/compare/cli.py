@@ -25,7 +25,7 @@ _COMPARE = (
 )
 _LOAD = (
     *("workload", "context_features", "movielens", "ids", "candidates", "arrivals", "api"),
-    *("slo_ms", "timeout_ms", "processes", "requests", "seed"),
+    *("slo_ms", "timeout_ms", "processes", "requests", "seed", "split_seed"),
 )
 
 

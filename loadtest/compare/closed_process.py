@@ -20,7 +20,7 @@ from loadtest.load.config import LoadConfig
 from loadtest.load.generator_process import open_payloads
 from loadtest.load.messages import ProcessConfig
 from loadtest.serving_cost.client_process import weigh
-from loadtest.serving_cost.errors import WrongAnswerError
+from loadtest.serving_cost.errors import LateAnswerError, WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import Scores, ServerLoad, Weighed
 from loadtest.serving_cost.one_answer import scores_of
@@ -45,9 +45,11 @@ def main(arguments: list[str]) -> int:
 def _weighed(load: ServerLoad, pool: Payloads) -> Weighed:
     try:
         return uvloop.run(weigh(load, pool))
-    except BaseExceptionGroup as errors:
-        # Several requests fail together when a server does; the first says why.
-        raise WrongAnswerError(f"{pool.api}: {errors.exceptions[0]}") from errors
+    except LateAnswerError as error:
+        raise LateAnswerError(
+            f"{error}; with {load.in_flight} requests in flight the server needs more time than they have: "
+            "let fewer be out (--in-flight), or give them longer (--timeout-ms)"
+        ) from error
 
 
 def _scores(asked: ScoresAsked, pool: Payloads) -> Scores:

@@ -11,6 +11,7 @@ from loader.store import Store
 from loadtest.compare.config import CompareConfig
 from loadtest.compare.errors import CompareStoreError
 from loadtest.load.config import LoadConfig
+from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.prepared import prepare_workload
 from router.plan import Plan
@@ -31,16 +32,18 @@ def compared_snapshot(config: CompareConfig, load: LoadConfig, store: Path, prog
         PlanError: an arm can't divide the rows like this, since they are stored in another order.
         ShardrankError: as `prepare_workload`, `open_workload` and `Snapshot.open`.
     """
-    wanted = open_workload(
-        load.workload, context_features=load.context_features, movielens=load.movielens, seed=load.seed
-    ).spec
+    workload = open_workload(
+        load.workload, context_features=load.context_features, movielens=load.movielens, split_seed=load.split_seed
+    )
+    wanted = workload.spec
     if not Store(store).versions(wanted.model):
         folder, spec = prepare_workload(
             load.workload,
             store,
             context_features=load.context_features,
             movielens=load.movielens,
-            seed=load.seed,
+            # What is trained on ratings must not learn those that are asked for.
+            seed=load.split_seed if isinstance(workload, FilmsWorkload) else load.seed,
             bucketing="range" if config.sharding == "range" else "hash",
             progress=progress,
         )

@@ -15,6 +15,8 @@ from loadtest.report import comparison as report
 from loadtest.report.ratios import measured
 from loadtest.serving_cost.messages import Weighed
 
+# Kinds of failed requests that had too little time.
+_LATE = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
 _PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 
 COUNTED = "requests that count in a round"
@@ -101,9 +103,25 @@ def _reasons(rounds: Mapping[Arm, Sequence[ArmRound]]) -> list[str]:
         for where in (
             *(f"cold: {reason}" for reason in one.cold.invalid_because),
             *(f"warm: {reason}" for reason in one.warm.invalid_because),
+            *(f"cold: {reason}" for reason in _why_failed(one.cold)),
+            *(f"warm: {reason}" for reason in _why_failed(one.warm)),
             *_why_not_busy(one.busy),
         )
     ]
+
+
+def _why_failed(run: LoadResult) -> list[str]:
+    """Of a run in which so many requests failed that it has no p99."""
+    if run.latency_of_due.p99_ms is not None or not run.errors:
+        return []
+    kinds = ", ".join(f"{kind} {count}" for kind, count in run.errors.items())
+    advice = ""
+    if all(kind in _LATE for kind in run.errors):
+        advice = (
+            f": not answered within {run.timeout_ms:g} ms. Offer less (--rate), give requests longer (--timeout-ms), "
+            "or make them smaller (--candidates)"
+        )
+    return [f"{sum(run.errors.values())} of {run.due} requests failed ({kinds}){advice}"]
 
 
 def _why_not_busy(busy: Weighed) -> list[str]:

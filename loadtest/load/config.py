@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from pydantic import Field, model_validator
 from loader.manifest import Frozen
 from loadtest.load.result import Arrivals
 from loadtest.workloads.payloads import Api
+from serving.limits import RequestLimits
 
 APIS_BY_SCHEME: dict[str, tuple[Api, ...]] = {"http": ("json", "oip-http"), "grpc": ("grpc", "oip-grpc")}
 DEFAULT_PORTS = {"http": 80}
@@ -65,6 +67,7 @@ class LoadConfig(Frozen):
         max_connections: of HTTP, all processes together.
         grpc_channels: connections of gRPC, all processes together.
         seed: of requests and their times.
+        split_seed: of the workload `films`, which of its ratings are asked for; the trainer's.
     """
 
     target: str
@@ -85,6 +88,7 @@ class LoadConfig(Frozen):
     max_connections: int = Field(default=512, ge=1, le=60_000)
     grpc_channels: int = Field(default=4, ge=1, le=1024)
     seed: int = Field(default=0, ge=0, lt=2**31)
+    split_seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -97,6 +101,11 @@ class LoadConfig(Frozen):
             if getattr(self, name) < self.processes:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than processes, {self.processes}")
         return self
+
+    @property
+    def stated_timeout_ms(self) -> int | None:
+        """The deadline that requests bring; None where the one that servers give them by default is not too short."""
+        return math.ceil(self.timeout_ms) if self.timeout_ms > RequestLimits().default_timeout_ms else None
 
     @property
     def at(self) -> Target:

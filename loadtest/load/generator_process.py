@@ -56,13 +56,14 @@ def open_payloads(config: ProcessConfig) -> tuple[str, Payloads]:
         candidates=load.candidates,
         context_features=load.context_features,
         movielens=load.movielens,
-        seed=load.seed,
+        split_seed=load.split_seed,
     )
     return workload.name, Payloads(
         workload,
         load.spoken,
         model=load.model,
         count=load.requests,
+        timeout_ms=load.stated_timeout_ms,
         max_bytes=load.max_request_bytes,
         # Processes that asked the same would find each other's rows in the server's caches.
         seed=load.seed + 2**32 * config.process,

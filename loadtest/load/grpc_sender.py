@@ -62,6 +62,14 @@ class GrpcSender:
         """Channels; each is one connection, opened again when it breaks."""
         return len(self._channels)
 
+    async def open(self) -> None:
+        """Connects all channels. One that can't is connected by its first call, whose failure it then is."""
+        opening = [asyncio.ensure_future(channel.channel_ready()) for channel in self._channels]
+        _, late = await asyncio.wait(opening, timeout=self._timeout_s)
+        for one in late:
+            one.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
+
     def send(self, request: Outgoing) -> None:
         """As `Sender.send`."""
         request.sent = self._clock()

@@ -80,9 +80,12 @@ class Generators:
 
 
 class _Process:
-    def __init__(self, number: int, child: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(
+        self, number: int, child: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, log: Path
+    ) -> None:
         self.number = number
         self._child = child
+        self._transport = transport
         self._log = log
 
     def write(self, line: bytes) -> None:
@@ -116,10 +119,9 @@ class _Process:
         return message
 
     async def kill(self) -> None:
-        if self._child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._child.kill()
-            await self._child.wait()
+        # Its pipes too: what it has started may hold them open after it has ended, and waiting would wait for that.
+        self._transport.close()
+        await self._child.wait()
 
 
 @contextlib.asynccontextmanager
@@ -160,8 +162,10 @@ async def _all(waits: Sequence[Coroutine[Any, Any, Said]], limit_s: float, late:
 async def _start(config: ProcessConfig, folder: Path) -> _Process:
     settings, log = folder / f"{config.process}.json", folder / f"{config.process}.log"
     settings.write_text(config.model_dump_json(), encoding="utf-8")
+    loop = asyncio.get_running_loop()
     with log.open("wb") as stderr:
-        child = await asyncio.create_subprocess_exec(
+        transport, protocol = await loop.subprocess_exec(
+            lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=MAX_LINE_BYTES, loop=loop),
             *(sys.executable, "-m", "loadtest.load.generator_process", str(settings)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -170,6 +174,5 @@ async def _start(config: ProcessConfig, folder: Path) -> _Process:
             env={**os.environ, PARENT_PID_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"},
             # A terminal's Ctrl-C is for the process that started it.
             start_new_session=True,
-            limit=MAX_LINE_BYTES,
         )
-    return _Process(config.process, child, log)
+    return _Process(config.process, asyncio.subprocess.Process(transport, protocol, loop), transport, log)

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import uvloop
 from pydantic import Field, TypeAdapter
 
+from loader.settled_heap import settle_heap
 from loadtest.peers.offered_load import PeerRate, offer
 from loadtest.peers.requests import requests_for
 from loadtest.serving_cost.client_process import weigh
-from loadtest.serving_cost.errors import WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import Offered, ServerLoad, Weighed
 from loadtest.serving_cost.shape import Shape
@@ -43,13 +43,12 @@ def main() -> None:
 
     def answer(line: str) -> Weighed | Offered:
         load = TO_CLIENT.validate_json(line)
+        pool = pool_of(load.server, load.hotness)
+        # A collection that walks all modules and requests would take longer than most answers.
+        settle_heap()
         if isinstance(load, PeerRate):
-            return uvloop.run(offer(load, pool_of(load.server, load.hotness)))
-        try:
-            return uvloop.run(weigh(load, pool_of(load.server, load.hotness)))
-        except BaseExceptionGroup as errors:
-            # Several requests fail together when a server does; the first says why.
-            raise WrongAnswerError(f"{load.server}: {errors.exceptions[0]}") from errors
+            return uvloop.run(offer(load, pool))
+        return uvloop.run(weigh(load, pool, load.server))
 
     answer_lines(answer)
 

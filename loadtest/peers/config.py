@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from pydantic import Field
@@ -15,6 +15,18 @@ from serving.models.factory import choose_dtype
 
 SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc"}
 """shardrank's one server, by the name that each of its measured APIs has."""
+
+
+# Few connections would fall unevenly on the processes behind a port, which the kernel chooses by chance.
+CHANNELS = 16
+
+
+class LoadShape(TypedDict):
+    """What every load has alike, as messages to the client say it."""
+
+    channels: int
+    warmup_s: float
+    seconds: float
 
 
 class PeersConfig(Frozen):
@@ -46,6 +58,11 @@ class PeersConfig(Frozen):
     shardrank_workers: int = Field(default=2, ge=1, le=64)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     offered_share: float = Field(default=0.6, gt=0, lt=1)
+
+    @property
+    def load(self) -> LoadShape:
+        """What every load has alike."""
+        return {"channels": CHANNELS, "warmup_s": self.warmup_s, "seconds": self.seconds}
 
     @property
     def servers(self) -> tuple[str, ...]:

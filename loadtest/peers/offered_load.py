@@ -12,7 +12,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.manifest import Frozen
 from loadtest.load.arrivals import arrival_times
 from loadtest.load.cpu_time import cpu_between
 from loadtest.load.grpc_sender import GrpcSender
@@ -21,37 +20,31 @@ from loadtest.load.http_sender import HttpSender
 from loadtest.load.open_loop import OpenLoop
 from loadtest.load.outgoing import Sender
 from loadtest.load.recorder import Recorder, merged
-from loadtest.serving_cost.client_process import CHANNELS, RequestPool
-from loadtest.serving_cost.messages import Offered
+from loadtest.serving_cost.client_process import RequestPool
+from loadtest.serving_cost.messages import AtServer, Offered
 
 # Beyond these a request fails, and counts as later than any other.
 TIMEOUT_S = 5.0
 MAX_IN_FLIGHT = 2048
 MAX_CONNECTIONS = 64
-LEAD_S = 0.2
+# For connections to be opened.
+LEAD_S = 0.5
 
 
-class PeerRate(Frozen):
+class PeerRate(AtServer):
     """To the client: offer a server so many requests a second.
 
     Attributes:
         server: a peer's name, `shardrank` or `shardrank-grpc`.
         hotness: ids for each feature of each candidate.
         rate: requests a second; gaps are exponential.
-        warmup_s: of it, before anything is counted.
-        seconds: that are counted.
         seed: of the gaps: servers with the same one get requests at the same times.
     """
 
     kind: Literal["peer_rate"] = "peer_rate"
-    host: str
-    http_port: int
-    grpc_port: int
     server: str
     hotness: int
     rate: float = Field(gt=0)
-    warmup_s: float = Field(ge=0)
-    seconds: float = Field(gt=0)
     seed: int = Field(ge=0)
 
 
@@ -62,10 +55,9 @@ async def offer(load: PeerRate, pool: RequestPool) -> Offered:
     times = arrival_times("poisson", load.rate, until_s, seed=load.seed)
     begin = time.monotonic() + LEAD_S
     loop = OpenLoop(times, begin, len(pool), recorder, timeout_s=TIMEOUT_S, max_in_flight=MAX_IN_FLIGHT)
-    sender = _sender(load, pool, recorder, loop)
+    sender = await _open_sender(load, pool, recorder, loop)
     cpu = asyncio.create_task(cpu_between(begin + load.warmup_s, begin + until_s))
     try:
-        await asyncio.sleep(LEAD_S)
         await loop.run(sender)
         cpu_s = await cpu
     finally:
@@ -86,10 +78,14 @@ async def offer(load: PeerRate, pool: RequestPool) -> Offered:
     )
 
 
-def _sender(load: PeerRate, pool: RequestPool, recorder: Recorder, loop: OpenLoop) -> Sender:
+async def _open_sender(load: PeerRate, pool: RequestPool, recorder: Recorder, loop: OpenLoop) -> Sender:
     if pool.is_grpc:
-        return GrpcSender(
-            load.host, load.grpc_port, pool, recorder, loop.on_over, channels=CHANNELS, timeout_s=TIMEOUT_S
+        channels = GrpcSender(
+            load.host, load.grpc_port, pool, recorder, loop.on_over, channels=load.channels, timeout_s=TIMEOUT_S
         )
+        await channels.open()
+        return channels
     address = (load.host, load.http_port)
+    # Opened as they are needed: of many that come at once, one process of a server whose processes share a listening
+    # socket takes all.
     return HttpSender(address, load.host, pool, recorder, loop.on_over, max_connections=MAX_CONNECTIONS)

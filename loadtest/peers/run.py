@@ -17,7 +17,7 @@ from loadtest.peers.started import Started
 from loadtest.serving_cost.helper_process import HelperProcess
 from loadtest.serving_cost.messages import Offered, Weighed
 from loadtest.serving_cost.one_answer import check_scores
-from loadtest.serving_cost.servers import HOST, Server
+from loadtest.serving_cost.servers import Server
 from loadtest.serving_cost.shape import SEED, Shape, payloads
 from shard_node.bags import Float32Array
 
@@ -25,7 +25,6 @@ CHECKED_REQUESTS = 2
 # Peers compute in float32, but add in another order; shardrank's rows are int8 and its MLP may be bfloat16.
 PEER_TOLERANCE = 1e-4
 SHARDRANK_TOLERANCE = 0.03
-ANSWER_SLACK_S = 300.0
 Say = Callable[[str], None]
 
 
@@ -122,32 +121,19 @@ class _Measure:
     def _load(self, name: str, server: Server, hotness: int, in_flight: int) -> Weighed:
         config = self.config
         load = PeerLoad(
-            host=HOST,
-            http_port=server.http_port,
-            grpc_port=server.grpc_port,
+            **server.place,
+            **config.load,
             server=name,
             hotness=hotness,
             in_flight=in_flight,
-            warmup_s=config.warmup_s,
-            seconds=config.seconds,
             process_ids=server.process_ids,
         )
-        return self.client.ask(load, Weighed, config.warmup_s + config.seconds + ANSWER_SLACK_S)
+        return self.client.measure(load, Weighed)
 
     def _offer(self, name: str, server: Server, hotness: int, rate: float, number: int) -> Offered:
         config = self.config
-        load = PeerRate(
-            host=HOST,
-            http_port=server.http_port,
-            grpc_port=server.grpc_port,
-            server=name,
-            hotness=hotness,
-            rate=rate,
-            warmup_s=config.warmup_s,
-            seconds=config.seconds,
-            seed=SEED + number,
-        )
-        return self.client.ask(load, Offered, config.warmup_s + config.seconds + ANSWER_SLACK_S)
+        load = PeerRate(**server.place, **config.load, server=name, hotness=hotness, rate=rate, seed=SEED + number)
+        return self.client.measure(load, Offered)
 
 
 def best_throughput(loads: Sequence[Weighed]) -> float:

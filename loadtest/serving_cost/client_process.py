@@ -15,21 +15,24 @@ from contextlib import AsyncExitStack
 from functools import lru_cache, partial
 from typing import Protocol
 
+import grpc
+import grpc.aio
 import numpy as np
 import psutil
 import uvloop
 
+from loader.settled_heap import settle_heap
 from loadtest.grpc_channels import as_it_is, open_channels
 from loadtest.http_connection import HttpConnection, post_request
-from loadtest.serving_cost.errors import WrongAnswerError
+from loadtest.serving_cost.errors import LateAnswerError, WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import Load, ServerLoad, Weighed
 from loadtest.serving_cost.shape import Shape, payloads
 from loadtest.workloads.payloads import Payload
 
-CHANNELS = 4
 ANSWER_TIMEOUT_S = 60.0
 OK_STATUS = 200
+LATE_STATUS = 504
 
 Call = Callable[[int], Awaitable[bytes]]
 """Sends one request of the pool and gives its answer."""
@@ -81,13 +84,29 @@ class _Window:
             self.has_answer.set()
 
 
-async def weigh(load: ServerLoad, pool: RequestPool) -> Weighed:
+async def weigh(load: ServerLoad, pool: RequestPool, name: str = "") -> Weighed:
     """Does one load.
+
+    Args:
+        load: what.
+        pool: its requests.
+        name: of the server in errors; without one, the pool's API.
 
     Raises:
         WrongAnswerError: a request failed, or its answer has another number of scores than candidates.
+        LateAnswerError: its deadline has passed.
         psutil.NoSuchProcess: the server has ended.
     """
+    try:
+        return await _weigh(load, pool)
+    except BaseExceptionGroup as errors:
+        # Several requests fail together when a server does; the first says why.
+        first = errors.exceptions[0]
+        kind = type(first) if isinstance(first, WrongAnswerError) else WrongAnswerError
+        raise kind(f"{name or pool.api}: {first}") from errors
+
+
+async def _weigh(load: ServerLoad, pool: RequestPool) -> Weighed:
     server, client = [psutil.Process(pid) for pid in load.process_ids], psutil.Process()
     window, numbers = _Window(), itertools.cycle(range(len(pool)))
     async with AsyncExitStack() as stack:
@@ -120,17 +139,23 @@ async def _keep_asking(call: Call, pool: RequestPool, numbers: Iterator[int], wi
         answer = await call(number)
         window.answered(time.perf_counter() - sent)
         if (scores := pool.check(answer)) != (expected := pool[number].num_candidates):
-            raise WrongAnswerError(f"{pool.api}: {scores} scores for a request of {expected} candidates")
+            raise WrongAnswerError(f"{scores} scores for a request of {expected} candidates")
 
 
 async def _grpc_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack) -> list[Call]:
-    channels = open_channels(load.host, load.grpc_port, min(CHANNELS, load.in_flight))
+    channels = open_channels(load.host, load.grpc_port, min(load.channels, load.in_flight))
     for channel in channels:
         stack.push_async_callback(channel.close, None)
     methods = [channel.unary_unary(pool.path, as_it_is, as_it_is) for channel in channels]
 
     async def call(method: Callable[..., Awaitable[bytes]], number: int) -> bytes:
-        return await method(pool[number].body, timeout=ANSWER_TIMEOUT_S)
+        try:
+            return await method(pool[number].body, timeout=ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            raise (LateAnswerError if is_late else WrongAnswerError)(
+                f"gRPC status {error.code().name}: {error.details()}"
+            ) from error
 
     return [partial(call, methods[number % len(methods)]) for number in range(load.in_flight)]
 
@@ -177,7 +202,8 @@ class _HttpAsker:
         if status == OK_STATUS:
             self._answer.set_result(body)
         else:
-            self._answer.set_exception(WrongAnswerError(f"HTTP status {status}: {body[:300]!r}"))
+            kind = LateAnswerError if status == LATE_STATUS else WrongAnswerError
+            self._answer.set_exception(kind(f"HTTP status {status}: {body[:300]!r}"))
 
     def _ended(self, connection: HttpConnection, reason: str) -> None:
         del connection
@@ -193,11 +219,10 @@ def main() -> None:
 
     def answer(line: str) -> Weighed:
         load = Load.model_validate_json(line)
-        try:
-            return uvloop.run(weigh(load, pool_of(load.head, load.hotness, load.api)))
-        except BaseExceptionGroup as errors:
-            # Several requests fail together when a server does; the first says why.
-            raise WrongAnswerError(f"{load.api}: {errors.exceptions[0]}") from errors
+        pool = pool_of(load.head, load.hotness, load.api)
+        # A collection that walks all modules and requests would take longer than most answers.
+        settle_heap()
+        return uvloop.run(weigh(load, pool))
 
     answer_lines(answer)
 

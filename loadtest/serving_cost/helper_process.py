@@ -12,9 +12,11 @@ from typing import Self, TypeVar
 from loader.errors import ShardrankError
 from loader.manifest import Frozen
 from loadtest.serving_cost.errors import HelperProcessError
-from loadtest.serving_cost.messages import TOLD, Failed
+from loadtest.serving_cost.messages import TOLD, AtServer, Failed
 
 STOP_TIMEOUT_S = 10.0
+ANSWER_SLACK_S = 300.0
+"""What an answer may take beyond the time that was asked for."""
 
 Answer = TypeVar("Answer", bound=Frozen)
 
@@ -59,6 +61,10 @@ class HelperProcess:
         if not isinstance(told, answer):
             raise HelperProcessError(f"{self._module} answered {told.kind!r} to {question!r}")
         return told
+
+    def measure(self, load: AtServer, answer: type[Answer]) -> Answer:
+        """Asks for a load, and waits as long as that takes. Raises as `ask`."""
+        return self.ask(load, answer, load.warmup_s + load.seconds + ANSWER_SLACK_S)
 
     def close(self) -> None:
         """Ends it. Idempotent."""

@@ -11,22 +11,33 @@ from loadtest.serving_cost.shape import Head, Shape
 from loadtest.workloads.payloads import Api
 
 
-class ServerLoad(Frozen):
-    """Keep a server busy.
+class AtServer(Frozen):
+    """A load on a server, of whichever kind.
 
     Attributes:
-        in_flight: requests that are always out.
+        host, http_port, grpc_port: where it listens.
+        channels: connections over gRPC, at most one for each request in flight. Over HTTP every request has its own.
         warmup_s: of the load, before anything is counted.
         seconds: that are counted.
-        process_ids: of the server, weighed at the begin and the end of these seconds.
     """
 
     host: str
     http_port: int
     grpc_port: int
-    in_flight: int = Field(ge=1)
+    channels: int = Field(default=4, ge=1)
     warmup_s: float = Field(ge=0)
     seconds: float = Field(gt=0)
+
+
+class ServerLoad(AtServer):
+    """Keep a server busy.
+
+    Attributes:
+        in_flight: requests that are always out.
+        process_ids: of the server, weighed at the begin and the end of the seconds.
+    """
+
+    in_flight: int = Field(ge=1)
     process_ids: tuple[int, ...]
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loadtest.load.machine import this_machine, versions
-from loadtest.serving_cost.helper_process import HelperProcess
+from loadtest.serving_cost.helper_process import ANSWER_SLACK_S, HelperProcess
 from loadtest.serving_cost.messages import Compute, Computed, LimitConfig, Load, Score, Scores, Weighed
 from loadtest.serving_cost.one_answer import check_scores
 from loadtest.serving_cost.result import Saturated, ServingBench, Unloaded
@@ -29,7 +29,6 @@ from serving.models.factory import choose_dtype
 CHECKED_REQUESTS = 2
 # Scores are between 0 and 1. The server's batches are of other sizes, so sums are rounded otherwise.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.02}
-ANSWER_SLACK_S = 300.0
 
 Say = Callable[[str], None]
 
@@ -225,9 +224,7 @@ class _Measure:
 
     def _load(self, server: Server, hotness: int, api: Api, in_flight: int, seconds: float) -> Weighed:
         load = Load(
-            host=HOST,
-            http_port=server.http_port,
-            grpc_port=server.grpc_port,
+            **server.place,
             head=self._head,
             hotness=hotness,
             api=api,
@@ -236,7 +233,7 @@ class _Measure:
             seconds=seconds,
             process_ids=server.process_ids,
         )
-        return self._client.ask(load, Weighed, self._config.warmup_s + seconds + ANSWER_SLACK_S)
+        return self._client.measure(load, Weighed)
 
     def _compute(self, hotness: int, batch_requests: float, seconds: float) -> Computed:
         asked = Compute(hotness=hotness, batch_requests=batch_requests, seconds=seconds)

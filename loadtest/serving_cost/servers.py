@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, TypeAlias
+from typing import IO, Literal, TypeAlias, TypedDict
 
 import psutil
 
@@ -31,6 +31,14 @@ _MODE_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
 }
 
 
+class Place(TypedDict):
+    """Where a server listens, as messages to the client say it."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One that serves.
@@ -43,6 +51,11 @@ class Server:
     http_port: int
     grpc_port: int
     process_ids: tuple[int, ...]
+
+    @property
+    def place(self) -> Place:
+        """Where it listens."""
+        return {"host": HOST, "http_port": self.http_port, "grpc_port": self.grpc_port}
 
 
 @contextlib.contextmanager

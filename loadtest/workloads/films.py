@@ -32,7 +32,7 @@ class FilmsWorkload:
         interactions: the data.
         options: what the model is made of; requests differ only by its `profile`.
         candidates: how many candidates; None for the user's own.
-        seed: of the split; the same as the trainer's, so that the server has not learnt the answers.
+        split_seed: the same as the trainer's, so that the server has not learnt the answers.
 
     Raises:
         TrainingError: if the data can't be split.
@@ -44,7 +44,7 @@ class FilmsWorkload:
         options: FilmsOptions | None = None,
         *,
         candidates: CandidateCounts | None = None,
-        seed: int = 0,
+        split_seed: int = 0,
     ) -> None:
         options = options or FilmsOptions()
         self.interactions = interactions
@@ -53,8 +53,10 @@ class FilmsWorkload:
         self.schema = FeatureSchema.of(self.spec)
         own = "their own" if candidates is None else candidates.name
         self.name = f"films{f':{PROFILE}' if options.profile else ''}, {interactions.source}, candidates {own}"
+        if split_seed:
+            self.name += f", split {split_seed}"
         self._candidates = candidates
-        dataset = FilmsDataset.split(interactions, seed=seed)
+        dataset = FilmsDataset.split(interactions, seed=split_seed)
         labelled = evaluation_requests(dataset, self.spec)
         requests = labelled.requests
         self._films = interactions.films
@@ -118,7 +120,7 @@ class FilmsWorkload:
 
 
 def movielens_workload(
-    folder: Path, *, profile: bool = False, candidates: CandidateCounts | None = None, seed: int = 0
+    folder: Path, *, profile: bool = False, candidates: CandidateCounts | None = None, split_seed: int = 0
 ) -> FilmsWorkload:
     """The workload of a folder with the files of MovieLens 100K.
 
@@ -126,10 +128,11 @@ def movielens_workload(
         folder: holds u.data, u.item, u.user and u.genre.
         profile: for a model trained with `--profile`.
         candidates: how many; None for the films that each user rated.
-        seed: of the split.
+        split_seed: of the ratings; the trainer's.
 
     Raises:
         DatasetError: a file is missing or malformed.
         TrainingError: if the ratings can't be split.
     """
-    return FilmsWorkload(read_movielens(folder), FilmsOptions(profile=profile), candidates=candidates, seed=seed)
+    options = FilmsOptions(profile=profile)
+    return FilmsWorkload(read_movielens(folder), options, candidates=candidates, split_seed=split_seed)

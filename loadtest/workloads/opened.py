@@ -24,7 +24,7 @@ def open_workload(
     candidates: str | None = None,
     context_features: int = 0,
     movielens: Path | None = None,
-    seed: int = 0,
+    split_seed: int = 0,
 ) -> Workload:
     """The workload of that name.
 
@@ -35,7 +35,7 @@ def open_workload(
         candidates: as `parse_candidates` reads it; None for the workload's own.
         context_features: of dlrm-v2 and merlin-tiny, how many features come once a request.
         movielens: folder with the files of MovieLens 100K, for `films`.
-        seed: of the split of its ratings; the trainer's.
+        split_seed: of its ratings; the trainer's.
 
     Raises:
         WorkloadError: naming what is not known or does not belong together.
@@ -56,7 +56,7 @@ def open_workload(
             raise WorkloadError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
         if movielens is None:
             raise WorkloadError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
-        return movielens_workload(movielens, profile=rest == PROFILE, candidates=counts, seed=seed)
+        return movielens_workload(movielens, profile=rest == PROFILE, candidates=counts, split_seed=split_seed)
     raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
 
 

@@ -39,7 +39,14 @@ def workload_options(function: Decorated) -> Decorated:
 
 
 def request_options(function: Decorated) -> Decorated:
-    """`--ids`, `--candidates`: what its requests are like."""
+    """`--ids`, `--candidates`, `--split-seed`: what its requests are like."""
+    function = click.option(
+        "--split-seed",
+        type=click.IntRange(0, 2**32 - 1),
+        metavar="N",
+        help="For films: which ratings are asked for; the --seed that the model was trained or prepared with, so that "
+        "it has not learnt them. Default: 0.",
+    )(function)
     function = click.option(
         "--candidates",
         metavar="N|LEAST-MOST:MEAN",

@@ -43,7 +43,7 @@ def prepare_workload(
     Raises:
         WorkloadError, TrainingError, ExportError: as `open_workload`, `train_version` and `write_random_snapshot`.
     """
-    workload = open_workload(text, context_features=context_features, movielens=movielens, seed=seed)
+    workload = open_workload(text, context_features=context_features, movielens=movielens, split_seed=seed)
     spec = with_bucketing(workload.spec, bucketing)
     if isinstance(workload, FilmsWorkload):
         trained = train_version(

@@ -10,13 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.serving_cost.client_process import weigh
-from loadtest.serving_cost.errors import HelperProcessError, WrongAnswerError
+from loadtest.serving_cost.errors import HelperProcessError, LateAnswerError, WrongAnswerError
 from loadtest.serving_cost.helper_process import HelperProcess
 from loadtest.serving_cost.limit_process import Limit, batch_sizes
 from loadtest.serving_cost.messages import Compute, Computed, LimitConfig, Load, Score, Scores
@@ -25,6 +27,7 @@ from loadtest.serving_cost.servers import Server
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
 from serving.embedded import Ranker
+from shardrank_testing.loaded_server import Reply, loaded_grpc_server
 
 SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=7)
 
@@ -147,7 +150,12 @@ def test_the_client_always_has_all_its_requests_out_and_counts_them_after_the_wa
 
 @pytest.mark.parametrize(
     ("answer", "status", "problem"),
-    [(scores(6), 200, "6 scores for a request of 7"), (b"no", 503, "status 503"), (b"{", 200, "not one to a rank")],
+    [
+        (scores(6), 200, "6 scores for a request of 7"),
+        (b"no", 503, "status 503"),
+        (b"no", 504, "status 504"),
+        (b"{", 200, "not one to a rank"),
+    ],
 )
 def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) -> None:
     server = CountingServer(together=1, answer=answer, status=status)
@@ -156,9 +164,22 @@ def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) ->
         async with server.listening() as port:
             await weigh(load_on(port, 1), payloads(SHAPE, "mlp", 1, "json"))
 
-    with pytest.raises(BaseExceptionGroup) as failure:
+    with pytest.raises(WrongAnswerError, match=f"json: .*{problem}") as failure:
         asyncio.run(main())
-    assert problem in str(failure.value.exceptions[0])
+    # Who can't answer in time is asked too much; who answers wrong is not.
+    assert isinstance(failure.value, LateAnswerError) == (status == 504)
+
+
+def test_a_deadline_over_grpc_is_told_from_other_failures() -> None:
+    def fail(status: grpc.StatusCode) -> None:
+        with loaded_grpc_server(lambda number: Reply(grpc_status=status)) as server:
+            uvloop.run(weigh(load_on(server.port, 2), payloads(SHAPE, "mlp", 1, "grpc")))
+
+    with pytest.raises(LateAnswerError, match="grpc: gRPC status DEADLINE_EXCEEDED"):
+        fail(grpc.StatusCode.DEADLINE_EXCEEDED)
+    with pytest.raises(WrongAnswerError, match="grpc: gRPC status UNAVAILABLE") as failure:
+        fail(grpc.StatusCode.UNAVAILABLE)
+    assert not isinstance(failure.value, LateAnswerError)
 
 
 def test_scores_that_are_not_the_models_are_refused() -> None:

@@ -119,6 +119,26 @@ def test_a_percentile_that_some_round_does_not_have_is_left_out_and_said():
     assert not found.valid
 
 
+@pytest.mark.parametrize(
+    ("errors", "problem"),
+    [
+        (
+            {"timeout": 90, "http_504": 5},
+            "95 of 400 requests failed (timeout 90, http_504 5): not answered within 250 ms. "
+            "Offer less (--rate), give requests longer (--timeout-ms), or make them smaller (--candidates)",
+        ),
+        ({"connection": 5, "timeout": 90}, "95 of 400 requests failed (connection 5, timeout 90)"),
+    ],
+)
+def test_a_run_whose_requests_fail_says_how_and_what_to_do_about_those_that_were_late(errors, problem):
+    good = ArmRound(cold=run(1), warm=run(1), busy=busy(10))
+    failed = ArmRound(
+        cold=run(1), warm=run(1, p99=False).model_copy(update={"errors": errors, "due": 400}), busy=busy(10)
+    )
+    found = compared(CONFIG, LOAD, rounds(good, failed, good))
+    assert found.invalid_because[0] == f"2 cards, round 2, warm: {problem}"
+
+
 def test_the_table_and_the_page_have_every_measure_with_its_interval_and_what_is_wrong():
     odd = [ArmRound(cold=run(1), warm=run(times), busy=busy(10)) for times in (0.5, 0.5, 4)]
     odd[0] = ArmRound(cold=run(1, why=("it was late.",)), warm=odd[0].warm, busy=busy(10))

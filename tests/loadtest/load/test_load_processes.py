@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -24,6 +25,7 @@ from loadtest.load.processes import running_generators
 from loadtest.load.result import LoadResult, read_result
 from loadtest.load.run import run_load, run_sweep
 from loadtest.workloads.prepared import prepare_workload
+from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.loading import ModelSource, load_served_model
 from serving.server import Listening, ServerConfig, running_server
 from serving.service import RankingService
@@ -175,3 +177,30 @@ def test_a_process_that_is_killed_ends_the_load_with_an_error():
 
     with pytest.raises(GeneratorError, match=r"process 0 that sends ended: .*KILL"):
         asyncio.run(main())
+
+
+def test_an_interrupt_leaves_nothing_behind_though_another_process_still_holds_the_output(tmp_path: Path, monkeypatch):
+    """As Python's own tracker of shared memory does for a moment, which a process that sends may have started."""
+    holders = tmp_path / "holders"
+    launcher = tmp_path / "python"
+    launcher.write_text(f'#!/bin/sh\nsleep 600 &\necho $! >> "{holders}"\nexec "{sys.executable}" "$@"\n')
+    launcher.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    unraisable: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: unraisable.append(f"{one.exc_value} in {one.object}"))
+
+    async def program() -> None:
+        with loaded_http_server() as server:
+            async with running_generators(config_for(f"http://127.0.0.1:{server.port}")) as generators:
+                await generators.run(
+                    RunConfig(rate=50, duration_s=60), lambda process, status: os.kill(os.getpid(), signal.SIGINT)
+                )
+
+    try:
+        with pytest.raises(StopRequestedError):
+            run_until_signalled(program)
+        gc.collect()
+        assert unraisable == []
+    finally:
+        for pid in holders.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)

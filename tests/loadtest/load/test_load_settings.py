@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from rich.console import Console
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadConfig, RunConfig, Target
 from loadtest.load.errors import LoadConfigError, ResultFileError
+from loadtest.load.generator_process import open_payloads
 from loadtest.load.histogram import DIGITS_OF_A_SECOND, LatencyHistogram
 from loadtest.load.live import LiveLine, status_line
 from loadtest.load.marks import marks_within, read_marks
 from loadtest.load.merge import MAX_CPU_SHARE, invalid_because
-from loadtest.load.messages import Status
+from loadtest.load.messages import ProcessConfig, Status
 from loadtest.load.recorder import recorded
 from loadtest.load.result import GeneratorProcess, Mark, read_result
 from loadtest.load.result_file import write_document
@@ -67,6 +69,18 @@ def test_the_api_is_the_target_s_unless_it_is_named():
     assert LoadConfig(target="http://a").spoken == "json"
     assert LoadConfig(target="grpc://a:1").spoken == "grpc"
     assert LoadConfig(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
+
+
+def test_requests_that_may_take_longer_than_servers_give_them_say_so():
+    def deadlines(**given: float) -> set[object]:
+        config = LoadConfig(
+            target="http://h", workload="merlin-tiny:0.001", candidates="3", requests=2, slo_ms=1, **given
+        )
+        _, pool = open_payloads(ProcessConfig(load=config, process=0))
+        return {json.loads(one.body).get("timeout_ms") for one in pool}
+
+    assert deadlines() == deadlines(timeout_ms=20) == {None}
+    assert deadlines(timeout_ms=2500.5) == {2501}
 
 
 def test_marks_are_times_and_labels(tmp_path: Path):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from loadtest.load.config import LoadConfig
+from loadtest.load.generator_process import open_payloads
+from loadtest.load.messages import ProcessConfig
 from loadtest.workloads.candidates import Fixed
 from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.films import FilmsWorkload
@@ -22,7 +25,7 @@ SEED = 4
 
 
 def workload(**options) -> FilmsWorkload:
-    return FilmsWorkload(DATA, FilmsOptions(profile=options.pop("profile", False)), seed=SEED, **options)
+    return FilmsWorkload(DATA, FilmsOptions(profile=options.pop("profile", False)), split_seed=SEED, **options)
 
 
 def by_name(films: FilmsWorkload, seed: int):
@@ -105,3 +108,23 @@ def test_films_need_their_folder_and_bring_their_own_ids(tmp_path):
         open_workload("films", movielens=tmp_path, ids="uniform")
     with pytest.raises(DatasetError):
         open_workload("films", movielens=tmp_path)
+
+
+def test_the_seed_of_a_load_draws_other_users_from_the_same_split(tmp_path):
+    folder = write_movielens(tmp_path, small_interactions(num_ratings=1000))
+
+    def asked(seed: int, split_seed: int) -> tuple[str, list[bytes]]:
+        config = LoadConfig(
+            target="http://h", workload="films", movielens=folder, requests=20, seed=seed, split_seed=split_seed
+        )
+        name, pool = open_payloads(ProcessConfig(load=config, process=0))
+        return name, [one.body for one in pool]
+
+    (name, first), (_, again), (_, drawn), (other, split) = asked(0, 0), asked(0, 0), asked(1, 0), asked(0, 1)
+    assert first == again
+    # A user's request is the same whenever it is drawn, unless other ratings are the test part.
+    every = {body for seed in range(8) for body in asked(seed, 0)[1]}
+    assert drawn != first
+    assert set(drawn) <= every
+    assert not set(split) & every
+    assert other == f"{name}, split 1"

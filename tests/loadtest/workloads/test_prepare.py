@@ -113,7 +113,7 @@ def test_films_are_trained_and_answer_their_own_requests(tmp_path):
     result = CliRunner().invoke(prepare, line.split())
     assert result.exit_code == 0, result.output
     assert "--model films" in result.output
-    payloads = Payloads(open_workload("films", movielens=movielens, seed=2), "json", count=4)
+    payloads = Payloads(open_workload("films", movielens=movielens, split_seed=2), "json", count=4)
     answers = run(served(tmp_path / "store" / "films" / "1", payloads))
     assert [payloads.check(answer) for answer in answers] == [payload.num_candidates for payload in payloads]
 
