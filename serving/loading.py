@@ -22,6 +22,7 @@ from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.replica_directory import ReplicaDirectory
 from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
+from serving.errors import ServingError
 from serving.models.factory import DtypeChoice
 from serving.served_model import OnRetry, ServedModel, ShardsFactory
 from serving.service import RankingService
@@ -52,7 +53,8 @@ class ModelSource(Frozen):
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
         verify: check every file's SHA-256.
-        num_replicas: ranking replicas, each a thread; with cards they take turns over these.
+        num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
+            loop that requests come from: only for rows that never have to be waited for.
         dtype: of the dense model.
     """
 
@@ -68,7 +70,7 @@ class ModelSource(Frozen):
     card_set: CardSet | None = None
     card_graphs: bool = True
     verify: bool = True
-    num_replicas: int = Field(default=1, ge=1, le=64)
+    num_replicas: int = Field(default=1, ge=0, le=64)
     dtype: DtypeChoice = "auto"
 
     @model_validator(mode="after")
@@ -77,23 +79,34 @@ class ModelSource(Frozen):
             raise ValueError("memory_budget_bytes is for rows in this process, but shards were given")
         if self.shards and self.card_set is not None:
             raise ValueError("card_set is for rows in this process, but shards were given")
+        may_wait = self.shards or self.local_shards > 1 or self.memory_budget_bytes is not None
+        if self.num_replicas == 0 and (may_wait or self.card_set is not None):
+            raise ValueError("num_replicas 0 is for rows in this process's memory, all of them, in one shard")
         if any(not replicas for replicas in self.shards):
             raise ValueError("every shard needs the address of at least one replica")
         return self
 
 
-def load_served_model(source: ModelSource, service: RankingService, progress: Progress = no_progress) -> ServedModel:
+def load_served_model(
+    source: ModelSource,
+    service: RankingService,
+    progress: Progress = no_progress,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> ServedModel:
     """Opens, loads and checks a version. Blocks; `service.install` makes it live.
 
     Args:
         source: what to load.
         service: whose limits, metrics and clock it uses.
         progress: told bytes checked and loaded.
+        loop: runs in another thread, and is where requests come from; ranks if `num_replicas` is 0.
 
     Raises:
         SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.
         ShardUnavailableError and other errors with status 503 or 504: its shards can't be asked now.
     """
+    if source.num_replicas == 0 and loop is None:
+        raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
     snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
     count = len(source.shards) or source.local_shards
     plan = Plan.make(snapshot.spec, count, source.sharding, source.cards, source.replicate_bytes)
@@ -107,12 +120,13 @@ def load_served_model(source: ModelSource, service: RankingService, progress: Pr
             plan,
             factory,
             limits=service.limits,
-            num_replicas=source.num_replicas,
+            num_replicas=max(1, source.num_replicas),
             dtype=source.dtype,
             card_graphs=source.card_graphs,
             metrics=service.metrics,
             clock=service.clock,
             on_close=lambda: _close_nodes(nodes),
+            loop=loop if source.num_replicas == 0 else None,
         )
     except BaseException:
         _close_nodes(nodes)
@@ -125,11 +139,11 @@ async def load_when_possible(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> ServedModel:
     """Loads and installs a version; while its shards can't be asked, tries again. Raises as `load_served_model`."""
-    pause_s = FIRST_PAUSE_S
+    pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
     while True:
         began = time.monotonic()
         try:
-            served = await asyncio.to_thread(load_served_model, source, service)
+            served = await asyncio.to_thread(load_served_model, source, service, no_progress, loop)
         except ShardrankError as error:
             if error.http_status not in (503, 504):
                 raise

@@ -62,7 +62,11 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
             _settle(pending.future, outcome)
         else:
             by_loop[pending.loop].append((pending.future, outcome))
+    here = asyncio._get_running_loop() if by_loop else None
     for loop, settled in by_loop.items():
+        if loop is here:
+            _settle_all(settled)
+            continue
         try:
             loop.call_soon_threadsafe(_settle_all, settled)
         except RuntimeError:

@@ -12,26 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import uvloop
 
-from loader.errors import ShardrankError
+from serving.answering import answer_batch
 from serving.batcher import Batcher
 from serving.errors import NotReadyError, ServingError
 from serving.metrics import ServingMetrics
-from serving.pending import Answer, Pending, finish
 from serving.ranking import Ranking, RankingParts
-from serving.request import LookupRequest, RankRequest
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 RankingFactory: TypeAlias = Callable[[], Ranking]
 
-# Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
-_OF_THE_WHOLE_BATCH = (503, 504)
 STOP_TIMEOUT_S = 10.0
 # Of the time between two batches, while somebody calls.
 CALL_TURN_S = 0.005
@@ -86,6 +82,13 @@ class Replica:
     def has_failed(self) -> bool:
         """Whether it ended by anything but the batcher's closing."""
         return self._failure is not None
+
+    @property
+    def parts(self) -> RankingParts:
+        """What it ranks with. Raises ServingError before it was started."""
+        if self._ranking is None:
+            raise ServingError("the replica has no router")
+        return self._ranking.parts
 
     def use(self, parts: RankingParts) -> None:
         """Replaces the dense model. Only before the first request."""
@@ -149,7 +152,7 @@ class Replica:
                     await woken.wait()
                     woken.clear()
                     continue
-                await self._answer(ranking, batch)
+                await answer_batch(ranking, batch, self._metrics, self._clock)
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
                 if self._calls:
                     await self._give_way()
@@ -162,39 +165,3 @@ class Replica:
         """Lets calls of others get on. One turn of the loop is not enough: to ask a shard takes several."""
         calls = [asyncio.wrap_future(call) for call in tuple(self._calls)]
         await asyncio.wait(calls, timeout=CALL_TURN_S)
-
-    async def _answer(self, ranking: Ranking, batch: list[Pending]) -> None:
-        # Whatever ends this thread, the batch that it took is answered and its leases are given back.
-        ended = ServingError("the ranking replica ended; the server's log says more")
-        outcomes: list[Answer | BaseException] = [ended] * len(batch)
-        try:
-            now = self._clock()
-            model = ranking.parts.schema.features.spec.model
-            for pending in batch:
-                pending.request.queue_s = now - pending.arrived
-                self._metrics.stage(model, "queue", pending.request.queue_s, pending.method)
-            outcomes = await self._outcomes(ranking, batch)
-        finally:
-            finish(zip(batch, outcomes, strict=True))
-
-    async def _outcomes(self, ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:
-        try:
-            if isinstance(batch[0].request, LookupRequest):
-                return [await ranking.lookup(batch[0].request)]
-            requests = [cast(RankRequest, pending.request) for pending in batch]
-            return list(await ranking.rank(requests))
-        except ShardrankError as error:
-            if len(batch) == 1 or error.http_status in _OF_THE_WHOLE_BATCH:
-                return [error] * len(batch)
-        except Exception as error:
-            logger.exception("a batch of %d requests failed", len(batch))
-            if len(batch) == 1:
-                return [_internal(error)]
-        # Checked requests should not be able to fail a batch. If one did, only that one shall fail.
-        return [(await self._outcomes(ranking, [pending]))[0] for pending in batch]
-
-
-def _internal(error: Exception) -> ServingError:
-    failure = ServingError(f"ranking failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure

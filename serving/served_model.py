@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from serving.card_scorer import scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import NotReadyError
 from serving.limits import RequestLimits
+from serving.loop_replica import LoopReplica
 from serving.metrics import ServingMetrics
 from serving.models.factory import DtypeChoice
 from serving.oip.parser import InferParser
@@ -70,7 +71,7 @@ class ServedModel:
         schema: RequestSchema,
         description: ModelDescription,
         batcher: Batcher,
-        replicas: list[Replica],
+        replicas: list[Replica | LoopReplica],
         on_close: Callable[[], None],
         counter: VersionCounter,
         checked: CheckedVersion,
@@ -103,6 +104,7 @@ class ServedModel:
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> ServedModel:
         """Makes a version servable: connects, checks it against its golden requests, warms every replica. Blocks.
 
@@ -117,6 +119,8 @@ class ServedModel:
             metrics: where times are counted.
             clock: monotonic seconds.
             on_close: called when the version is unloaded, after its replicas have ended.
+            loop: ranks in place of threads, for rows in this process that are never waited for: the event loop that
+                requests come from. It runs in another thread than this one.
 
         Raises:
             GoldenMismatchError: as `check_version`.
@@ -137,27 +141,23 @@ class ServedModel:
                 return Ranking(parts, router, connected, metrics, counter, clock)
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
-        replicas: list[Replica] = []
-
-        def replica_failed() -> None:
-            if all(replica.has_failed for replica in replicas):
-                batcher.close("all its ranking replicas have ended")
-
+        # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
+        checked_with = batcher if loop is None else Batcher(limits, clock)
         name = f"rank-{snapshot.spec.model}-{snapshot.version}"
-        replicas += [
-            Replica(f"{name}-{number}", batcher, partial(ranking, number), metrics, clock, replica_failed)
-            for number in range(num_replicas)
-        ]
+        replicas = _started(name, num_replicas, checked_with, ranking, metrics, clock)
         try:
-            for replica in replicas:
-                replica.start()
             checked = check_version(snapshot, parts, replicas, dtype, clock)
         except BaseException:
-            _stop(batcher, replicas)
+            _stop(checked_with, replicas)
             raise
+        # The same list: whoever empties it lets go of all that know each other by it.
+        takers = cast("list[Replica | LoopReplica]", replicas)
+        if loop is not None:
+            takers = [_on_loop(loop, ranking(0).using(replicas[0].parts), batcher, metrics, clock)]
+            _stop(checked_with, replicas)
         metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(checked.fallback))
         description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[checked.dtype], checked.fallback)
-        return cls(schema, description, batcher, replicas, on_close, counter, checked)
+        return cls(schema, description, batcher, takers, on_close, counter, checked)
 
     @property
     def num_waiting(self) -> int:
@@ -222,7 +222,46 @@ def _id_mapper(snapshot: Snapshot, features: FeatureSchema) -> IdMapper:
     return IdMapper(features, vocabularies)
 
 
-def _stop(batcher: Batcher, replicas: list[Replica]) -> None:
+def _started(
+    name: str,
+    count: int,
+    batcher: Batcher,
+    ranking: Callable[[int], Ranking],
+    metrics: ServingMetrics,
+    clock: Callable[[], float],
+) -> list[Replica]:
+    replicas: list[Replica] = []
+
+    def replica_failed() -> None:
+        if all(replica.has_failed for replica in replicas):
+            batcher.close("all its ranking replicas have ended")
+
+    replicas += [
+        Replica(f"{name}-{number}", batcher, partial(ranking, number), metrics, clock, replica_failed)
+        for number in range(count)
+    ]
+    try:
+        for replica in replicas:
+            replica.start()
+    except BaseException:
+        _stop(batcher, replicas)
+        raise
+    return replicas
+
+
+def _on_loop(
+    loop: asyncio.AbstractEventLoop,
+    ranking: Ranking,
+    batcher: Batcher,
+    metrics: ServingMetrics,
+    clock: Callable[[], float],
+) -> LoopReplica:
+    replica = LoopReplica(ranking, batcher, metrics, loop, clock)
+    replica.start()
+    return replica
+
+
+def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica]) -> None:
     batcher.close()
     for replica in replicas:
         replica.join()

@@ -97,8 +97,21 @@ def open_card_set(options: Mapping[str, Any]) -> CardSet | None:
     return CardSet.open(options["device"], options["cards"], card_options(options))
 
 
-def num_replicas(asked: int | None, card_set: CardSet | None) -> int:
-    """Ranking replicas: as asked, else one for each card, or one."""
+def num_replicas(asked: int | None, card_set: CardSet | None, *, may_wait: bool = True) -> int:
+    """Ranking replicas: as asked; else one for each card; else none, if no row has to be waited for; else one.
+
+    Args:
+        asked: by `--ranking-replicas`.
+        card_set: where the rows of this process are, if on cards.
+        may_wait: whether rows may have to be waited for, from a shard node or from a disk.
+
+    Raises:
+        click.UsageError: for 0 where rows may have to be waited for.
+    """
+    if asked == 0 and (may_wait or card_set is not None):
+        raise click.UsageError("--ranking-replicas 0 is only for rows that are all in this process's RAM.")
     if asked is not None:
         return asked
-    return 1 if card_set is None else len(card_set.cards.cards)
+    if card_set is not None:
+        return len(card_set.cards.cards)
+    return 1 if may_wait else 0

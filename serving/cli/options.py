@@ -226,10 +226,11 @@ def ranking_options(function: Decorated) -> Decorated:
     )(function)
     return click.option(
         "--ranking-replicas",
-        type=click.IntRange(1, 64),
+        type=click.IntRange(0, 64),
         metavar="N",
         help="Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on "
-        "GPUs in this process they take turns over the cards. Default: 1; with such rows, one for each card.",
+        "GPUs in this process they take turns over the cards. 0: no thread, the event loop scores between requests; "
+        "only with all rows in this process's RAM, and the default there. Else 1, or one for each GPU.",
     )(function)
 
 

@@ -198,9 +198,11 @@ def _source(options: dict[str, Any], folder: Path) -> ModelSource:
     if not shards:
         card_set = open_card_set(options)
     same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
+    may_wait = bool(shards) or budget_gb is not None
+    replicas = num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait)
     return ModelSource.model_validate(
         {name: options[name] for name in same}
-        | {"snapshot": folder, "shards": shards, "num_replicas": num_replicas(options["ranking_replicas"], card_set)}
+        | {"snapshot": folder, "shards": shards, "num_replicas": replicas}
         | {"memory_budget_bytes": None if budget_gb is None else int(budget_gb * 1e9), "card_set": card_set}
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from serving.cli.devices import device_arguments, device_options
+from serving.cli.devices import device_arguments, device_options, num_replicas
 from serving.cli.examples import WithExamples
 from serving.cli.options import (
     FiniteRange,
@@ -98,6 +98,8 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     from serving.fleet.config import FleetConfig
 
     max_memory_gb, replicas = options["max_memory_gb"], options["ranking_replicas"]
+    # Refuses what needs rows in the serving process itself.
+    num_replicas(replicas, None)
     node_arguments = () if max_memory_gb is None else ("--max-memory-gb", str(max_memory_gb))
     same = (
         *("registry", "shards", "replicas", "cards", "workers", "sharding", "replicate_bytes", "memory_budget_gb"),
