@@ -253,3 +253,9 @@ class ProfileFileError(ServingError):
     """The file that a process writes its profile to can't be written."""
 
     kind = "profile_file"
+
+
+class HistogramLayoutError(ServingError):
+    """The installed metrics library keeps its histograms in another way than this process fills them."""
+
+    kind = "histogram_layout"

@@ -8,6 +8,7 @@ knows all of JSON and says what is wrong. That lists are nested as they must be 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import simdjson
 
+from serving.form_cache import FormCache
 from serving.limits import MAX_ID
-from serving.parse_checks import dense_matrix
 from serving.parse_schema import Part, RequestSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
@@ -32,6 +33,9 @@ _KEYS = frozenset({"context", "candidates", *_INTEGERS, *_TEXTS})
 _PART_KEYS = frozenset({"sparse", "dense"})
 _NONE: frozenset[str] = frozenset()
 _NOTHING = object()
+_VARIES = -1
+# Of an int in a tuple, beside what it counts, in multiples of an int64.
+_NUMBER_BYTES = 5
 
 
 class NotPlainError(Exception):
@@ -49,6 +53,7 @@ class RankArrays:
         candidate_dense: float32 [rows, model's width].
         timeout_ms, top_k, version: None if the body has none.
         request_id, routing_key: "" if it has none.
+        texts: the strings behind the fingerprints among the ids, in their order.
     """
 
     bags: KeyedBags
@@ -60,6 +65,25 @@ class RankArrays:
     version: int | None
     request_id: str
     routing_key: str
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What bags of equal numbers have in common. Its arrays are shared by requests, and not to be changed.
+
+    Attributes:
+        bags: without values.
+        num_candidates: bags of each candidate feature; None if there is no such feature.
+    """
+
+    bags: KeyedBags
+    num_candidates: int | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its arrays, and of the numbers that it is found by."""
+        return self.bags.offsets.nbytes + (2 + _NUMBER_BYTES) * self.bags.bags_per_key.nbytes
 
 
 class JsonArrays:
@@ -72,6 +96,8 @@ class JsonArrays:
     def __init__(self, schema: RequestSchema) -> None:
         self._schema = schema
         self._is_context = schema.features.is_context.tolist()
+        # By the entries of each feature's list, and by the ids of each candidate's bag if all have as many.
+        self._shapes: FormCache[tuple[tuple[int, ...], int], _Shape] = FormCache()
         self._names: dict[Part, frozenset[str]] = {
             "context": frozenset(schema.context_names),
             "candidates": frozenset(schema.candidate_names),
@@ -102,22 +128,23 @@ class JsonArrays:
     def _read(self, document: Any, body: bytes | bytearray) -> RankArrays:
         schema, given = self._schema, _keys(document, _KEYS)
         context, candidates = (self._part(document, given, part) for part in ("context", "candidates"))
-        brackets = _Brackets()
-        bags = self._bags(context, candidates, brackets)
+        brackets = _Brackets(body)
         context_dense = _floats_in(context, brackets)
         candidate_dense = _rows_in(candidates, schema.num_candidate_dense, brackets)
-        brackets.check(body)
-        counts = set(bags.bags_per_key[~schema.features.is_context].tolist()) or {len(candidate_dense)}
-        if len(counts) != 1 or len(context_dense) != schema.num_context_dense:
+        bags, num_candidates = self._bags(context, candidates, brackets)
+        if brackets.left or len(context_dense) != schema.num_context_dense:
             raise NotPlainError
-        num_candidates = counts.pop()
+        if num_candidates is None:
+            num_candidates = len(candidate_dense)
+        if len(candidate_dense) != num_candidates and (len(candidate_dense) or schema.num_candidate_dense):
+            raise NotPlainError
         integers = [_integer(document[name]) if name in given else None for name in _INTEGERS]
         texts = [_text(document[name]) if name in given else "" for name in _TEXTS]
         return RankArrays(
             bags,
             num_candidates,
             context_dense,
-            dense_matrix(candidate_dense.reshape(-1), num_candidates, schema.num_candidate_dense),
+            candidate_dense.reshape(num_candidates, schema.num_candidate_dense),
             timeout_ms=integers[0],
             top_k=integers[1],
             version=integers[2],
@@ -130,36 +157,62 @@ class JsonArrays:
         found: Any = document[part] if part in given else _NOTHING
         keys = _NONE if found is _NOTHING else _keys(found, _PART_KEYS)
         sparse: Any = found["sparse"] if "sparse" in keys else _NOTHING
-        if (_NONE if sparse is _NOTHING else _keys(sparse)) != self._names[part]:
+        names = self._names[part]
+        if (_NONE if sparse is _NOTHING else _keys(sparse, names)) != names:
             raise NotPlainError
         return _PartObject(sparse, _array(found["dense"]) if "dense" in keys else None)
 
-    def _bags(self, context: _PartObject, candidates: _PartObject, brackets: _Brackets) -> KeyedBags:
-        schema, is_context = self._schema, self._is_context
+    def _bags(self, context: _PartObject, candidates: _PartObject, brackets: _Brackets) -> tuple[KeyedBags, int | None]:
+        """Flat bags, and how many each candidate feature has; None if there is no such feature."""
         columns = [
             _array((context if of_context else candidates).sparse[name])
-            for name, of_context in zip(schema.names, is_context, strict=True)
+            for name, of_context in zip(self._schema.names, self._is_context, strict=True)
         ]
-        size_of = list(map(len, columns))
+        sizes = tuple(map(len, columns))
         values = np.frombuffer(
-            bytearray().join([one.as_buffer(of_type="i") for one, size in zip(columns, size_of, strict=True) if size]),
+            bytearray().join([one.as_buffer(of_type="i") for one, size in zip(columns, sizes, strict=True) if size]),
             np.int64,
         )
-        # A context feature is one bag; a candidate feature has a bag of one id for each entry, or a list for each.
-        sizes = np.array(size_of, np.int64)
-        counts = np.where(schema.features.is_context, 1, sizes)
-        starts = np.cumsum(counts) - counts
-        lengths = np.ones(int(counts.sum()), np.int64)
-        lengths[starts[schema.features.is_context]] = sizes[schema.features.is_context]
-        for column, size, of_context, start in zip(columns, size_of, is_context, starts.tolist(), strict=True):
-            if of_context or not size or type(column[0]) is int:
-                brackets.flat()
-            else:
-                lengths[start : start + size] = brackets.nested(column)
-        bags = KeyedBags.from_lengths(schema.keys, counts, lengths, values)
-        if bags.offsets[-1] != values.size:
+        # Every list has a bracket. If there are no more of them, no list has lists in it.
+        if brackets.left == len(columns):
+            brackets.left, width, lengths = 0, 1, None
+        else:
+            lengths = np.concatenate(
+                [self._lengths(*column, brackets) for column in zip(columns, sizes, self._is_context, strict=True)]
+            )
+            width = int(lengths[-1]) if lengths.size and (lengths == lengths[-1]).all() else _VARIES
+        key = sizes, width
+        shape = None if width == _VARIES else self._shapes.find(key)
+        if shape is None:
+            shape = self._shape(sizes, lengths)
+            if width != _VARIES:
+                self._shapes.add(key, shape)
+        if shape.bags.offsets[-1] != values.size:
             raise NotPlainError
-        return bags
+        return shape.bags.with_values(values, None), shape.num_candidates
+
+    def _lengths(self, column: Any, size: int, of_context: bool, brackets: _Brackets) -> Int64Array:
+        """int64, the ids of each bag of one feature."""
+        # A context feature is one bag; a candidate feature has a bag of one id for each entry, or a list for each.
+        if of_context or not size or type(column[0]) is int:
+            brackets.left -= 1
+            return np.array([size], np.int64) if of_context else np.ones(size, np.int64)
+        return brackets.nested(column)
+
+    def _shape(self, sizes: tuple[int, ...], lengths: Int64Array | None) -> _Shape:
+        """Of lists of so many entries; every bag of a candidate has one id if there are no lengths."""
+        is_context = self._schema.features.is_context
+        counts = np.where(is_context, 1, np.array(sizes, np.int64))
+        of_candidates = set(counts[~is_context].tolist())
+        if len(of_candidates) > 1:
+            raise NotPlainError
+        if lengths is None:
+            lengths = np.repeat(np.where(is_context, np.array(sizes, np.int64), 1), counts)
+        bags = KeyedBags.from_lengths(self._schema.keys, counts, lengths, np.empty(0, np.int64))
+        # Whoever would change what later requests share is told so.
+        for shared in (counts, bags.offsets, bags.bag_starts(), bags.value_starts()):
+            shared.flags.writeable = False
+        return _Shape(bags, of_candidates.pop() if of_candidates else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,36 +228,34 @@ class _Brackets:
 
     Reading flattens: it can't tell `[1, [2, 3], []]` from `[1, 2, 3]`. But a flat list has at least one opening
     bracket, and a list of n lists at least n + 1. So if the text has just as many as these numbers add up to, no list
-    has more.
+    has more. Brackets within strings count as well.
+
+    Args:
+        body: the text.
+
+    Attributes:
+        left: brackets that are not accounted for.
     """
 
-    def __init__(self) -> None:
-        self._wanted = 0
-
-    def flat(self) -> None:
-        """Counts a flat list."""
-        self._wanted += 1
+    def __init__(self, body: bytes | bytearray) -> None:
+        # Several times faster than the count that bytes have.
+        self.left = int(np.count_nonzero(np.frombuffer(body, np.uint8) == _BRACKET))
 
     def nested(self, found: Any) -> Int64Array:
-        """Counts a list of lists; int64 [n], their lengths. Raises NotPlainError if it is none."""
+        """Accounts for a list of lists; int64 [n], their lengths. Raises NotPlainError if it is none."""
         lengths = np.fromiter(map(len, found), np.int64, count=len(found))
-        self._wanted += 1 + lengths.size
+        self.left -= 1 + lengths.size
         return lengths
 
-    def check(self, body: bytes | bytearray) -> None:
-        """Raises NotPlainError if there are others. Brackets within strings count as well."""
-        # Several times faster than the count that bytes have.
-        if np.count_nonzero(np.frombuffer(body, np.uint8) == _BRACKET) != self._wanted:
-            raise NotPlainError
 
-
-def _keys(found: Any, allowed: frozenset[str] | None = None) -> frozenset[str]:
+def _keys(found: Any, allowed: frozenset[str]) -> frozenset[str]:
     """The keys of an object. Raises NotPlainError if it is none, has a key twice, or another one than allowed."""
-    if not isinstance(found, simdjson.Object):
+    # They become Python objects, so there must be few.
+    if not isinstance(found, simdjson.Object) or len(found) > len(allowed):
         raise NotPlainError
     keys = list(found.keys())
     different = frozenset(keys)
-    if len(different) != len(keys) or (allowed is not None and not different <= allowed):
+    if len(different) != len(keys) or not different <= allowed:
         raise NotPlainError
     return different
 
@@ -219,7 +270,7 @@ def _floats_in(part: _PartObject, brackets: _Brackets) -> Float32Array:
     """float32 [n], the dense inputs of the context."""
     if part.dense is None:
         return np.empty(0, np.float32)
-    brackets.flat()
+    brackets.left -= 1
     return _narrow(_floats(part.dense))
 
 

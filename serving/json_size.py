@@ -60,12 +60,10 @@ class JsonSize:
         # Twice, because weights have the shape of their ids.
         return cls(2 * (schema.limits.max_ids_per_request + bags) + dense + keys, keys, schema.limits)
 
-    def check(self, body: bytes | bytearray) -> None:
-        """Takes no time for a body that is too short to break it.
+    def check_entries(self, body: bytes | bytearray) -> None:
+        """Raises TooManyEntriesError for more list entries than a request within the limits has.
 
-        Raises:
-            TooManyEntriesError: for more list entries than a request within the limits has.
-            InvalidFieldError: for more keys.
+        Takes no time for a body that is too short for that.
         """
         # The shortest entry is "1,", the shortest key '"":1,'; and what stands in strings only adds to the count.
         if len(body) > 2 * self.entries and _count(body, _COMMA) > self.entries:
@@ -73,6 +71,9 @@ class JsonSize:
             if entries > self.entries:
                 name, allowed = "max_ids_per_request", self.limits.max_ids_per_request
                 raise TooManyEntriesError(name, allowed, entries, "list entries", self.entries)
+
+    def check_keys(self, body: bytes | bytearray) -> None:
+        """Raises InvalidFieldError for more keys. Takes no time for a body that is too short for that."""
         if len(body) > 4 * self.keys and _count(body, _COLON) > self.keys:
             keys = _count_outside_strings(body, _COLON)
             if keys > self.keys:

@@ -130,7 +130,8 @@ def check_dense(part: Part, values: Float32Array) -> None:
         part: the part of the request.
         values: float32 [Kc] or [N, Kd].
     """
-    if not values.size or np.isfinite(values).all():
+    # As `all`, by fewer steps of the interpreter.
+    if not values.size or np.logical_and.reduce(np.isfinite(values), axis=None):
         return
     where = np.argwhere(~np.isfinite(values))[0].tolist()
     path = part_path(part, "dense") + "".join(f"[{index}]" for index in where)

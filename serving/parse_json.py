@@ -23,7 +23,7 @@ from serving.errors import (
     InvalidFieldError,
     LimitExceededError,
 )
-from serving.json_arrays import JsonArrays
+from serving.json_arrays import JsonArrays, RankArrays
 from serving.json_size import JsonSize
 from serving.json_types import JsonTypes, KeyPeek, VersionPeek
 from serving.limits import MAX_ID
@@ -84,9 +84,15 @@ class JsonParser:
             BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
         """
         check_body_size(self._schema, body, self._rank_size)
+        said = self._plain(body)
+        if said is None:
+            check_keys(body, self._rank_size)
         try:
-            return self._rank_arrays(body, lease, now) or self._rank_fast(body, lease, now)
+            return self._checked(said or self._decoded(body), lease, now)
         except LimitExceededError:
+            if said is not None and (said.bags.values < 0).any():
+                # Decoding refuses a negative id before anything is counted: whichever way, the error is the same one.
+                diagnose_rank(self._schema, body)
             raise
         except _REFUSALS as error:
             diagnose_rank(self._schema, body)
@@ -95,6 +101,7 @@ class JsonParser:
     def lookup(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> LookupRequest:
         """Parses a lookup request. Arguments and errors as `rank`."""
         check_body_size(self._schema, body, self._lookup_size)
+        check_keys(body, self._lookup_size)
         try:
             return self._lookup_fast(body, lease, now)
         except LimitExceededError:
@@ -103,39 +110,14 @@ class JsonParser:
             diagnose_lookup(self._schema, body)
             raise _undiagnosed(error) from error
 
-    def _rank_arrays(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> RankRequest | None:
-        """The request, if it is what `JsonArrays` takes and all is well; what is not is for the others to name."""
-        if self._arrays is None or isinstance(body, Mapping):
-            return None
-        read = self._arrays.read(body)
-        if read is None:
-            return None
-        schema = self._schema
-        try:
-            _check_version(UNSET if read.version is None else read.version, lease)
-            check_text(schema.limits, "routing_key", read.routing_key)
-            check_num_candidates(schema.limits, read.num_candidates)
-            check_bags(schema, read.bags)
-            check_dense("context", read.context_dense)
-            check_dense("candidates", read.candidate_dense)
-            return RankRequest(
-                lease=lease,
-                bags=read.bags,
-                num_candidates=read.num_candidates,
-                context_dense=read.context_dense,
-                candidate_dense=read.candidate_dense,
-                deadline=now + check_timeout(schema.limits, read.timeout_ms),
-                top_k=check_top_k(read.top_k),
-                request_id=check_text(schema.limits, "request_id", read.request_id),
-            )
-        except BadRequestError:
-            return None
+    def _plain(self, body: JsonBody) -> RankArrays | None:
+        """What a body says, if it is what `JsonArrays` takes."""
+        return None if self._arrays is None or isinstance(body, Mapping) else self._arrays.read(body)
 
-    def _rank_fast(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> RankRequest:
+    def _decoded(self, body: JsonBody) -> RankArrays:
+        """What any other body says, decoded with the version's own types."""
         schema = self._schema
         decoded: Any = _decode(self._rank, self._types.rank, body)
-        _check_version(decoded.version, lease)
-        check_text(schema.limits, "routing_key", decoded.routing_key)
         candidate_columns = self._candidates(decoded.candidates.sparse)
         num_candidates = _num_candidates(candidate_columns, decoded.candidates.dense)
         check_num_candidates(schema.limits, num_candidates)
@@ -144,23 +126,45 @@ class JsonParser:
         bags, texts = bags_of_columns(schema.keys, columns, self._is_string)
         if decoded.context.weights is not None or decoded.candidates.weights is not None:
             bags = self._weighted(bags, columns, decoded)
-        check_bags(schema, bags)
+        return RankArrays(
+            bags,
+            num_candidates,
+            self._context_dense(decoded.context.dense),
+            self._candidate_dense(decoded.candidates.dense, num_candidates),
+            timeout_ms=_optional(decoded.timeout_ms),
+            top_k=_optional(decoded.top_k),
+            version=_optional(decoded.version),
+            request_id=decoded.request_id,
+            routing_key=decoded.routing_key,
+            texts=texts,
+        )
+
+    def _checked(self, said: RankArrays, lease: Lease[ServedModel], now: float) -> RankRequest:
+        """The request, if its numbers are allowed."""
+        schema = self._schema
+        limits = schema.limits
+        _check_version(said.version, lease)
+        check_text(limits, "routing_key", said.routing_key)
+        check_num_candidates(limits, said.num_candidates)
+        check_bags(schema, said.bags)
+        check_dense("context", said.context_dense)
+        check_dense("candidates", said.candidate_dense)
         return RankRequest(
             lease=lease,
-            bags=bags,
-            num_candidates=num_candidates,
-            context_dense=self._context_dense(decoded.context.dense),
-            candidate_dense=self._candidate_dense(decoded.candidates.dense, num_candidates),
-            deadline=now + check_timeout(schema.limits, _optional(decoded.timeout_ms)),
-            top_k=check_top_k(_optional(decoded.top_k)),
-            request_id=check_text(schema.limits, "request_id", decoded.request_id),
-            texts=texts,
+            bags=said.bags,
+            num_candidates=said.num_candidates,
+            context_dense=said.context_dense,
+            candidate_dense=said.candidate_dense,
+            deadline=now + check_timeout(limits, said.timeout_ms),
+            top_k=check_top_k(said.top_k),
+            request_id=check_text(limits, "request_id", said.request_id),
+            texts=said.texts,
         )
 
     def _lookup_fast(self, body: JsonBody, lease: Lease[ServedModel], now: float) -> LookupRequest:
         schema = self._schema
         decoded: Any = _decode(self._lookup, self._types.lookup, body)
-        _check_version(decoded.version, lease)
+        _check_version(_optional(decoded.version), lease)
         check_text(schema.limits, "routing_key", decoded.routing_key)
         given = self._all(decoded.sparse)
         chosen = [number for number, column in enumerate(given) if column is not UNSET]
@@ -197,9 +201,7 @@ class JsonParser:
         if len(values) != expected:
             raise CountMismatchError("context.dense", f"{len(values)} values, the model takes {expected}")
         with np.errstate(over="ignore"):
-            dense = np.array(values, dtype=np.float32)
-        check_dense("context", dense)
-        return dense
+            return np.array(values, dtype=np.float32)
 
     def _candidate_dense(self, rows: list[list[float]], num_candidates: int) -> Float32Array:
         width = self._schema.num_candidate_dense
@@ -207,9 +209,7 @@ class JsonParser:
             raise CountMismatchError("candidates.dense", f"{num_candidates} rows of {width} values are needed")
         with np.errstate(over="ignore"):
             flat = np.fromiter(chain.from_iterable(rows), np.float32)
-        dense = dense_matrix(flat, num_candidates, width)
-        check_dense("candidates", dense)
-        return dense
+        return dense_matrix(flat, num_candidates, width)
 
 
 def peek_version(body: JsonBody) -> int | None:
@@ -247,7 +247,7 @@ def peek_key(body: JsonBody) -> str:
 
 
 def check_body_size(schema: RequestSchema, body: JsonBody, size: JsonSize) -> None:
-    """Raises BodyTooLargeError, TooManyEntriesError or InvalidFieldError; a dict is in memory already.
+    """Raises BodyTooLargeError or TooManyEntriesError; a dict is in memory already.
 
     A transport refuses a long body earlier; this is for those that come from elsewhere.
     """
@@ -255,7 +255,13 @@ def check_body_size(schema: RequestSchema, body: JsonBody, size: JsonSize) -> No
         return
     if len(body) > schema.limits.max_body_bytes:
         raise BodyTooLargeError("", "max_body_bytes", schema.limits.max_body_bytes, len(body), "bytes in the body")
-    size.check(body)
+    size.check_entries(body)
+
+
+def check_keys(body: JsonBody, size: JsonSize) -> None:
+    """Raises InvalidFieldError for more keys than a request has, each of which would be a Python object."""
+    if not isinstance(body, Mapping):
+        size.check_keys(body)
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body_type: type[Any], body: JsonBody) -> Any:
@@ -276,9 +282,9 @@ def _num_candidates(columns: tuple[list[Any], ...], dense: list[Any]) -> int:
     return counts.pop()
 
 
-def _check_version(version: Any, lease: Lease[ServedModel]) -> None:
+def _check_version(version: int | None, lease: Lease[ServedModel]) -> None:
     """The body was decoded for the version that `peek_version` saw; no other may answer it unnoticed."""
-    if version is not UNSET and version != lease.generation.version:
+    if version is not None and version != lease.generation.version:
         raise InvalidFieldError("version", f"{version} is asked for, but {lease.generation.version} would answer")
 
 

@@ -12,16 +12,17 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from loader.errors import ShardrankError
 from loader.registry.records import VersionStats
 from serving.call import Call, CallScope
 from serving.description import ModelDescription
 from serving.errors import ClientGoneError, OverloadedError
+from serving.expiry import Expiry
 from serving.health import NodeWatch
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
@@ -81,6 +82,7 @@ class RankingService:
         self._receiving = 0
         self._admitted = 0
         self._lock = threading.Lock()
+        self._of_thread = threading.local()
 
     def expect(self, models: Sequence[str]) -> None:
         """Says which models must be live before the process is ready. A model that comes later does not count."""
@@ -201,7 +203,7 @@ class RankingService:
         lease = self._lease_for(call, request.model, request.version, request.key)
         return self._parsed(call, lease, lambda: lease.payload.infer.rank(request, lease, call.began))
 
-    async def rank(self, request: RankRequest, watch_client: WatchClient | None = None) -> RankAnswer:
+    def rank(self, request: RankRequest, watch_client: WatchClient | None = None) -> Coroutine[Any, Any, RankAnswer]:
         """Ranks on the calling event loop.
 
         Args:
@@ -215,11 +217,13 @@ class RankingService:
             OverloadedError: at once, if too many requests wait.
             RouterError, ShardNodeError: if the shards can't answer.
         """
-        return cast(RankAnswer, await self._answer(request, watch_client))
+        return cast(Coroutine[Any, Any, RankAnswer], self._answer(request, watch_client))
 
-    async def lookup(self, request: LookupRequest, watch_client: WatchClient | None = None) -> LookupAnswer:
+    def lookup(
+        self, request: LookupRequest, watch_client: WatchClient | None = None
+    ) -> Coroutine[Any, Any, LookupAnswer]:
         """Looks up on the calling event loop. Arguments and errors as `rank`."""
-        return cast(LookupAnswer, await self._answer(request, watch_client))
+        return cast(Coroutine[Any, Any, LookupAnswer], self._answer(request, watch_client))
 
     def rank_in_thread(self, request: RankRequest) -> RankAnswer:
         """Ranks while the calling thread waits. Raises as `rank`."""
@@ -323,15 +327,17 @@ class RankingService:
     ) -> RankAnswer | LookupAnswer:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[RankAnswer | LookupAnswer] = loop.create_future()
-        pending, counter = Pending(request, self.clock(), future, loop), request.lease.payload.counter
+        now = self.clock()
+        pending, counter = Pending(request, now, future, loop), request.lease.payload.counter
         self._submit(pending)
-        expiry = loop.call_later(max(0.0, request.deadline - self.clock()), _expire, future)
+        expiry = self._expiry_on(loop)
+        expiry.add(future, request.deadline - now)
         if watch_client is not None:
             watch_client(partial(_leave_early, future))
         try:
             return _executed(counter, request, await future)
         finally:
-            expiry.cancel()
+            expiry.discard(future)
             pending.abandoned = True
 
     def _answer_in_thread(self, request: RankRequest | LookupRequest) -> RankAnswer | LookupAnswer:
@@ -346,6 +352,13 @@ class RankingService:
             raise DeadlineExceededError("the deadline passed before the answer was complete") from None
         finally:
             pending.abandoned = True
+
+    def _expiry_on(self, loop: asyncio.AbstractEventLoop) -> Expiry:
+        """That of a loop, which runs on this thread."""
+        expiry: Expiry | None = getattr(self._of_thread, "expiry", None)
+        if expiry is None or expiry.loop is not loop:
+            expiry = self._of_thread.expiry = Expiry(loop)
+        return expiry
 
     def _submit(self, pending: Pending) -> None:
         try:
@@ -369,11 +382,6 @@ def _status_of(error: BaseException | None) -> str:
     if isinstance(error, ShardrankError):
         return error.kind
     return ClientGoneError.kind if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
-
-
-def _expire(future: asyncio.Future[RankAnswer | LookupAnswer]) -> None:
-    if not future.done():
-        future.set_exception(DeadlineExceededError("the deadline passed before the answer was complete"))
 
 
 def _leave_early(future: asyncio.Future[RankAnswer | LookupAnswer]) -> None:

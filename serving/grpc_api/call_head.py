@@ -6,18 +6,22 @@ The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 from urllib.parse import quote
 
 import grpc
 
+from serving.errors import HeaderTooLargeError
 from serving.grpc_api.message_reader import IDENTITY
 from serving.http2.header_blocks import Header, header_block
+from serving.http2.request_headers import malformation
 from serving.oip.body_coding import CODINGS
 
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096
+HEADER_OVERHEAD_BYTES = 32
 _CUT = "..."
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
@@ -28,6 +32,8 @@ _CONTENT_TYPES = re.compile(rb"application/grpc(?:[+;]|$)")
 _OUTER_SPACE = re.compile(r"\A | \Z")
 _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
+Problem: TypeAlias = tuple[grpc.StatusCode, str] | tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class CallHead:
@@ -37,21 +43,28 @@ class CallHead:
         path: `/service/method`.
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
-        problem: status and message with which the call is refused; None if it is a gRPC call.
+        problem: status, message and perhaps trailers with which the call is refused; None if it is a gRPC call.
         http_status: of the answer; other than 200 for what no gRPC client sends.
     """
 
     path: bytes
     timeout_s: float | None = None
     coding: str = IDENTITY
-    problem: tuple[grpc.StatusCode, str] | None = None
+    problem: Problem | None = None
     http_status: int = 200
 
 
-def read_head(headers: Iterable[Header]) -> CallHead:
-    """Reads the headers of a call. What can't be is left for the answer to say."""
+def read_head(headers: Sequence[Header], max_bytes: int) -> CallHead:
+    """Reads the headers of a call. What can't be is left for the answer to say.
+
+    Args:
+        headers: of it.
+        max_bytes: that they may take, as RFC 9113 counts them (section 10.5.1).
+    """
     path, method, content_type, timeout, coding = b"", b"", b"", b"", b""
+    size = 0
     for name, value in headers:
+        size += len(name) + len(value) + HEADER_OVERHEAD_BYTES
         if name == b":path":
             path = value
         elif name == b":method":
@@ -62,8 +75,16 @@ def read_head(headers: Iterable[Header]) -> CallHead:
             timeout = value
         elif name == b"grpc-encoding":
             coding = value
-    problem, timeout_s, http_status = None, None, 200
-    if method != b"POST":
+    problem: Problem | None = None
+    timeout_s, http_status = None, 200
+    if size > max_bytes:
+        says = f"the headers take {size} bytes, more than the limit max_header_bytes = {max_bytes}"
+        problem = grpc.StatusCode.RESOURCE_EXHAUSTED, says, ((ERROR_KIND_METADATA, HeaderTooLargeError.kind),)
+    elif (wrong := malformation(headers)) is not None:
+        # RFC 9113, section 8.1.1: an answer may say so.
+        problem = grpc.StatusCode.INVALID_ARGUMENT, wrong
+        http_status = 400
+    elif method != b"POST":
         problem = grpc.StatusCode.UNIMPLEMENTED, f"the method is {method.decode('latin-1')!r}; it must be POST"
         http_status = 405
     elif not _CONTENT_TYPES.match(content_type):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -36,9 +37,8 @@ class GrpcServer:
         by_path = library.by_path | Handlers(service).by_path() | InferHandlers(service).by_path()
         self._methods = Methods(by_path, service.limits.max_body_bytes)
         limits = connection_limits(service.limits)
-        self._listener = Http2Listener(
-            "gRPC", limits, service.limits.max_connections, read_head, self._methods.make_stream
-        )
+        read = functools.partial(read_head, max_bytes=limits.max_header_bytes)
+        self._listener = Http2Listener("gRPC", limits, service.limits.max_connections, read, self._methods.make_stream)
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:

@@ -35,7 +35,7 @@ from serving.http.documents import (
 from serving.http.endpoints import Endpoints, error_reply
 from serving.http.exchange import Handler
 from serving.http.large_work import LargeWork
-from serving.oip.http_endpoints import InferEndpoints
+from serving.oip.http_endpoints import HEADER_LENGTH_NAME, InferEndpoints
 from serving.oip.http_endpoints import error_reply as oip_error_reply
 from serving.oip.http_routes import INFER_PATHS, add_routes, is_inference_path
 from serving.service import RankingService
@@ -102,7 +102,8 @@ class Handlers:
         """Those that connections call without the application."""
         return DirectRoutes(
             {"/v1/models/{model}:rank": self.ranking.rank, "/v1/models/{model}:lookup": self.ranking.lookup}
-            | dict.fromkeys(INFER_PATHS, self.inference.infer)
+            | dict.fromkeys(INFER_PATHS, self.inference.infer),
+            dict.fromkeys(INFER_PATHS, HEADER_LENGTH_NAME),
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from serving.errors import BodyTooLargeError, ClientGoneError, InvalidFieldError
-from serving.http.exchange import Exchange
+from serving.http.exchange import Body, Exchange
 
 IDENTITY = "identity"
 
@@ -26,7 +26,12 @@ def content_coding(exchange: Exchange, allowed: Sequence[str] = ()) -> str:
     return coding
 
 
-async def read_body(exchange: Exchange, max_body_bytes: int) -> bytes | bytearray:
+def as_text(body: Body) -> bytes | bytearray:
+    """A body that can be searched as bytes can."""
+    return bytes(body) if isinstance(body, memoryview) else body
+
+
+def read_body(exchange: Exchange, max_body_bytes: int) -> Awaitable[Body]:
     """The whole body, as it came.
 
     Args:
@@ -40,7 +45,7 @@ async def read_body(exchange: Exchange, max_body_bytes: int) -> bytes | bytearra
     stated = exchange.header(b"content-length")
     if stated is not None and stated.isdecimal() and int(stated[:20]) > max_body_bytes:
         raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, int(stated[:20]), "bytes in the body")
-    return await exchange.body(max_body_bytes)
+    return exchange.body(max_body_bytes)
 
 
 def too_large(max_body_bytes: int, received_bytes: int) -> BodyTooLargeError:

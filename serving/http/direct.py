@@ -29,11 +29,13 @@ class DirectRoute(NamedTuple):
         handler: gets the request.
         path: the path itself.
         parameters: its parts by name.
+        numbers_after: name of the header that says behind how many bytes of a body numbers lie; None if they never do.
     """
 
     handler: Handler
     path: str
     parameters: Mapping[str, str]
+    numbers_after: bytes | None
 
 
 class DirectRoutes:
@@ -41,10 +43,12 @@ class DirectRoutes:
 
     Args:
         handlers: by path.
+        numbers_after: by path, where bodies have numbers: see `DirectRoute`.
     """
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        self._routes = tuple((_pattern(path), handler) for path, handler in handlers.items())
+    def __init__(self, handlers: Mapping[str, Handler], numbers_after: Mapping[str, bytes] | None = None) -> None:
+        after = numbers_after or {}
+        self._routes = tuple((_pattern(path), handler, after.get(path)) for path, handler in handlers.items())
         # Clients ask for the same few paths; those of others push each other out.
         self._remembered = lru_cache(_MAX_REMEMBERED_PATHS)(self._find)
 
@@ -53,10 +57,10 @@ class DirectRoutes:
         return self._remembered(url) if len(url) <= _MAX_PATH_BYTES else None
 
     def _find(self, url: bytes) -> DirectRoute | None:
-        for pattern, handler in self._routes:
+        for pattern, handler, numbers_after in self._routes:
             if (match := pattern.fullmatch(url)) is not None:
                 parameters = {name: value.decode("ascii") for name, value in match.groupdict().items()}
-                return DirectRoute(handler, url.decode("ascii"), parameters)
+                return DirectRoute(handler, url.decode("ascii"), parameters, numbers_after)
         return None
 
 

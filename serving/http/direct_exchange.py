@@ -10,6 +10,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from serving.http.body import client_gone, too_large
 from serving.http.direct import DirectRoute
 from serving.http.disconnect import Disconnect
+from serving.http.exchange import Body
 from serving.http.reading import LongBody
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -100,7 +101,7 @@ class DirectExchange(Disconnect):
         value = self._fields.get(name)
         return None if value is None else value.decode("latin-1")
 
-    async def body(self, max_body_bytes: int) -> bytes | bytearray:
+    async def body(self, max_body_bytes: int) -> Body:
         """The whole body. Raises BodyTooLargeError, ClientGoneError."""
         if self.more_body and self._fields.get(b"expect", b"").lower() == b"100-continue":
             self._ask_for_body()
@@ -131,12 +132,13 @@ class DirectExchange(Disconnect):
 
     def expect_rest(self) -> LongBody | None:
         """Makes room for the whole body, if a long rest of it is still to come: that is to be read there."""
-        stated = self._fields.get(b"content-length", b"")
-        length = int(stated) if stated.isdigit() and len(stated) <= _LENGTH_DIGITS else 0
+        length = self._number(b"content-length") or 0
         longest = min(_MAX_ROOM_RATIO * self._received, self._max_kept_bytes)
         if self.response_complete or not self._received + _LONG_REST_BYTES <= length <= longest:
             return None
-        self._long_body = LongBody(length, self._parts)
+        numbers_after = self.route.numbers_after
+        numbers_at = None if numbers_after is None else self._number(numbers_after)
+        self._long_body = LongBody(length, self._parts, numbers_at)
         self._parts.clear()
         return self._long_body
 
@@ -151,6 +153,11 @@ class DirectExchange(Disconnect):
         self._callback = None
         self._long_body = None
         self._parts.clear()
+
+    def _number(self, name: bytes) -> int | None:
+        """What a header says; None if that is no number, or none that a length can be."""
+        stated = self._fields.get(name, b"")
+        return int(stated) if stated.isdigit() and len(stated) <= _LENGTH_DIGITS else None
 
     def _ask_for_body(self) -> None:
         if not (self._transport.is_closing() or self._received):

@@ -10,11 +10,12 @@ from functools import partial
 from loader.errors import ShardrankError
 from serving.call import Call
 from serving.encode_json import RETRY_AFTER_S, encode, error_document, lookup_document, rank_document
-from serving.http.body import content_coding, read_body
+from serving.http.body import as_text, content_coding, read_body
 from serving.http.documents import ReadyDocument
 from serving.http.exchange import REQUEST_ID, Exchange, Reply, reply_to
-from serving.http.large_work import LargeWork
+from serving.http.large_work import LargeWork, is_long_answer, is_long_text
 from serving.metrics import CONTENT_TYPE
+from serving.request import LookupAnswer, RankAnswer
 from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,13 @@ class Endpoints:
         self._service = service
         self._large = large
 
-    async def rank(self, exchange: Exchange) -> Reply:
+    def rank(self, exchange: Exchange) -> Awaitable[Reply]:
         """`POST /v1/models/{model}:rank`."""
-        return await self._handle(exchange, "rank", self._rank)
+        return self._handle(exchange, "rank", self._rank)
 
-    async def lookup(self, exchange: Exchange) -> Reply:
+    def lookup(self, exchange: Exchange) -> Awaitable[Reply]:
         """`POST /v1/models/{model}:lookup`."""
-        return await self._handle(exchange, "lookup", self._lookup)
+        return self._handle(exchange, "lookup", self._lookup)
 
     async def model(self, exchange: Exchange) -> Reply:
         """`GET /v1/models/{model}`."""
@@ -83,30 +84,32 @@ class Endpoints:
 
     async def _rank(self, call: Call, exchange: Exchange) -> bytes:
         content_coding(exchange)
-        body = await read_body(exchange, self._service.limits.max_body_bytes)
+        body = as_text(await read_body(exchange, self._service.limits.max_body_bytes))
         call.received = self._service.clock()
         self._service.admit(call)
         parse = partial(self._service.parse_rank, call, exchange.path_parameters["model"], body)
-        parsed = await self._large.parse(len(body), parse)
+        parsed = await self._large.parse(parse) if is_long_text(len(body)) else parse()
         call.parsed = self._service.clock()
         answer = await self._service.rank(parsed, exchange.watch_client)
         answered = self._service.clock()
-        encoded = await self._large.encode(answer.scores.size, lambda: encode(rank_document(answer)))
+        encoding = partial(_encoded_rank, answer)
+        encoded = await self._large.encode(encoding) if is_long_answer(answer.scores.size) else encoding()
         self._service.metrics.answer_encoded(call, parsed, answered, self._service.clock())
         return encoded
 
     async def _lookup(self, call: Call, exchange: Exchange) -> bytes:
         content_coding(exchange)
-        body = await read_body(exchange, self._service.limits.max_body_bytes)
+        body = as_text(await read_body(exchange, self._service.limits.max_body_bytes))
         call.received = self._service.clock()
         self._service.admit(call)
         parse = partial(self._service.parse_lookup, call, exchange.path_parameters["model"], body)
-        parsed = await self._large.parse(len(body), parse)
+        parsed = await self._large.parse(parse) if is_long_text(len(body)) else parse()
         call.parsed = self._service.clock()
         answer = await self._service.lookup(parsed, exchange.watch_client)
         answered = self._service.clock()
         floats = sum(feature.values.size for feature in answer.embeddings.values())
-        encoded = await self._large.encode(floats, lambda: encode(lookup_document(answer)))
+        encoding = partial(_encoded_lookup, answer)
+        encoded = await self._large.encode(encoding) if is_long_answer(floats) else encoding()
         self._service.metrics.answer_encoded(call, parsed, answered, self._service.clock())
         return encoded
 
@@ -118,6 +121,14 @@ class Endpoints:
     async def _models(self, call: Call, exchange: Exchange) -> bytes:
         del call, exchange
         return encode({"models": [description.model_dump() for description in self._service.models()]})
+
+
+def _encoded_rank(answer: RankAnswer) -> bytes:
+    return encode(rank_document(answer))
+
+
+def _encoded_lookup(answer: LookupAnswer) -> bytes:
+    return encode(lookup_document(answer))
 
 
 def error_reply(exchange: Exchange, error: ShardrankError) -> Reply:

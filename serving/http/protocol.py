@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
-import socket
-import struct
 from itertools import chain
 from typing import Any
 
@@ -29,6 +26,7 @@ from serving.http.direct_exchange import DirectExchange
 from serving.http.disconnect import Disconnect
 from serving.http.exchange import Reply
 from serving.http.lazy_timer import LazyTimer
+from serving.http.peer_socket import drop_peer, is_readable
 from serving.http.reading import LongBody
 from serving.http.reply_head import refusal, reply_head
 from serving.limits import RequestLimits
@@ -40,14 +38,13 @@ logger = logging.getLogger(__name__)
 LINGER_S = 1.0
 # How long a connection that has brought nothing yet is kept when the server stops: its request may be on the way.
 LAST_REQUEST_S = 0.5
-_NO_LINGER = struct.pack("ii", 1, 0)
 # Head and body of an answer up to so long are joined for one write; a longer body is not copied for that.
 _JOINED_BYTES = 64 * 2**10
 _DEFECT = Reply(500, b"Internal Server Error", "text/plain; charset=utf-8")
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One HTTP connection. `bounded_protocol` gives uvicorn the class with its limits and direct routes."""
+    """One HTTP connection. Uvicorn gives it only what is its own; limits and routes stand in a derived class."""
 
     limits: RequestLimits
     metrics: ServingMetrics
@@ -169,7 +166,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             else:
                 self.flow.pause_reading()
                 self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]
-        if self.is_draining:
+        if self.is_draining or parser.should_upgrade():
+            # The parser takes what follows a wish for another protocol for no body: it must not pass for a request.
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -225,11 +223,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_idle = self.cycle is None or self.cycle.response_complete
         if not is_idle or self.transport.is_closing():
             super().shutdown()
-        elif self._head_bytes == 0 and not self._has_begun and (self.cycle is None or _is_readable(self.transport)):
+        elif self._head_bytes == 0 and not self._has_begun and (self.cycle is None or is_readable(self.transport)):
             self._unset_keepalive_if_required()
             self._receive_timer.start(min(LAST_REQUEST_S, self.limits.receive_timeout_s), self._on_receive_timeout)
         elif self._head_bytes == 0 and not self._has_begun:
             super().shutdown()
+
+    def _is_between_requests(self) -> bool:
+        """Whether all that came before is answered, and nothing has come of what is next."""
+        if not self._in_head or self._has_begun or self._head_bytes or self._deferred is not None:
+            return False
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def _hand_to_application(self) -> None:
         url, headers = self.url, self.headers
@@ -264,13 +268,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     async def _answer(self, exchange: DirectExchange) -> None:
         """Runs a handler and writes what it gives."""
         try:
-            await self._reply(exchange, await exchange.route.handler(exchange))
+            reply = await exchange.route.handler(exchange)
+            if self.flow.write_paused:
+                await self._peer_takes(exchange)
+            self._reply(exchange, reply)
         except BaseException as error:
             # Handlers turn what they raise into answers. This is a defect, or a server that stops and waits no longer.
             logger.error("%s was not answered", exchange.target, exc_info=error)
             if not exchange.response_complete:
                 exchange.keep_alive = False
-                await self._reply(exchange, _DEFECT)
+                await self._peer_takes(exchange)
+                self._reply(exchange, _DEFECT)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -278,9 +286,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.tasks.discard(exchange.task)
                 exchange.task = None
 
-    async def _reply(self, exchange: DirectExchange, reply: Reply) -> None:
+    async def _peer_takes(self, exchange: DirectExchange) -> None:
         if self.flow.write_paused and not exchange.disconnected:
             await self.flow.drain()
+
+    def _reply(self, exchange: DirectExchange, reply: Reply) -> None:
         if exchange.disconnected:
             return
         head = reply_head(reply, self.server_state.default_headers, keep_alive=exchange.keep_alive)
@@ -346,10 +356,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse_in_turn(RequestTimeoutError(f"the request was not complete after {limit}"))
 
     def _drop_peer(self) -> None:
-        # Without lingering, what the peer has not taken is thrown away, and not kept by the kernel for it.
-        if (connected := self.transport.get_extra_info("socket")) is not None:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-        self.transport.abort()
+        drop_peer(self.transport)
 
     def _header_too_large(self) -> HeaderTooLargeError:
         return HeaderTooLargeError(
@@ -382,16 +389,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-
-
-def _is_readable(transport: asyncio.Transport) -> bool:
-    """Whether bytes of the peer wait that the event loop has not seen yet."""
-    poller = select.poll()
-    poller.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def bounded_protocol(limits: RequestLimits, metrics: ServingMetrics, routes: DirectRoutes) -> type[BoundedHttpProtocol]:
-    """The protocol class with its limits and routes: uvicorn gives a connection only what is its own."""
-    attributes = {"limits": limits, "metrics": metrics, "routes": routes}
-    return type("LimitedHttpProtocol", (BoundedHttpProtocol,), attributes)

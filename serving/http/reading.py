@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import numpy as np
+
+ALIGNED_BYTES = 8
+"""Of the widest number that a body has."""
 # As much is read at once of whatever is not the rest of a long body.
 READ_BYTES = 64 * 2**10
 
@@ -16,17 +20,24 @@ class LongBody:
     Args:
         length: its bytes.
         begun: its beginning, in parts; less than `length`.
+        numbers_at: where numbers begin in it that shall be aligned in memory; None if it is only text.
 
     Attributes:
-        data: the body, once it is complete.
+        data: the body, once it is complete; a `bytearray` if it is text.
     """
 
     __slots__ = ("_filled", "_view", "data")
 
-    def __init__(self, length: int, begun: Iterable[bytes]) -> None:
+    def __init__(self, length: int, begun: Iterable[bytes], numbers_at: int | None = None) -> None:
         # The system gives the memory of long ones only as it is written to.
-        self.data = bytearray(length)
-        self._view = memoryview(self.data)
+        self.data: bytearray | memoryview
+        if numbers_at is None:
+            self.data = bytearray(length)
+            self._view = memoryview(self.data)
+        else:
+            # Arrays begin where every number is aligned, and nobody fills them with zeros first.
+            before = -numbers_at % ALIGNED_BYTES
+            self.data = self._view = np.empty(before + length, np.uint8).data[before:]
         self._filled = 0
         for part in begun:
             self._view[self._filled : self._filled + len(part)] = part

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import uvicorn
 
 from serving.http.app import Handlers, create_app
+from serving.http.known_heads import bounded_protocol
 from serving.http.large_work import LargeWork
-from serving.http.protocol import BoundedHttpProtocol, bounded_protocol
+from serving.http.protocol import BoundedHttpProtocol
 from serving.http.reading import reading_protocol
 from serving.listening_socket import accept_waiting, listening_socket
 from serving.service import RankingService

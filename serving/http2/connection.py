@@ -41,7 +41,7 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
         streams: those that are neither answered nor dropped, by id.
         outflow: what the peer takes.
         last_stream_id: the highest that the peer has opened.
-        num_written: bytes handed to the transport.
+        num_written: bytes handed to the transport, or about to be.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
         self.num_written = 0
         self.lifetime = Lifetime(self)
         self._make_stream, self._opened, self._closed = make_stream, opened, closed
-        self._headers = HeaderReader(limits.max_header_bytes, read_head)
+        self._headers = HeaderReader(limits.max_block_bytes, read_head)
         self._transport: asyncio.Transport
         self._buffer = b""
+        self._unwritten: list[bytes] = []
         self._has_preface = self._has_settings = False
         self._begun: list[Stream[Head]] = []
         # Of the frame whose payload is passed on, or passed over, as it comes.
@@ -119,11 +120,26 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
                 if not stream.is_over:
                     stream.begin()
 
+    def eof_received(self) -> None:
+        """The transport closes itself now: what is answered by then goes out first."""
+        self.flush()
+
     def write(self, data: bytes) -> None:
-        """Hands bytes to the transport; none once it closes."""
+        """Hands bytes to the transport at the end of the loop's turn; none once it closes.
+
+        A batch's answers are ready together, and a system call costs more than all else about one.
+        """
         if not self._transport.is_closing() and not self.lifetime.is_lingering:
             self.num_written += len(data)
-            self._transport.write(data)
+            if not self._unwritten:
+                self.loop.call_soon(self.flush)
+            self._unwritten.append(data)
+
+    def flush(self) -> None:
+        """Hands over now what is about to be."""
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten and not self._transport.is_closing():
+            self._transport.write(b"".join(unwritten))
 
     def forget(self, stream: Stream[Head]) -> None:
         """A stream is over."""
@@ -171,7 +187,7 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
                 at += HEAD_BYTES
                 continue
             is_headers = kind in (frames.HEADERS, frames.CONTINUATION)
-            if size > (self.limits.max_header_bytes if is_headers else frames.DEFAULT_FRAME_SIZE):
+            if size > (self.limits.max_block_bytes if is_headers else frames.DEFAULT_FRAME_SIZE):
                 code = ErrorCode.ENHANCE_YOUR_CALM if is_headers else ErrorCode.FRAME_SIZE_ERROR
                 raise Http2Error(code, f"a frame of type {kind} and {size} bytes")
             if end - at - HEAD_BYTES < size:
@@ -268,9 +284,9 @@ class Http2Connection(asyncio.Protocol, Generic[Head]):
         if not stream_id & 1:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"HEADERS on stream {stream_id}; a client's are odd")
         if not flags & frames.END_HEADERS:
-            if len(block) > self.limits.max_header_bytes:
+            if len(block) > self.limits.max_block_bytes:
                 raise Http2Error(
-                    ErrorCode.ENHANCE_YOUR_CALM, f"a header block of more than {self.limits.max_header_bytes} bytes"
+                    ErrorCode.ENHANCE_YOUR_CALM, f"a header block of more than {self.limits.max_block_bytes} bytes"
                 )
             self._block = block, stream_id, flags
             return

@@ -14,6 +14,10 @@ from serving.http2.errors import ErrorCode, Http2Error
 Read = TypeVar("Read")
 Header = tuple[bytes, bytes]
 
+# The table that a peer gives unless it says otherwise (RFC 9113, section 6.5.2). One that gives less has to be told
+# that this is kept to, at the beginning of the next block (RFC 7541, section 4.2); here, that nothing of it is used.
+DEFAULT_TABLE_BYTES = 4096
+EMPTY_TABLE = b"\x20"
 KEPT_BLOCKS = 64
 KEPT_BLOCK_BYTES = 512
 # Entry 8 of the static table (RFC 7541, appendix A): as it is, and its name alone.

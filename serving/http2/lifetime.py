@@ -124,6 +124,7 @@ class Lifetime:
         # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
         if not self.is_lingering and self._transport is not None and not self._transport.is_closing():
             self.is_lingering = True
+            self._connection.flush()
             self._transport.write_eof()
             self._loop.call_later(LINGER_S, self._end_linger, self._num_held())
 
@@ -139,6 +140,7 @@ class Lifetime:
 
     def _num_held(self) -> int:
         """Bytes that were written and that the peer's host does not have, here and in the kernel."""
+        self._connection.flush()
         transport = self._transport
         if transport is None or (connected := transport.get_extra_info("socket")) is None:
             return 0

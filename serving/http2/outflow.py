@@ -8,6 +8,7 @@ from typing import Any
 from serving.http2 import frames
 from serving.http2.errors import ErrorCode, Http2Error
 from serving.http2.frames import MAX_WINDOW
+from serving.http2.header_blocks import DEFAULT_TABLE_BYTES, EMPTY_TABLE
 from serving.http2.stream import Stream
 
 
@@ -23,9 +24,19 @@ class Outflow:
         sent_at: when a stream that waited could last send something.
         stream_window: what a new stream's window is.
         frame_size: the longest payload that it takes.
+        has_to_shrink_table: whether the next header block has to say that the table is small enough for the peer.
     """
 
-    __slots__ = ("_streams", "blocked", "frame_size", "sent_at", "stream_window", "window")
+    __slots__ = (
+        "_has_shrunk_table",
+        "_streams",
+        "blocked",
+        "frame_size",
+        "has_to_shrink_table",
+        "sent_at",
+        "stream_window",
+        "window",
+    )
 
     def __init__(self, streams: Mapping[int, Stream[Any]]) -> None:
         self._streams = streams
@@ -34,6 +45,12 @@ class Outflow:
         self.stream_window = frames.DEFAULT_WINDOW
         self.frame_size = frames.DEFAULT_FRAME_SIZE
         self.sent_at = 0.0
+        self.has_to_shrink_table = self._has_shrunk_table = False
+
+    def shrink_table(self, block: bytes) -> bytes:
+        """A header block as the first one goes out after `has_to_shrink_table`."""
+        self.has_to_shrink_table, self._has_shrunk_table = False, True
+        return EMPTY_TABLE + block
 
     def on_window_update(self, stream_id: int, payload: bytes) -> None:
         """The peer takes more. Raises Http2Error."""
@@ -54,8 +71,13 @@ class Outflow:
 
     def on_settings(self, payload: bytes) -> None:
         """The peer has set something. Raises Http2Error."""
+        settings = list(frames.read_settings(payload))
+        if any(name == frames.HEADER_TABLE_SIZE and value < DEFAULT_TABLE_BYTES for name, value in settings):
+            # The smallest has to be answered, though a larger one follows (RFC 7541, section 4.2). No table is used, so
+            # an empty one fits whatever the peer says later.
+            self.has_to_shrink_table = not self._has_shrunk_table
         # They count in their order, so the last one of a name is what holds.
-        for name, value in dict(frames.read_settings(payload)).items():
+        for name, value in dict(settings).items():
             if name == frames.INITIAL_WINDOW_SIZE:
                 for stream in self._streams.values():
                     stream.send_window += value - self.stream_window

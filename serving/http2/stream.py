@@ -98,6 +98,8 @@ class Stream(ABC, Generic[Head]):
         outflow = connection.outflow
         parts: list[bytes] = []
         if head:
+            if outflow.has_to_shrink_table:
+                head = outflow.shrink_table(head)
             parts += (_pack(len(head) >> 8, len(head) & 0xFF, HEADERS, END_HEADERS, stream_id), head)
         # A peer may make its windows smaller than what is on the way: they are negative then, and take only frames
         # without data.
@@ -109,6 +111,8 @@ class Stream(ABC, Generic[Head]):
                 parts += (_pack(size >> 8, size & 0xFF, DATA, 0, stream_id), body)
             if trailers:
                 flags = END_HEADERS | END_STREAM
+                if outflow.has_to_shrink_table:
+                    trailers = outflow.shrink_table(trailers)
                 parts += (_pack(len(trailers) >> 8, len(trailers) & 0xFF, HEADERS, flags, stream_id), trailers)
             connection.write(b"".join(parts))
             if trailers:

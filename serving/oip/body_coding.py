@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 
 from serving.errors import BodyTooLargeError, MalformedRequestError
+from serving.oip.infer_request import Buffer
 
 CODINGS = ("gzip", "deflate")
 # By the header that the data begin with: https://www.zlib.net/manual.html#Advanced
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
 
-def expand(body: bytes | bytearray, max_body_bytes: int) -> bytes:
+def expand(body: Buffer, max_body_bytes: int) -> bytes:
     """A body as it was before it was compressed.
 
     Args:

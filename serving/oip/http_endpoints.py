@@ -13,9 +13,9 @@ from loader.errors import ShardrankError
 from serving.call import Call
 from serving.encode_json import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode
 from serving.errors import MalformedRequestError, printable
-from serving.http.body import IDENTITY, content_coding, read_body
-from serving.http.exchange import Exchange, Reply, reply_to
-from serving.http.large_work import LargeWork
+from serving.http.body import IDENTITY, as_text, content_coding, read_body
+from serving.http.exchange import Body, Exchange, Reply, reply_to
+from serving.http.large_work import LargeWork, is_long_answer, is_long_text
 from serving.oip import documents
 from serving.oip.answer_ids import AnswerIds
 from serving.oip.body_coding import CODINGS, expand
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 BINARY = "application/octet-stream"
 HEADER_LENGTH = "inference-header-content-length"
 ERROR_KIND = "shardrank-error-kind"
-_HEADER_LENGTH_NAME = HEADER_LENGTH.encode()
+HEADER_LENGTH_NAME = HEADER_LENGTH.encode()
 # What is compressed may become about that much longer in usual cases; it decides which bodies leave the event loop.
 _USUAL_RATIO = 16
 # Binary tensors are only copied and checked.
@@ -57,9 +57,9 @@ class InferEndpoints:
         self._large = large
         self._new_id = new_id or AnswerIds()
 
-    async def infer(self, exchange: Exchange) -> Reply:
+    def infer(self, exchange: Exchange) -> Awaitable[Reply]:
         """`POST /v2/models/{model}[/versions/{version}]/infer`."""
-        return await self._handle(exchange, "rank", self._infer)
+        return self._handle(exchange, "rank", self._infer)
 
     async def server_metadata(self, exchange: Exchange) -> Reply:
         """`GET /v2`."""
@@ -105,7 +105,7 @@ class InferEndpoints:
         async def answer(call: Call, exchange: Exchange) -> Reply:
             del call
             content_coding(exchange)
-            body = await read_body(exchange, self._service.limits.max_body_bytes)
+            body = as_text(await read_body(exchange, self._service.limits.max_body_bytes))
             try:
                 ready_only = bool(body) and msgspec.json.decode(body, type=_IndexBody).ready
             except msgspec.MsgspecError as error:
@@ -151,12 +151,13 @@ class InferEndpoints:
         call.received = service.clock()
         service.admit(call)
         reading = _Reading(service, call, exchange, body, is_compressed=is_compressed)
-        parsed = await self._large.parse(reading.json_bytes, reading.parse)
+        parsed = await self._large.parse(reading.parse) if is_long_text(reading.json_bytes) else reading.parse()
         call.parsed = service.clock()
         answer = await service.rank(parsed, exchange.watch_client)
         answered = service.clock()
         encoding = partial(encode_http, reading.read, answer, answer.request_id or self._new_id())
-        encoded, header_length = await self._large.encode(answer.scores.size, encoding)
+        is_long = is_long_answer(answer.scores.size)
+        encoded, header_length = await self._large.encode(encoding) if is_long else encoding()
         if header_length is None:
             reply = reply_to(exchange, 200, encoded)
         else:
@@ -169,12 +170,12 @@ class _Reading:
     """One request while it is read, maybe on another thread."""
 
     def __init__(
-        self, service: RankingService, call: Call, exchange: Exchange, body: bytes | bytearray, *, is_compressed: bool
+        self, service: RankingService, call: Call, exchange: Exchange, body: Body, *, is_compressed: bool
     ) -> None:
         self._service = service
         self._call = call
         self._model, self._version = _model(exchange)
-        self._header_length = exchange.header(_HEADER_LENGTH_NAME)
+        self._header_length = exchange.header(HEADER_LENGTH_NAME)
         self._body = body
         self._is_compressed = is_compressed
         self.read: InferRequest

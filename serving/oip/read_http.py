@@ -6,8 +6,8 @@ Source: https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,7 +16,7 @@ from serving.errors import InvalidFieldError, MalformedRequestError
 from serving.json_size import JsonSize
 from serving.limits import RequestLimits
 from serving.oip.errors import UnsupportedExtensionError
-from serving.oip.infer_request import InferInputs, InferRequest, InputTensor, RequestedOutput, input_path
+from serving.oip.infer_request import Buffer, InferInputs, InferRequest, InputTensor, RequestedOutput, input_path
 from serving.oip.json_data import JsonData
 from serving.oip.raw_data import RawData
 
@@ -26,6 +26,8 @@ MAX_FORM_BYTES = 256 * 2**10
 # No JSON object within this limit has more keys. Entries of lists are elements, counted once the model is known.
 _MAX_KEYS = 16 * MAX_INPUTS
 _MANY = 2**62
+# Objects that binary tensors follow, as long as those of some 300 inputs at most.
+_KEPT_HEADERS, _KEPT_HEADER_BYTES = 128, 32 * 2**10
 
 
 class _Parameters(msgspec.Struct, gc=False):
@@ -85,15 +87,33 @@ _HEADER_INPUTS = msgspec.json.Decoder(_HeaderInputs)
 _NO_PARAMETERS = _Parameters()
 
 
+class _Said(NamedTuple):
+    """What a request's object says. Shared by requests that say the same, and not to be changed.
+
+    Attributes:
+        decoded: the object.
+        parameters: of it.
+        outputs: those asked for; None for all.
+        header: its text, if binary tensors follow it.
+        inputs: the text of its inputs, likewise.
+    """
+
+    decoded: _Body | _Header
+    parameters: _Parameters
+    outputs: tuple[RequestedOutput, ...] | None
+    header: bytes
+    inputs: bytes
+
+
 def read_infer(
-    model: str, version: int | None, body: bytes | bytearray, header_length: int | None, limits: RequestLimits
+    model: str, version: int | None, body: Buffer, header_length: int | None, limits: RequestLimits
 ) -> InferRequest:
     """Reads a request.
 
     Args:
         model: from the path.
         version: from the path.
-        body: all of it, not compressed.
+        body: all of it, not compressed. What can be written to is nobody else's from here on.
         header_length: bytes of the JSON object; None if that is the whole body.
         limits: of the process.
 
@@ -106,18 +126,22 @@ def read_infer(
     header = view if header_length is None else view[:header_length]
     # Nothing shorter has as many keys: the shortest takes more than four bytes.
     if len(header) > 4 * _MAX_KEYS:
-        JsonSize(entries=_MANY, keys=_MAX_KEYS, limits=limits).check(bytes(header))
-    decoded = _decode(_BODY if len(header) == len(view) else _HEADER, header)
-    parameters = decoded.parameters or _NO_PARAMETERS
-    if parameters.sequence_id:
-        raise UnsupportedExtensionError("parameters.sequence_id", "requests here belong to no sequence")
+        JsonSize(entries=_MANY, keys=_MAX_KEYS, limits=limits).check_keys(bytes(header))
+    if len(header) < len(view):
+        text = bytes(header)
+        said = _known_header(text) if len(text) <= _KEPT_HEADER_BYTES else _read_header(text)
+        inputs = _inputs_behind(said, view[len(header) :])
+    else:
+        body_said = _decode(_BODY, header)
+        said = _said(body_said, b"", b"")
+        inputs = InferInputs(partial(_tensors, body_said.inputs, view[len(header) :]))
+    decoded, parameters = said.decoded, said.parameters
     return InferRequest(
         model=model,
         version=version,
         id=decoded.id or "",
-        inputs=_inputs(decoded, header, view),
-        # An empty list is what clients send that don't choose.
-        outputs=[_output(one) for one in decoded.outputs] if decoded.outputs else None,
+        inputs=inputs,
+        outputs=said.outputs,
         binary_output=bool(parameters.binary_data_output),
         timeout_ms=parameters.timeout_ms,
         timeout_us=parameters.timeout,
@@ -141,7 +165,7 @@ def parse_header_length(text: str | None, body_bytes: int) -> int | None:
     return length
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], header: memoryview) -> Any:
+def _decode(decoder: msgspec.json.Decoder[Any], header: bytes | memoryview) -> Any:
     try:
         return decoder.decode(header)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -150,18 +174,34 @@ def _decode(decoder: msgspec.json.Decoder[Any], header: memoryview) -> Any:
         raise MalformedRequestError("", f"the request is not JSON: {error}") from error
 
 
-def _inputs(decoded: _Body | _Header, header: memoryview, body: memoryview) -> InferInputs:
-    binary = body[len(header) :]
-    if isinstance(decoded, _Body):
-        return InferInputs(partial(_tensors, decoded.inputs, binary))
-    read, size = partial(_read_inputs, header, binary), memoryview(decoded.inputs).nbytes
-    if size > MAX_FORM_BYTES:
+def _said(decoded: _Body | _Header, header: bytes, inputs: bytes) -> _Said:
+    parameters = decoded.parameters or _NO_PARAMETERS
+    if parameters.sequence_id:
+        raise UnsupportedExtensionError("parameters.sequence_id", "requests here belong to no sequence")
+    # An empty list is what clients send that don't choose.
+    outputs = tuple(_output(one) for one in decoded.outputs) if decoded.outputs else None
+    return _Said(decoded, parameters, outputs, header, inputs)
+
+
+def _read_header(header: bytes) -> _Said:
+    """Reads an object that binary tensors follow."""
+    decoded = _decode(_HEADER, header)
+    return _said(decoded, header, bytes(decoded.inputs))
+
+
+# Many clients say the same of each request, but for its binary tensors.
+_known_header = lru_cache(_KEPT_HEADERS)(_read_header)
+
+
+def _inputs_behind(said: _Said, binary: memoryview) -> InferInputs:
+    read, form = partial(_read_inputs, said.header, binary), said.inputs
+    if len(form) > MAX_FORM_BYTES:
         return InferInputs(read)
     # As it is written: the same bytes say the same.
-    return InferInputs(read, bytes(decoded.inputs), size, binary)
+    return InferInputs(read, form, len(form), binary, is_own=not binary.readonly)
 
 
-def _read_inputs(header: memoryview, binary: memoryview) -> list[InputTensor]:
+def _read_inputs(header: bytes, binary: memoryview) -> list[InputTensor]:
     return _tensors(_decode(_HEADER_INPUTS, header).inputs, binary)
 
 

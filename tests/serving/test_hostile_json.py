@@ -161,11 +161,13 @@ def test_what_stands_in_strings_does_not_count(text):
     # In bodies that are long enough to be counted at all.
     size = JsonSize(entries=3, keys=3, limits=RequestLimits())
     for ascii_only in (True, False):
-        size.check(json.dumps({"a": [text + 20 * ",:", "b"], "c": text, "d": 1}, ensure_ascii=ascii_only).encode())
+        allowed = json.dumps({"a": [text + 20 * ",:", "b"], "c": text, "d": 1}, ensure_ascii=ascii_only).encode()
+        size.check_entries(allowed)
+        size.check_keys(allowed)
         with pytest.raises(TooManyEntriesError, match=r"^4 list entries"):
-            size.check(json.dumps([text + 20 * ",", text, text, 1, 2], ensure_ascii=ascii_only).encode())
+            size.check_entries(json.dumps([text + 20 * ",", text, text, 1, 2], ensure_ascii=ascii_only).encode())
         with pytest.raises(InvalidFieldError, match=r"^4 keys"):
-            size.check(json.dumps([{text: text + 20 * ":"}] * 4, ensure_ascii=ascii_only).encode())
+            size.check_keys(json.dumps([{text: text + 20 * ":"}] * 4, ensure_ascii=ascii_only).encode())
 
 
 def test_the_diagnosis_finds_the_one_wrong_id_among_many():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.feature_schema import FeatureSchema
-from serving.errors import BadRequestError
+from serving.errors import BadRequestError, InvalidIdError
 from serving.json_arrays import MAX_KEPT_BYTES, JsonArrays
 from serving.limits import MAX_ID, RequestLimits
 from serving.parse_json import JsonParser
@@ -185,6 +185,32 @@ def test_a_body_that_was_given_up_on_does_not_stand_in_the_way_of_the_next():
         assert ARRAYS.read(column("[1,2]")).bags.values.tolist() == [4, 1, 2, 1, 2]
 
 
+def test_bodies_of_one_shape_share_what_follows_from_it():
+    for one, alike, other in (
+        (column("[1,2]"), column("[3,4]", "[5,6]"), column("[[1],[2,3]]")),
+        (column("[[1],[2]]", "[[1],[2]]"), column("[3,4]"), column("[[],[2]]")),
+        (column("[1,2]", tail=',"top_k":1'), column("[7,8]"), column("[1]", "[1]")),
+    ):
+        bags = [ARRAYS.read(body) for body in (one, alike)]
+        assert bags[0].bags.offsets is bags[1].bags.offsets
+        assert bags[0].bags.bags_per_key is bags[1].bags.bags_per_key
+        found = bags[0].bags
+        for shared in (found.offsets, found.bags_per_key, found.bag_starts(), found.value_starts()):
+            with pytest.raises(ValueError, match="read-only"):
+                shared[0] = 1
+        # Ids are a request's own.
+        assert found.values.flags.writeable
+        assert not np.shares_memory(found.values, bags[1].bags.values)
+        different = ARRAYS.read(other)
+        assert different is None or different.bags.offsets is not bags[0].bags.offsets
+
+
+def test_a_shape_is_of_all_lists_and_not_only_of_their_sum():
+    bodies = [column(film, tag) for film in ("[1,2]", "[[1,2],[]]", "[[],[1,2]]") for tag in ("[1,2]", "[[3],[4]]")]
+    for body in bodies * 2:
+        same(ARRAYS.read(body).bags, outcome(json.loads(body)).bags)
+
+
 def test_long_bodies_are_read_alike_and_their_memory_is_not_kept():
     body = column("[1,2]") + b" " * MAX_KEPT_BYTES
     assert ARRAYS.read(bytearray(body)).bags.values.tolist() == [4, 1, 2, 1, 2]
@@ -204,6 +230,15 @@ def test_a_body_has_the_answer_or_the_error_that_the_same_dict_has(place, value,
         assert by_text == by_dict
         return
     same_request(by_text, by_dict)
+
+
+@pytest.mark.parametrize("films", [[[], [0] * 6, [-1]], [[-1], [0] * 20, [1] * 20], [-1] + [0] * 6])
+def test_a_negative_id_is_named_before_a_limit_whichever_way_a_body_is_read(films):
+    request = request_of(len(films))
+    request["candidates"]["sparse"]["film"] = films
+    by_text = outcome(json.dumps(request).encode())
+    assert by_text == outcome(request)
+    assert by_text[0] is InvalidIdError
 
 
 @pytest.mark.parametrize("cut", range(1, 200, 3))

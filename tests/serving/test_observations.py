@@ -6,11 +6,14 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
 from serving import metrics as metrics_module
+from serving.errors import HistogramLayoutError
 from serving.metrics import ServingMetrics
-from serving.observations import MAX_KEPT, Observations
+from serving.observations import MAX_KEPT, Observations, observe_all
 
 
 def test_they_are_in_their_histogram_once_they_are_made_and_by_themselves_when_there_are_many() -> None:
@@ -25,6 +28,37 @@ def test_they_are_in_their_histogram_once_they_are_made_and_by_themselves_when_t
         observations.add(histogram, 1.5)
     assert registry.get_sample_value("seconds_count") == MAX_KEPT + 1
     assert registry.get_sample_value("seconds_sum") == 0.5 + 1.5 * MAX_KEPT
+
+
+@given(st.lists(st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5]), st.floats(0, 1e9)), min_size=1, max_size=40))
+def test_many_at_once_are_as_many_one_by_one(values: list[float]) -> None:
+    told = []
+    for observe in (observe_all, lambda histogram, all_of_them: [histogram.observe(one) for one in all_of_them]):
+        histogram = Histogram("seconds", "", buckets=(0.5, 1.0, 2.0), registry=None)
+        observe(histogram, values)
+        (metric,) = histogram.collect()
+        told.append(
+            {(one.name, *one.labels.values()): one.value for one in metric.samples if "created" not in one.name}
+        )
+    assert told[0] == pytest.approx(told[1])
+    assert told[0]["seconds_count",] == len(values)
+
+
+@pytest.mark.parametrize("field", ["_upper_bounds", "_buckets", "_sum"])
+def test_a_library_whose_histograms_are_made_otherwise_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    # A class attribute that keeps instances from having their own: what they are given is dropped.
+    monkeypatch.setattr(Histogram, field, property(lambda _: [], lambda *_: None), raising=False)
+    with pytest.raises(HistogramLayoutError, match="prometheus_client"):
+        Observations()
+
+
+def test_a_library_whose_histograms_count_otherwise_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    observe = Histogram.observe
+    monkeypatch.setattr(Histogram, "observe", lambda self, amount: observe(self, 2 * amount))
+    with pytest.raises(HistogramLayoutError, match="prometheus_client"):
+        ServingMetrics()
 
 
 def test_none_is_lost_and_none_counted_twice_by_several_threads() -> None:

@@ -53,6 +53,22 @@ async def status(peer: Http2Peer, stream_id: int) -> dict[str, str]:
     return dict((await peer.answer(stream_id))[1])
 
 
+def test_a_call_whose_headers_are_too_long_is_refused_without_harm_to_others_on_its_connection(service):
+    async def main() -> None:
+        async with running_api(service) as api, peer_of(api.listening.host, api.listening.grpc_port) as peer:
+            message = prefixed(rank_message(api_request(0)).SerializeToString())
+            peer.send(call(peer, 1, RANK), data(1, message[:9]))
+            limit = service.limits.max_header_bytes
+            peer.send(call(peer, 3, RANK, x_long="v" * limit), data(3, message, END))
+            refused = await status(peer, 3)
+            assert (refused["grpc-status"], refused["shardrank-error-kind"]) == ("8", "header_too_large")
+            assert f"max_header_bytes = {limit}" in refused["grpc-message"]
+            peer.send(data(1, message[9:], END))
+            assert (await status(peer, 1))["grpc-status"] == "0"
+
+    run(main())
+
+
 @pytest.mark.parametrize("flag", [0, 1])
 def test_all_that_a_streamed_message_took_of_the_window_is_given_back_and_no_more(service, flag):
     async def main() -> None:

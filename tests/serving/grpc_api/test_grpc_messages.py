@@ -14,7 +14,13 @@ from loader.errors import ShardrankError
 from serving.grpc_api.call_head import MAX_DETAILS_BYTES, CallHead, read_head, status_block
 from serving.grpc_api.message_reader import MessageReader
 
-CALL = [(b":method", b"POST"), (b":path", b"/a.B/C"), (b"content-type", b"application/grpc+proto")]
+MAX_HEADER_BYTES = 1000
+CALL = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/a.B/C"),
+    (b"content-type", b"application/grpc+proto"),
+]
 
 
 def prefixed(message: bytes, flag: int = 0) -> bytes:
@@ -63,7 +69,7 @@ def test_how_much_is_missing_is_known_from_the_length_on():
     ("coding", "sent", "says", "kind"),
     [
         ("identity", prefixed(bytes(1001))[:5], "1001 bytes in the message.*max_body_bytes = 1000", "body_too_large"),
-        ("gzip", prefixed(gzip.compress(bytes(1001)), 1), "max_body_bytes = 1000", "body_too_large"),
+        ("gzip", prefixed(gzip.compress(bytes(1001), mtime=0), 1), "max_body_bytes = 1000", "body_too_large"),
         ("gzip", prefixed(b"no gzip", 1), "neither gzip nor deflate", "malformed"),
         ("identity", prefixed(b"x", 1), "no grpc-encoding", "malformed"),
         ("identity", prefixed(b"x", 2), "flag is 2; allowed are 0 and 1", "malformed"),
@@ -81,26 +87,56 @@ def test_a_message_that_can_not_be_taken_is_refused(coding, sent, says, kind):
     [(b"2H", 7200), (b"3M", 180), (b"4S", 4), (b"5m", 0.005), (b"99999999u", 99.999999), (b"7n", 7e-9), (b"0S", 0)],
 )
 def test_a_timeout_is_digits_and_a_unit(sent, timeout_s):
-    assert read_head([*CALL, (b"grpc-timeout", sent)]) == CallHead(b"/a.B/C", pytest.approx(timeout_s))
+    assert read_head([*CALL, (b"grpc-timeout", sent)], MAX_HEADER_BYTES) == CallHead(
+        b"/a.B/C", pytest.approx(timeout_s)
+    )
 
 
 @pytest.mark.parametrize("sent", [b"S", b"1", b"1s", b"-1S", b"1.5S", b"123456789S", b"1S "])
 def test_a_timeout_that_is_none_is_refused(sent):
-    code, says = read_head([*CALL, (b"grpc-timeout", sent)]).problem
+    code, says = read_head([*CALL, (b"grpc-timeout", sent)], MAX_HEADER_BYTES).problem
     assert (code, "grpc-timeout" in says) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+MALFORMED = {
+    "upper case": [*CALL, (b"X-Test", b"1")],
+    "no name": [*CALL, (b"", b"1")],
+    "a space in a name": [*CALL, (b"x test", b"1")],
+    "an unknown pseudo-header": [(b":test", b"1"), *CALL],
+    "one of answers": [(b":status", b"200"), *CALL],
+    "a pseudo-header behind others": [*CALL, (b":authority", b"a")],
+    "one header of a connection": [*CALL, (b"connection", b"keep-alive")],
+    "another": [*CALL, (b"transfer-encoding", b"chunked")],
+    "te of more than trailers": [*CALL, (b"te", b"trailers, deflate")],
+    "an empty path": [one if one[0] != b":path" else (b":path", b"") for one in CALL],
+    **{f"{name.decode()} twice": [(name, b"x"), *CALL] for name, _ in CALL if name[:1] == b":"},
+    **{f"no {name.decode()}": [one for one in CALL if one[0] != name] for name, _ in CALL if name[:1] == b":"},
+}
+
+
+@pytest.mark.parametrize("sent", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_request_is_refused(sent):
+    head = read_head(sent, MAX_HEADER_BYTES)
+    assert head.problem is not None
+    assert (head.problem[0], head.http_status) == (grpc.StatusCode.INVALID_ARGUMENT, 400)
+
+
+@pytest.mark.parametrize("sent", [(b"te", b"trailers"), (b"x-a_b.c~1-bin", b"AA"), (b"host", b"a")])
+def test_a_request_with_headers_that_are_allowed_is_a_call(sent):
+    assert read_head([*CALL, sent], MAX_HEADER_BYTES).problem is None
 
 
 @pytest.mark.parametrize("sent", [b"text/html", b"application/grpc-web", b"application/grpcx", b""])
 def test_what_is_no_grpc_call_is_refused(sent):
-    head = read_head([*CALL[:2], (b"content-type", sent)])
+    head = read_head([*CALL[:3], (b"content-type", sent)], MAX_HEADER_BYTES)
     assert ("application/grpc" in head.problem[1], head.http_status) == (True, 415)
-    head = read_head([(b":method", b"GET"), *CALL[1:]])
+    head = read_head([(b":method", b"GET"), *CALL[1:]], MAX_HEADER_BYTES)
     assert ("POST" in head.problem[1], head.http_status) == (True, 405)
 
 
 @pytest.mark.parametrize("sent", [b"application/grpc", b"application/grpc+proto", b"application/grpc;charset=utf-8"])
 def test_the_content_type_may_say_the_messages_format(sent):
-    assert read_head([*CALL[:2], (b"content-type", sent)]).problem is None
+    assert read_head([*CALL[:3], (b"content-type", sent)], MAX_HEADER_BYTES).problem is None
 
 
 def test_a_message_in_tiny_pieces_takes_no_more_than_its_length():

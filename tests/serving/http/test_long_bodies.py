@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +54,17 @@ def test_a_long_body_is_what_was_put_into_its_room(body, begun, pieces):
             break
     assert at == len(body)
     assert long_body.data == body
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 40))
+def test_numbers_of_a_long_body_are_aligned_and_may_be_written_to(body, numbers_at):
+    long_body = LongBody(len(body), [], numbers_at)
+    long_body.free()[:] = body
+    assert long_body.fill(len(body))
+    assert long_body.data == body
+    whole = np.frombuffer(long_body.data, np.uint8)
+    assert (whole.ctypes.data + numbers_at) % 8 == 0
+    assert whole.flags.writeable
 
 
 def test_requests_in_any_pieces_are_answered_in_turn(api_model):

@@ -6,24 +6,16 @@ import asyncio
 import dataclasses
 
 import pytest
-import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.http2 import frames
-from serving.http2.errors import ErrorCode
-from shardrank_testing.http2_peer import LIMITS, SETTINGS, http2_peer
+from serving.http2.connection import Http2Connection
+from serving.http2.errors import ErrorCode, Http2Error
+from shardrank_testing.http2_peer import LIMITS, SETTINGS, http2_peer, run
 
 END = frames.END_STREAM
 END_HEADERS = frames.END_HEADERS
-
-
-def run(coroutine):
-    async def bounded():
-        async with asyncio.timeout(30):
-            await coroutine
-
-    uvloop.run(bounded())
 
 
 def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
@@ -32,6 +24,71 @@ def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
 
 def padded(payload: bytes, padding: int) -> bytes:
     return bytes((padding,)) + payload + bytes(padding)
+
+
+class Written(asyncio.Transport):
+    """Keeps what is written, piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def write_eof(self) -> None:
+        self.pieces.append(b"end")
+
+    def close(self) -> None:
+        self.pieces.append(b"closed")
+
+    def is_closing(self) -> bool:
+        return b"closed" in self.pieces
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
+    async def main() -> None:
+        transport = Written()
+        connection = Http2Connection(LIMITS, list, lambda *_: None, lambda _: None, lambda _: None)
+        connection.connection_made(transport)
+        await asyncio.sleep(0)
+        del transport.pieces[:]
+        for piece in (b"a", b"b", b"c"):
+            connection.write(piece)
+        assert transport.pieces == []
+        await asyncio.sleep(0)
+        assert transport.pieces == [b"abc"]
+        connection.write(b"d")
+        connection.lifetime.fail(Http2Error(ErrorCode.PROTOCOL_ERROR, "it"))
+        connection.write(b"e")
+        await asyncio.sleep(0)
+        last = frames.goaway(0, ErrorCode.PROTOCOL_ERROR, "it")
+        assert transport.pieces == [b"abc", b"d" + last, b"end"]
+        connection.lifetime.end()
+
+    run(main())
+
+
+def test_what_is_answered_when_the_peer_ends_goes_out_before_the_close():
+    async def main() -> None:
+        transport = Written()
+        connection = Http2Connection(LIMITS, list, lambda *_: None, lambda _: None, lambda _: None)
+        connection.connection_made(transport)
+        await asyncio.sleep(0)
+        del transport.pieces[:]
+        connection.data_received(frames.PREFACE + SETTINGS + frames.frame(frames.PING, 0, 0, b"12345678"))
+        # As event loops do at an end of file that comes in the same turn.
+        if not connection.eof_received():
+            transport.close()
+        await asyncio.sleep(0)
+        acknowledged = frames.frame(frames.SETTINGS, frames.ACK, 0)
+        assert transport.pieces == [acknowledged + frames.frame(frames.PING, frames.ACK, 0, b"12345678"), b"closed"]
+        connection.lifetime.end()
+
+    run(main())
 
 
 def test_settings_say_the_limits_and_are_acknowledged():
@@ -198,11 +255,11 @@ BREACHES = {
     "headers that are none": ([frames.frame(frames.HEADERS, END_HEADERS, 1, b"\xff\xff")], ErrorCode.COMPRESSION_ERROR),
     "headers cut short": ([frames.frame(frames.HEADERS, END_HEADERS, 1, b"\x00\x05a")], ErrorCode.COMPRESSION_ERROR),
     "headers beyond the limit": (
-        [frames.frame(frames.HEADERS, END_HEADERS, 1, b"\x40\x01a\x7e" + bytes(126) + b"\xbe" * 100)],
+        [frames.frame(frames.HEADERS, END_HEADERS, 1, b"\x40\x01a\x7e" + bytes(126) + b"\xbe" * 110)],
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
     "a header block without an end": (
-        [frames.frame(frames.HEADERS, 0, 1, b"\x82"), *[frames.frame(frames.CONTINUATION, 0, 1, b"\x82" * 999)] * 5],
+        [frames.frame(frames.HEADERS, 0, 1, b"\x82"), *[frames.frame(frames.CONTINUATION, 0, 1, b"\x82" * 999)] * 17],
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
     "an interrupted header block": (

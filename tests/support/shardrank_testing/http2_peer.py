@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import hpack
+import uvloop
 
 from serving.http2 import frames
 from serving.http2.connection import Http2Connection
@@ -191,3 +192,13 @@ async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[H
     finally:
         peer.close()
         await listener.stop(0.1)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs to the end, which must come within half a minute."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await coroutine
+
+    uvloop.run(bounded())
