@@ -24,6 +24,10 @@ from shard_node.engine import Tier
 
 logger = logging.getLogger(__name__)
 
+# torch warns, once a process, of memory that is read-only: mapped rows, or offsets that requests of one shape share.
+# It never writes to what it pools.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+
 HUGE_PAGE_BYTES = 2 << 20
 # Gathered fp16 rows are widened to float32 before they are summed; this bounds the memory that takes.
 FP16_GATHER_BYTES = 8 << 20
@@ -51,10 +55,7 @@ class Arena:
         self._bytes = rows
         # One item per row: NumPy copies such whole, several times faster than bytes.
         self._items = rows.view(f"V{rows.shape[1]}").reshape(-1)
-        with warnings.catch_warnings():
-            # torch warns of rows that are read-only; it never writes to them.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            tensor = torch.from_numpy(rows)
+        tensor = torch.from_numpy(rows)
         if dtype in ("fp16", "fp32"):
             tensor = tensor.view(torch.float16 if dtype == "fp16" else torch.float32)
         self._rows = tensor
