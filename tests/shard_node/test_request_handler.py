@@ -8,10 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from shard_node.frame import FrameReceiver
 from shard_node.request_handler import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
-from shard_node.wire import decode_pooled, encode_pool
-from shardrank_testing.nodes import MODEL, VERSION, HookedEngine, film_bags, reference_engine, small_node
+from shard_node.wire import Buffer, decode_pooled, encode_pool
+from shardrank_testing.nodes import MODEL, VERSION, HookedEngine, film_bags, received, reference_engine, small_node
 
 ROW = 42
 # 32 KB of answer: too long for what is pooled by the loop in any case.
@@ -32,27 +31,13 @@ class Handled:
         self.now += self._pooling_s
 
     async def ask(self, bags) -> list[np.ndarray]:
-        answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        frame = frame_of(b"".join(encode_pool(1, 0, MODEL, VERSION, bags)))
-        self.handler.handle(frame, None, lambda answer: answered.set_result(b"".join(answer)), lambda: True)
-        return decode_pooled(frame_of(await answered))
+        answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
+        frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
+        self.handler.handle(frame, None, answered.set_result, lambda: True)
+        return decode_pooled(received(await answered))
 
     def by_loop(self) -> list[bool]:
         return [one == threading.get_ident() for one in self.threads]
-
-
-def frame_of(data: bytes):
-    receiver = FrameReceiver(1 << 24)
-    while data:
-        buffer = receiver.get_buffer()
-        size = min(len(buffer), len(data))
-        buffer[:size] = data[:size]
-        receiver.received(size)
-        data = data[size:]
-        frame = receiver.next_frame()
-        if frame is not None:
-            return frame
-    raise AssertionError("the bytes are no whole frame")
 
 
 def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list) -> list[bool]:

@@ -13,9 +13,9 @@ from loader.errors import SnapshotNotFoundError
 from shard_node import errors, wire
 from shard_node.bags import KeyedBags
 from shard_node.errors import InvalidBagsError, RemoteError, ShardNodeError, WireError
-from shard_node.frame import MAX_BUDGET_US, Frame, FrameHeader, FrameReceiver, FrameType
+from shard_node.frame import MAX_BUDGET_US, Frame, FrameHeader, FrameType
 from shardrank_testing.bags import keyed_bags
-from shardrank_testing.nodes import film_bags, small_node
+from shardrank_testing.nodes import film_bags, received, small_node
 
 DECODERS = {
     FrameType.POOL: wire.decode_pool,
@@ -23,23 +23,6 @@ DECODERS = {
     FrameType.INFO_ANSWER: wire.decode_info_answer,
     FrameType.ERROR: wire.decode_error,
 }
-
-
-def received(buffers) -> Frame:
-    """The one frame that the buffers are, through the receiver that connections use."""
-    receiver = FrameReceiver(1 << 30)
-    data = memoryview(b"".join(buffers))
-    while data:
-        space = receiver.get_buffer()
-        size = min(len(space), len(data))
-        space[:size] = data[:size]
-        receiver.received(size)
-        data = data[size:]
-        frame = receiver.next_frame()
-        if frame is not None:
-            assert not data
-            return frame
-    raise AssertionError("no whole frame")
 
 
 def frame_of(frame_type: int, body: bytes) -> Frame:

@@ -20,11 +20,12 @@ from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from shard_node.address import Address
 from shard_node.bags import KeyedBags
 from shard_node.client import ShardClient
-from shard_node.frame import HEADER, Frame, unpack_header
+from shard_node.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.node import LoadedTables, NodeIdentity, ShardNode
 from shard_node.reference import ReferenceEngine
 from shard_node.server import NodeServer, ServerLimits
 from shard_node.table_layout import TableLayout
+from shard_node.wire import Buffer
 
 Result = TypeVar("Result")
 
@@ -100,6 +101,23 @@ def film_bags(*bags: Sequence[int]) -> KeyedBags:
         np.array([len(bag) for bag in bags], np.int64),
         np.array([row for bag in bags for row in bag], np.int64),
     )
+
+
+def received(buffers: Sequence[Buffer]) -> Frame:
+    """The one frame that the buffers are, through the receiver that connections use."""
+    receiver = FrameReceiver(1 << 30)
+    data = memoryview(b"".join(buffers))
+    while data:
+        space = receiver.get_buffer()
+        size = min(len(space), len(data))
+        space[:size] = data[:size]
+        receiver.received(size)
+        data = data[size:]
+        frame = receiver.next_frame()
+        if frame is not None:
+            assert not data
+            return frame
+    raise AssertionError("no whole frame")
 
 
 @dataclass(frozen=True)
