@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +10,7 @@ import numpy.typing as npt
 from loader.layout import bucket_shift
 from router.plan import REPLICATED, Plan
 from shard_node.bags import Int64Array, KeyedBags
-
-Owners: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+from shard_node.split import Owners
 
 # Up to so many shards, comparing each bucket with where the next shard's begin is faster than looking it up (measured:
 # 52,000 rows take 8 us a comparison, 38 us looked up).
@@ -30,7 +28,6 @@ class BucketOwners:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._num_shards = plan.num_shards
         self._owner = plan.shard_of_bucket.reshape(-1)
         self._shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in plan.layout.tables])
         self._dtype: type[np.uint8] | type[np.uint16] = np.uint8 if plan.num_shards <= 256 else np.uint16

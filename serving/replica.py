@@ -86,9 +86,7 @@ class Replica:
     @property
     def parts(self) -> RankingParts:
         """What it ranks with. Raises ServingError before it was started."""
-        if self._ranking is None:
-            raise ServingError("the replica has no router")
-        return self._ranking.parts
+        return self._made_ranking().parts
 
     def use(self, parts: RankingParts) -> None:
         """Replaces the dense model. Only before the first request."""
@@ -103,9 +101,7 @@ class Replica:
         """
 
         async def run() -> Result:
-            if self._ranking is None:
-                raise ServingError("the replica has no router")
-            return await function(self._ranking)
+            return await function(self._made_ranking())
 
         running = run()
         try:
@@ -123,6 +119,11 @@ class Replica:
             self._loop.close()
         elif self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
+
+    def _made_ranking(self) -> Ranking:
+        if self._ranking is None:
+            raise ServingError("the replica has no router")
+        return self._ranking
 
     def _run(self) -> None:
         # Several intra-op threads collapse when the machine is busy; replicas are the unit of parallelism.

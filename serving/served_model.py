@@ -153,7 +153,9 @@ class ServedModel:
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
         if loop is not None:
-            takers = [_on_loop(loop, ranking(0).using(replicas[0].parts), batcher, metrics, clock)]
+            on_loop = LoopReplica(ranking(0).using(replicas[0].parts), batcher, metrics, loop, clock)
+            on_loop.start()
+            takers = [on_loop]
             _stop(checked_with, replicas)
         metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(checked.fallback))
         description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[checked.dtype], checked.fallback)
@@ -247,18 +249,6 @@ def _started(
         _stop(batcher, replicas)
         raise
     return replicas
-
-
-def _on_loop(
-    loop: asyncio.AbstractEventLoop,
-    ranking: Ranking,
-    batcher: Batcher,
-    metrics: ServingMetrics,
-    clock: Callable[[], float],
-) -> LoopReplica:
-    replica = LoopReplica(ranking, batcher, metrics, loop, clock)
-    replica.start()
-    return replica
 
 
 def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica]) -> None:

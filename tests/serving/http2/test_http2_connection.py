@@ -49,13 +49,19 @@ class Written(asyncio.Transport):
         return 0
 
 
+async def connected() -> tuple[Written, Http2Connection]:
+    """A connection that has said its settings, and what it writes from then on."""
+    transport = Written()
+    connection = Http2Connection(LIMITS, list, lambda *_: None, lambda _: None, lambda _: None)
+    connection.connection_made(transport)
+    await asyncio.sleep(0)
+    del transport.pieces[:]
+    return transport, connection
+
+
 def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
     async def main() -> None:
-        transport = Written()
-        connection = Http2Connection(LIMITS, list, lambda *_: None, lambda _: None, lambda _: None)
-        connection.connection_made(transport)
-        await asyncio.sleep(0)
-        del transport.pieces[:]
+        transport, connection = await connected()
         for piece in (b"a", b"b", b"c"):
             connection.write(piece)
         assert transport.pieces == []
@@ -74,11 +80,7 @@ def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_be
 
 def test_what_is_answered_when_the_peer_ends_goes_out_before_the_close():
     async def main() -> None:
-        transport = Written()
-        connection = Http2Connection(LIMITS, list, lambda *_: None, lambda _: None, lambda _: None)
-        connection.connection_made(transport)
-        await asyncio.sleep(0)
-        del transport.pieces[:]
+        transport, connection = await connected()
         connection.data_received(frames.PREFACE + SETTINGS + frames.frame(frames.PING, 0, 0, b"12345678"))
         # As event loops do at an end of file that comes in the same turn.
         if not connection.eof_received():
