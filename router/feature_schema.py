@@ -6,6 +6,8 @@ run, and neighbouring features of one table become one segment of a shard's requ
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,3 +80,14 @@ class FeatureSchema:
             for feature in self.features
             if getattr(self.spec.table_of(feature.name).id_mapping, "id_type", "integer") == "string"
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits that change with everything that the layout of a packed request depends on.
+
+        The first half of the SHA-256 of a JSON document: name, side, id type and weights of each feature in flat order,
+        and the widths of the dense inputs.
+        """
+        features = [[one.name, one.side, one.name in self.string_features, one.weighted] for one in self.features]
+        widths = [self.spec.dense_inputs.context, self.spec.dense_inputs.candidate]
+        return hashlib.sha256(json.dumps([features, widths]).encode()).hexdigest()[:32]

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from loader.manifest import Frozen, Pooling, RowDtype, Side, UnknownId, VocabularyMapping
 from loader.reader import Snapshot
+from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
 
 
@@ -54,7 +55,8 @@ class ModelDescription(Frozen):
     model: str
     version: int
     identity: str = Field(description="SHA-256 (hex) of the manifest")
-    features: tuple[FeatureDescription, ...]
+    schema_digest: str = Field(description="of what a packed request depends on; see docs/api.md")
+    features: tuple[FeatureDescription, ...] = Field(description="in the order that a packed request has them in")
     tables: tuple[TableDescription, ...]
     dense_inputs: DenseInputsDescription
     dense_model: DenseModelDescription
@@ -77,6 +79,7 @@ class ModelDescription(Frozen):
             dtype_fallback: why it is not what was asked for, or "".
         """
         spec = snapshot.spec
+        schema = FeatureSchema.of(spec)
         features = tuple(
             FeatureDescription(
                 name=feature.name,
@@ -86,7 +89,7 @@ class ModelDescription(Frozen):
                 weighted=feature.weighted,
                 id_type=_id_type(spec.table_of(feature.name).id_mapping),
             )
-            for feature in spec.features
+            for feature in schema.features
         )
         tables = tuple(
             TableDescription(
@@ -104,6 +107,7 @@ class ModelDescription(Frozen):
             model=spec.model,
             version=snapshot.version,
             identity=snapshot.identity,
+            schema_digest=schema.digest,
             features=features,
             tables=tables,
             dense_inputs=DenseInputsDescription(context=inputs.context, candidate=inputs.candidate),

@@ -40,5 +40,6 @@ def encode_model(description: ModelDescription) -> bytes:
         tables=[ranking_pb2.TableInfo(**one.model_dump()) for one in description.tables],
         dense_inputs=ranking_pb2.DenseInputsInfo(**description.dense_inputs.model_dump()),
         dense_model=ranking_pb2.DenseModelInfo(**description.dense_model.model_dump()),
+        schema_digest=description.schema_digest,
         limits={name: float(value) for name, value in description.limits.model_dump().items()},
     ).SerializeToString()

@@ -113,6 +113,57 @@ class FeatureSet(_message.Message):
 Global___FeatureSet: _TypeAlias = FeatureSet  # noqa: Y015
 
 @_typing.final
+class PackedFeatures(_message.Message):
+    """The features of a rank request as arrays, for clients that know the model's schema (`GetModel`). Little-endian. Features come
+    in the order of `GetModelResponse.features`: all bags of the first, all bags of the second, ... A context feature has one bag,
+    a candidate feature one for each candidate.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEMA_DIGEST_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    CONTEXT_DENSE_FIELD_NUMBER: _builtins.int
+    CANDIDATE_DENSE_FIELD_NUMBER: _builtins.int
+    STRING_IDS_FIELD_NUMBER: _builtins.int
+    schema_digest: _builtins.str
+    """`GetModelResponse.schema_digest`. A request under another digest is answered with FAILED_PRECONDITION."""
+    ids: _builtins.bytes
+    """int64: the ids of all features whose ids are integers."""
+    lengths: _builtins.bytes
+    """int32: the number of ids of each bag. Empty: every bag has one id."""
+    weights: _builtins.bytes
+    """float32: the factor of each id of all features, string ids too. Empty: all 1."""
+    context_dense: _builtins.bytes
+    """float32: the values of the context."""
+    candidate_dense: _builtins.bytes
+    """float32: row-major, candidate after candidate."""
+    @_builtins.property
+    def string_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The ids of all features whose ids are strings."""
+
+    def __init__(
+        self,
+        *,
+        schema_digest: _builtins.str = ...,
+        ids: _builtins.bytes = ...,
+        lengths: _builtins.bytes = ...,
+        weights: _builtins.bytes = ...,
+        context_dense: _builtins.bytes = ...,
+        candidate_dense: _builtins.bytes = ...,
+        string_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_dense", b"candidate_dense", "context_dense", b"context_dense", "ids", b"ids", "lengths", b"lengths", "schema_digest", b"schema_digest", "string_ids", b"string_ids", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackedFeatures: _TypeAlias = PackedFeatures  # noqa: Y015
+
+@_typing.final
 class RankRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -125,6 +176,7 @@ class RankRequest(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ROUTING_KEY_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that must answer; the live one if absent."""
@@ -145,6 +197,10 @@ class RankRequest(_message.Message):
     def candidates(self) -> Global___FeatureSet:
         """Given for each candidate."""
 
+    @_builtins.property
+    def packed(self) -> Global___PackedFeatures:
+        """In place of context and candidates. `num_candidates` must be given with it."""
+
     def __init__(
         self,
         *,
@@ -157,10 +213,11 @@ class RankRequest(_message.Message):
         top_k: _builtins.int = ...,
         request_id: _builtins.str = ...,
         routing_key: _builtins.str = ...,
+        packed: Global___PackedFeatures | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "packed", b"packed", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "packed", b"packed", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -404,10 +461,13 @@ class GetModelResponse(_message.Message):
     DENSE_INPUTS_FIELD_NUMBER: _builtins.int
     DENSE_MODEL_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    SCHEMA_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     identity: _builtins.str
     """SHA-256 (hex) of the manifest."""
+    schema_digest: _builtins.str
+    """Of what a packed request depends on: names, order, sides and id types of the features, and the widths of dense inputs."""
     @_builtins.property
     def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___FeatureInfo]: ...
     @_builtins.property
@@ -431,10 +491,11 @@ class GetModelResponse(_message.Message):
         dense_inputs: Global___DenseInputsInfo | None = ...,
         dense_model: Global___DenseModelInfo | None = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        schema_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dense_inputs", b"dense_inputs", "dense_model", b"dense_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dense_inputs", b"dense_inputs", "dense_model", b"dense_model", "features", b"features", "identity", b"identity", "limits", b"limits", "model", b"model", "tables", b"tables", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dense_inputs", b"dense_inputs", "dense_model", b"dense_model", "features", b"features", "identity", b"identity", "limits", b"limits", "model", b"model", "schema_digest", b"schema_digest", "tables", b"tables", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
