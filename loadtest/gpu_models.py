@@ -17,12 +17,10 @@ from loader.row_source import rows_from_blocks
 from loader.writer import export_snapshot
 from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
 from router.feature_schema import FeatureSchema
+from serving.formats.requests import RankRequest
 from serving.model_catalog import catalog_model
 from serving.models.factory import build_model
-from serving.request import RankRequest
-from serving.served_model import ServedModel
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.generation import Lease
 
 ModelKind = Literal["dlrm", "dcn_v2"]
 KINDS: tuple[ModelKind, ...] = ("dlrm", "dcn_v2")
@@ -128,6 +126,6 @@ class RequestParts:
     bags: KeyedBags
     dense: Float32Array
 
-    def parsed(self, lease: Lease[ServedModel], deadline: float) -> RankRequest:
-        """As an API's parser would give it."""
-        return RankRequest(lease, self.bags, self.dense.shape[0], np.zeros(0, np.float32), self.dense, deadline)
+    def parsed(self, timeout_s: float) -> RankRequest:
+        """As an API's codec would give it."""
+        return RankRequest(self.bags, self.dense.shape[0], np.zeros(0, np.float32), self.dense, timeout_s)

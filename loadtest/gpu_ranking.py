@@ -10,11 +10,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,9 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest.gpu_models import KINDS, BenchModel, RequestParts
 from loadtest.gpu_report import Work
 from loadtest.gpu_size import BenchSize
+from serving.formats.requests import Answer, RankAnswer
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.models.factory import DtypeChoice
+from serving.pending import Pending
 from serving.service import RankingService
 from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import CardOptions, CardSet
@@ -143,8 +145,11 @@ class InProcess:
 
     def rank(self, request: RequestParts) -> Float32Array:
         """float32 [candidates], the scores."""
-        parsed = request.parsed(self._service.lease(self._model), self._service.clock() + TIMEOUT_S)
-        return self._service.rank_in_thread(parsed).scores
+        began, future = self._service.clock(), Future[Answer]()
+        pending = Pending(
+            request.parsed(TIMEOUT_S), self._service.lease(self._model), began + TIMEOUT_S, began, future, None
+        )
+        return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
 
     def stage_seconds(self) -> dict[str, float]:
         """Seconds that requests have spent in each stage so far."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import cast
 
 from loader.errors import ShardrankError
 from serving.errors import ServingError
+from serving.formats.requests import Answer, LookupRequest
 from serving.metrics import ServingMetrics
-from serving.pending import Answer, Pending, finish
+from serving.pending import Pending, finish
 from serving.ranking import Ranking
-from serving.request import LookupRequest, RankRequest
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,8 @@ async def answer_batch(
         now = clock()
         model = ranking.parts.schema.features.spec.model
         for pending in batch:
-            pending.request.queue_s = now - pending.arrived
-            metrics.stage(model, "queue", pending.request.queue_s, pending.method)
+            pending.queue_s = now - pending.arrived
+            metrics.stage(model, "queue", pending.queue_s, pending.method)
         outcomes = await _outcomes(ranking, batch)
     finally:
         finish(zip(batch, outcomes, strict=True))
@@ -47,9 +46,8 @@ async def answer_batch(
 async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:
     try:
         if isinstance(batch[0].request, LookupRequest):
-            return [await ranking.lookup(batch[0].request)]
-        requests = [cast(RankRequest, pending.request) for pending in batch]
-        return list(await ranking.rank(requests))
+            return [await ranking.lookup(batch[0])]
+        return list(await ranking.rank(batch))
     except ShardrankError as error:
         if len(batch) == 1 or error.http_status in _OF_THE_WHOLE_BATCH:
             return [error] * len(batch)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from serving.errors import OverloadedError, ShuttingDownError
+from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.pending import Pending, finish
-from serving.request import LookupRequest
 from shard_node.errors import DeadlineExceededError
 
 logger = logging.getLogger(__name__)

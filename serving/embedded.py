@@ -14,10 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from serving.description import ModelDescription
-from serving.encode_json import lookup_document, rank_document
+from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.json_writer import lookup_document, rank_document
+from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.models.factory import DtypeChoice
+from serving.rank.answer import answer_in_thread
 from serving.service import RankingService
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import Sharding
@@ -101,19 +104,20 @@ class Ranker:
         Raises:
             ShardrankError: a BadRequestError names the field, the value and what is allowed.
         """
-        with self._service.call("embedded", "rank") as call:
-            parsed = self._service.parse_rank(call, self._model, request)
-            return rank_document(self._service.rank_in_thread(parsed))
+        return self._answer("rank", request)
 
     def lookup(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Looks embeddings up: the body of `POST /v1/models/{model}:lookup`, and of its answer. Raises as `rank`."""
-        with self._service.call("embedded", "lookup") as call:
-            parsed = self._service.parse_lookup(call, self._model, request)
-            return lookup_document(self._service.lookup_in_thread(parsed))
+        return self._answer("lookup", request)
 
     def close(self) -> None:
         """Waits for requests in flight and frees everything. Idempotent."""
         self._service.close()
+
+    def _answer(self, method: Method, request: Mapping[str, Any]) -> dict[str, Any]:
+        codec = JsonCodec(method, self._model, "embedded")
+        answered = answer_in_thread(self._service, codec, encode_request(request))
+        return rank_document(answered) if isinstance(answered, RankAnswer) else lookup_document(answered)
 
     def __enter__(self) -> Ranker:
         return self

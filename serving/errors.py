@@ -137,6 +137,23 @@ class BodyTooLargeError(LimitExceededError):
     kind = "body_too_large"
 
 
+class UnsupportedExtensionError(BadRequestError):
+    """Something that would change the answer, by an unknown extension of the Open Inference Protocol."""
+
+    kind = "unsupported_extension"
+
+
+class SchemaDigestError(BadRequestError):
+    """A packed request made for another schema than that of the version that would answer. Ask for the model again."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "schema_digest"
+
+    def __init__(self, model: str, got: str, wanted: str) -> None:
+        super().__init__("packed.schema_digest", f"{got!r}; that of model {model!r} is {wanted!r}")
+
+
 class ModelNotFoundError(ServingError):
     """No such model here, or not that version of it."""
 
@@ -241,6 +258,25 @@ class ModelOutputError(ServingError):
     """The dense model gave NaN or inf for a request."""
 
     kind = "model_output"
+
+
+class AmbiguousInputsError(ServingError):
+    """Two inputs of a model would have the same name in the Open Inference Protocol."""
+
+    http_status = 400
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "ambiguous_inputs"
+
+
+class RepositoryControlError(ServingError):
+    """A client asked to load or unload a model."""
+
+    http_status = 400
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "repository_control"
+
+    def __init__(self) -> None:
+        super().__init__("models are not loaded or unloaded by clients; versions come and go by rollouts")
 
 
 class ListenError(ServingError):

@@ -10,8 +10,8 @@ import numpy as np
 from loader.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from serving.errors import GoldenMismatchError
+from serving.formats.schema import RequestSchema
 from serving.merge import MergedBatch
-from serving.parse_schema import RequestSchema
 from serving.ranking import Ranking, RankingParts
 from shard_node.bags import Float32Array, KeyedBags
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from serving.request import RankRequest
+from serving.pending import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class InferenceCounter:
                 self._failed += 1
                 self._failed_s += seconds
 
-    def executed(self, request: RankRequest) -> None:
+    def executed(self, pending: Pending) -> None:
         """Counts what an answered request's batch has cost; nothing if it does not know its batch."""
-        times = request.batch
+        times = pending.batch
         if times is None:
             return
         infer_s = sum(times.seconds()) - times.merge_s - times.answer_s
         with self._lock:
             self._executed += 1
-            self._queue_s += request.queue_s
+            self._queue_s += pending.queue_s
             self._input_s += times.merge_s
             self._infer_s += infer_s
             self._output_s += times.answer_s

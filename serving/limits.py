@@ -16,6 +16,10 @@ class RequestLimits(Frozen):
 
     Attributes:
         max_body_bytes: bytes of one request body (HTTP) or message (gRPC).
+        max_json_bytes: bytes of JSON in one request. It takes longer to read than binary forms, and most to refuse.
+        max_message_fields: fields of one protobuf message, unknown ones too. A packed or raw array is one field; each
+            string id, and each number that is not packed, is one too.
+        max_string_ids: ids of one request that are strings.
         max_candidates: candidates of one request.
         max_ids_per_bag: ids of one feature for one candidate, or of one context feature.
         max_ids_per_request: ids of one request over all features.
@@ -42,6 +46,9 @@ class RequestLimits(Frozen):
     """
 
     max_body_bytes: int = Field(default=16 * 2**20, ge=1, le=2**30)
+    max_json_bytes: int = Field(default=4 * 2**20, ge=1, le=2**30)
+    max_message_fields: int = Field(default=2**15, ge=64, le=2**27)
+    max_string_ids: int = Field(default=2**15, ge=1, le=2**27)
     max_candidates: int = Field(default=4096, ge=1, le=2**20)
     max_ids_per_bag: int = Field(default=4096, ge=1, le=2**24)
     max_ids_per_request: int = Field(default=2**20, ge=1, le=2**27)

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.form_cache import FormCache
-from serving.request import RankRequest
+from serving.formats.requests import RankRequest
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 # What copying one block costs, in values whose positions could be worked out meanwhile (measured: 0.7 us, 13 ns each).
 BLOCK_COST_VALUES = 50
-# Shapes of batches that a replica keeps.
-MAX_SHAPES_BYTES = 16 << 20
 # So few runs are always copied as blocks: there the other way's own steps take longer.
 FEW_RUNS = 4
 
@@ -50,35 +47,6 @@ class MergedBatch:
     request_of_candidate: Int64Array
     context_dense: Float32Array
     candidate_dense: Float32Array
-
-
-class Merger:
-    """Joins requests of one model version, one batch after the other. Belongs to one replica.
-
-    Clients repeat the shapes of their requests, and parsers give those of one shape the very same arrays for it. What
-    follows from shapes alone is kept for the next batch of as many requests of that shape.
-    """
-
-    def __init__(self) -> None:
-        self._shapes: FormCache[tuple[int, int, int, int], _BatchShape] = FormCache(MAX_SHAPES_BYTES)
-
-    def merge(self, requests: Sequence[RankRequest]) -> MergedBatch:
-        """As the function `merge`."""
-        first = requests[0]
-        offsets, bags_per_key, count = first.bags.offsets, first.bags.bags_per_key, first.num_candidates
-        if len(requests) == 1 or not all(
-            one.bags.offsets is offsets and one.bags.bags_per_key is bags_per_key and one.num_candidates == count
-            for one in requests
-        ):
-            return merge(requests)
-        # Whoever is found holds these two arrays, so no other ones can have their identities.
-        key = (id(offsets), id(bags_per_key), count, len(requests))
-        shape = self._shapes.find(key)
-        if shape is not None:
-            return shape.merge(requests)
-        batch = merge(requests)
-        self._shapes.add(key, _BatchShape.of(requests, batch))
-        return batch
 
 
 def merge(requests: Sequence[RankRequest]) -> MergedBatch:
@@ -124,64 +92,6 @@ def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) ->
     )
     edges = [0, *(np.flatnonzero(changes.any(axis=0)) + 1).tolist(), bags_per_segment.shape[1]]
     return list(itertools.pairwise(edges))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _BatchShape:
-    """What batches of as many requests of one shape have in common.
-
-    Attributes:
-        offsets, bags_per_key: of each request.
-        batch: one of them, without its contents.
-        values: where the values of each request go.
-    """
-
-    offsets: Int64Array
-    bags_per_key: Int64Array
-    batch: MergedBatch
-    values: _Blocks
-
-    @classmethod
-    def of(cls, requests: Sequence[RankRequest], batch: MergedBatch) -> _BatchShape:
-        bags, merged = requests[0].bags, batch.bags
-        bags_per_segment, values_per_segment = bags.bags_per_key[None, :], bags.values_per_key()[None, :]
-        runs = _runs_alike(bags_per_segment, values_per_segment)
-        values = _Blocks(runs, np.repeat(values_per_segment, len(requests), axis=0))
-        merged.value_starts()
-        return cls(
-            bags.offsets,
-            bags.bags_per_key,
-            replace(
-                batch,
-                bags=merged.with_values(merged.values[:0], None),
-                context_dense=batch.context_dense[:0],
-                candidate_dense=batch.candidate_dense[:0],
-            ),
-            values,
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        """Of its arrays."""
-        batch = self.batch
-        arrays = (self.offsets, batch.bags.offsets, batch.request_of_candidate, batch.candidate_starts)
-        return sum(array.nbytes for array in arrays)
-
-    def merge(self, requests: Sequence[RankRequest]) -> MergedBatch:
-        """Joins as many requests of this shape."""
-        weights = None
-        if any(request.bags.weights is not None for request in requests):
-            weights = self.values.side_by_side([_weights(request.bags) for request in requests])
-        values = self.values.side_by_side([request.bags.values for request in requests])
-        batch = self.batch
-        return MergedBatch(
-            batch.bags.with_values(values, weights),
-            batch.candidates_per_request,
-            batch.candidate_starts,
-            batch.request_of_candidate,
-            np.concatenate([request.context_dense for request in requests]).reshape(len(requests), -1),
-            np.concatenate([request.candidate_dense for request in requests]),
-        )
 
 
 class _Lengths:

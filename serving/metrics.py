@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from serving.call import Call
 from serving.observations import Observations
-from serving.request import LookupRequest, RankRequest
+from serving.pending import Pending
 from serving.stage_account import Served, StageAccount
 from serving.stages import BatchTimes
 from serving.version_stats import Outcome
@@ -133,26 +133,26 @@ class ServingMetrics:
             self.stage(model, "add", lookup.add_s, method)
         self.stage(model, "answer", times.answer_s, method)
 
-    def answer_encoded(self, call: Call, request: RankRequest | LookupRequest, answered: float, encoded: float) -> None:
+    def answer_encoded(self, call: Call, pending: Pending, answered: float, encoded: float) -> None:
         """Observes the end of a call: it is told `encode`, and the account all of its stages.
 
         Args:
             call: of an API whose `received` and `parsed` are set.
-            request: as it was answered.
+            pending: as it was answered.
             answered: when the call went on with the answer, monotonic seconds.
             encoded: when that was bytes, monotonic seconds.
         """
         self.stage(call.model, "encode", encoded - answered, call.method)
-        if self.account is not None and request.batch is not None:
+        if self.account is not None and pending.batch is not None:
             receive_s, decode_s = call.received - call.began, call.leased - call.received
-            hand_back_s = answered - request.batch.ended
+            hand_back_s = answered - pending.batch.ended
             self.stage(call.model, "receive", receive_s, call.method)
             self.stage(call.model, "decode", decode_s, call.method)
             self.stage(call.model, "hand_back", hand_back_s, call.method)
-            before = (receive_s, decode_s, call.parsed - call.leased, request.queue_s)
+            before = (receive_s, decode_s, call.parsed - call.leased, pending.queue_s)
             after = (hand_back_s, encoded - answered)
             served = Served(call.api, call.method, call.model)
-            self.account.add(served, before, request.batch, after, encoded - call.began)
+            self.account.add(served, before, pending.batch, after, encoded - call.began)
 
     def batch(self, model: str, num_requests: int, num_candidates: int) -> None:
         """Observes the size of a batch."""

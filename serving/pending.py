@@ -1,4 +1,7 @@
-"""A request that waits for its answer, whoever waits: a coroutine on an event loop, or a thread."""
+"""A request that waits for its answer, whoever waits: a coroutine on an event loop, or a thread.
+
+It holds the lease: a request itself is arrays and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import concurrent.futures
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from serving.formats.requests import Answer, RankRequest, Request
+from serving.stages import BatchTimes
+from shard_node.generation import Lease
 
-Answer: TypeAlias = RankAnswer | LookupAnswer
+if TYPE_CHECKING:
+    from serving.served_model import ServedModel
 
 
 @dataclass(slots=True, eq=False)
@@ -19,20 +25,28 @@ class Pending:
     """One admitted request.
 
     Attributes:
-        request: holds the lease, which `finish` releases.
+        request: what is asked.
+        lease: on the version that answers; `finish` releases it.
+        deadline: when nobody waits any more, monotonic seconds.
         arrived: when it was queued, monotonic seconds.
         future: gets the answer or the error.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
         abandoned: set when nobody waits any more; what has not begun by then is dropped.
+        queue_s: how long it waited for a replica; set by that.
+        batch: where the time of its batch went; set by the replica once it has an answer.
     """
 
-    request: RankRequest | LookupRequest
+    request: Request
+    lease: Lease[ServedModel]
+    deadline: float
     arrived: float
     future: asyncio.Future[Any] | concurrent.futures.Future[Any]
     loop: asyncio.AbstractEventLoop | None
     longest_sequence: int = 0
     abandoned: bool = False
+    queue_s: float = 0.0
+    batch: BatchTimes | None = None
 
     @property
     def method(self) -> str:
@@ -46,7 +60,7 @@ class Pending:
 
     def is_dead(self, now: float) -> bool:
         """Whether its answer would come to nobody."""
-        return self.abandoned or self.request.deadline <= now
+        return self.abandoned or self.deadline <= now
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
@@ -57,7 +71,7 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
     """
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:
-        pending.request.lease.release()
+        pending.lease.release()
         if pending.loop is None:
             _settle(pending.future, outcome)
         else:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,14 +18,15 @@ from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
 from router.router import Router
 from serving.errors import ModelOutputError, UnknownIdError
-from serving.merge import MergedBatch, Merger, rank_order
+from serving.formats.checks import place_of
+from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from serving.formats.schema import RequestSchema
+from serving.merge import MergedBatch, merge, rank_order
 from serving.metrics import ServingMetrics
 from serving.models.assembler import InputAssembler
 from serving.models.device_copies import CPU, DeviceCopies
 from serving.models.ranking_model import RankingModel
-from serving.parse_checks import place_of
-from serving.parse_schema import RequestSchema
-from serving.request import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from serving.pending import Pending
 from serving.stages import BatchTimes
 from serving.version_stats import VersionCounter
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -87,7 +89,6 @@ class Ranking:
         self._model_name = parts.schema.features.spec.model
         self._times: BatchTimes | None = None
         self._columns = parts.assembler.buffer()
-        self._merger = Merger()
 
     @property
     def device(self) -> torch.device:
@@ -133,8 +134,11 @@ class Ranking:
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(shard.connect(self._model_name, version, deadline) for shard in remote))
 
-    async def rank(self, requests: Sequence[RankRequest]) -> list[RankAnswer | Exception]:
+    async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
         """Ranks requests together.
+
+        Args:
+            waiting: rank requests; each is told the times of the batch.
 
         Returns:
             For each request its answer, or the error that is its alone: an id without a row, a score that is not
@@ -144,17 +148,18 @@ class Ranking:
             RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
-        batch = self._merger.merge(requests)
+        requests = [cast(RankRequest, pending.request) for pending in waiting]
+        batch = merge(requests)
         self._metrics.batch(self._model_name, len(requests), int(batch.candidate_starts[-1]))
         merged, self._times = self._clock(), None
-        scores, rejected = await self.score(batch, max(request.deadline for request in requests))
+        scores, rejected = await self.score(batch, max(pending.deadline for pending in waiting))
         # Nothing else runs on this loop between the end of `score` and here, so the times are of this batch.
         times, scored = self._times, self._clock()
         if times is None:
             times = BatchTimes(rank_s=scored - merged)
         times.num_requests, times.merge_s = len(requests), merged - began
         outcomes = self._outcomes(requests, batch, scores, rejected)
-        self._tell_times(times, scored, requests, "rank")
+        self._tell_times(times, scored, waiting, "rank")
         return outcomes
 
     def _outcomes(
@@ -208,16 +213,19 @@ class Ranking:
         self._times = BatchTimes(lookup=embeddings.times, rank_s=rank_s)
         return scores, embeddings.rejected
 
-    async def lookup(self, request: LookupRequest) -> LookupAnswer:
+    async def lookup(self, waiting: Pending) -> LookupAnswer:
         """Looks embeddings up.
+
+        Args:
+            waiting: a lookup; it is told the times.
 
         Raises:
             UnknownIdError: for an id without a row.
             RouterError, ShardNodeError: if the rows can't be looked up.
         """
         began = self._clock()
-        version = self.parts.version
-        embeddings = await self.router.lookup(self._model_name, version, request.bags, request.deadline)
+        version, request = self.parts.version, cast(LookupRequest, waiting.request)
+        embeddings = await self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
         routed = self._clock()
         self._metrics.stage(self._model_name, "lookup", routed - began, "lookup")
         if len(embeddings.rejected):
@@ -231,7 +239,7 @@ class Ranking:
             for key in request.bags.keys.tolist()
         }
         answer = LookupAnswer(self._model_name, version, found, request.request_id)
-        self._tell_times(BatchTimes(lookup=embeddings.times), routed, [request], "lookup")
+        self._tell_times(BatchTimes(lookup=embeddings.times), routed, [waiting], "lookup")
         return answer
 
     def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
@@ -247,13 +255,13 @@ class Ranking:
         self,
         times: BatchTimes,
         answering: float,
-        requests: Sequence[RankRequest] | Sequence[LookupRequest],
+        waiting: Sequence[Pending],
         method: str,
     ) -> None:
         times.ended = self._clock()
         times.answer_s = times.ended - answering
-        for request in requests:
-            request.batch = times
+        for pending in waiting:
+            pending.batch = times
         self._metrics.batch_times(self._model_name, times, method)
 
     def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:

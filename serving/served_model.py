@@ -22,18 +22,15 @@ from serving.card_ranking import CardRanking
 from serving.card_scorer import scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import NotReadyError
+from serving.formats.requests import RankRequest
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.loop_replica import LoopReplica
 from serving.metrics import ServingMetrics
 from serving.models.factory import DtypeChoice
-from serving.oip.parser import InferParser
-from serving.parse_json import JsonParser
-from serving.parse_proto import ProtoParser
-from serving.parse_schema import RequestSchema
 from serving.pending import Pending
 from serving.ranking import Ranking
 from serving.replica import Replica
-from serving.request import RankRequest
 from serving.version_check import CheckedVersion, check_version, ranking_parts
 from serving.version_stats import VersionCounter
 from shard_node.bags import KeyedBags
@@ -52,15 +49,12 @@ _DTYPE_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {
 
 
 class ServedModel:
-    """A version with its parsers, its queue and its ranking replicas. Made by `load`.
+    """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     Attributes:
         model: its name.
         version: its number.
         schema: what a request looks like.
-        json: parses JSON requests.
-        proto: parses protobuf requests.
-        infer: parses requests of the Open Inference Protocol.
         description: what it tells of itself.
         counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
@@ -79,9 +73,6 @@ class ServedModel:
         self.model = description.model
         self.version = description.version
         self.schema = schema
-        self.json = JsonParser(schema)
-        self.proto = ProtoParser(schema)
-        self.infer = InferParser(schema)
         self.description = description
         self.counter = counter
         self.checked = checked

@@ -1,8 +1,8 @@
-"""The ranking service: what HTTP, gRPC and the in-process call have in common.
+"""The ranking service: versions, admission, and the wait for a replica.
 
 A request is parsed under a lease on the version that will answer it (see docs/decisions/lease-at-admission.md). From
-`rank` or `lookup` on, the lease is the service's: it ends when nothing uses the version for this request any more,
-which may be after the caller was told that the deadline has passed.
+`wait` on, the lease is the service's: it ends when nothing uses the version for this request any more, which may be
+after the caller was told that the deadline has passed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, cast
 
 from loader.errors import ShardrankError
 from loader.registry.records import VersionStats
@@ -23,16 +23,12 @@ from serving.call import Call, CallScope
 from serving.description import ModelDescription
 from serving.errors import ClientGoneError, OverloadedError
 from serving.expiry import Expiry
+from serving.formats.requests import Answer, RankRequest, Unparsed
 from serving.health import NodeWatch
 from serving.limits import RequestLimits
 from serving.metrics import ServingMetrics
 from serving.node_metrics import NodeCollector
-from serving.oip.infer_request import InferRequest
-from serving.parse_json import JsonBody, peek_key, peek_version
-from serving.parse_proto import check_model
 from serving.pending import Pending
-from serving.read_proto import LookupMessage, RankMessage
-from serving.request import LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.served_model import ServedModel
 from serving.version_metrics import VersionCollector
 from serving.version_stats import VersionCounter, outcome_of
@@ -44,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 CLOSE_GRACE_S = 5.0
-
-Request = TypeVar("Request", RankRequest, LookupRequest)
 
 
 class RankingService:
@@ -144,7 +138,7 @@ class RankingService:
         return CallScope(Call(api, method, self.clock()), self._count_in, self._count_out)
 
     def admit(self, call: Call) -> None:
-        """Lets a call in whose request is complete. Every parse method does it too; a second time changes nothing.
+        """Lets a call in whose request is complete; a second time changes nothing.
 
         Raises:
             OverloadedError: at once, if too many are in flight.
@@ -168,46 +162,23 @@ class RankingService:
         """
         return self.versions.lease(model, version)
 
-    def parse_rank(self, call: Call, model: str, body: JsonBody) -> RankRequest:
-        """Parses the JSON form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
-        self.admit(call)
-        lease = self._lease_for(call, model, peek_version(body), partial(peek_key, body))
-        return self._parsed(call, lease, lambda: lease.payload.json.rank(body, lease, call.began))
-
-    def parse_lookup(self, call: Call, model: str, body: JsonBody) -> LookupRequest:
-        """Parses the JSON form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
-        self.admit(call)
-        lease = self._lease_for(call, model, peek_version(body), partial(peek_key, body))
-        return self._parsed(call, lease, lambda: lease.payload.json.lookup(body, lease, call.began))
-
-    def parse_rank_message(self, call: Call, message: RankMessage) -> RankRequest:
-        """Parses the protobuf form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
-        self.admit(call)
-        lease = self._lease_of_message(call, message)
-        return self._parsed(call, lease, lambda: lease.payload.proto.rank(message, lease, call.began))
-
-    def parse_lookup_message(self, call: Call, message: LookupMessage) -> LookupRequest:
-        """Parses the protobuf form. Raises OverloadedError as `admit`, BadRequestError, ModelNotFoundError."""
-        self.admit(call)
-        lease = self._lease_of_message(call, message)
-        return self._parsed(call, lease, lambda: lease.payload.proto.lookup(message, lease, call.began))
-
-    def parse_infer(self, call: Call, request: InferRequest) -> RankRequest:
-        """Parses the Open Inference Protocol's form. Raises OverloadedError as `admit`, BadRequestError and others.
+    def lease_for(self, call: Call, unparsed: Unparsed) -> Lease[ServedModel]:
+        """A lease on the version that shall answer a request; the call counts for that version from now on.
 
         Raises:
-            ModelNotFoundError: no such model here, or not that version of it.
-            AmbiguousInputsError: the model can't be called by that protocol.
+            ModelNotFoundError: naming what is served instead.
+            NotReadyError: for a model that is configured but not loaded yet.
         """
-        self.admit(call)
-        lease = self._lease_for(call, request.model, request.version, request.key)
-        return self._parsed(call, lease, lambda: lease.payload.infer.rank(request, lease, call.began))
+        lease = self.versions.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
+        call.model, call.version = lease.generation.model, lease.version
+        call.counter, call.leased = lease.payload.counter, self.clock()
+        return lease
 
-    def rank(self, request: RankRequest, watch_client: WatchClient | None = None) -> Coroutine[Any, Any, RankAnswer]:
-        """Ranks on the calling event loop.
+    async def wait(self, pending: Pending, watch_client: WatchClient | None = None) -> Answer:
+        """Has a request answered by a replica, on the calling event loop.
 
         Args:
-            request: from one of the parse methods; its lease is taken over.
+            pending: its future belongs to the loop; its lease is taken over.
             watch_client: is given a callback for the moment at which the client leaves; what has not begun by then
                 is dropped. Cancelling the caller's task does the same.
 
@@ -217,21 +188,30 @@ class RankingService:
             OverloadedError: at once, if too many requests wait.
             RouterError, ShardNodeError: if the shards can't answer.
         """
-        return cast(Coroutine[Any, Any, RankAnswer], self._answer(request, watch_client))
+        future = cast("asyncio.Future[Answer]", pending.future)
+        counter = self._submit(pending)
+        expiry = self._expiry_on(future.get_loop())
+        expiry.add(future, pending.deadline - pending.arrived)
+        if watch_client is not None:
+            watch_client(partial(_leave_early, future))
+        try:
+            return _executed(counter, pending, await future)
+        finally:
+            expiry.discard(future)
+            pending.abandoned = True
 
-    def lookup(
-        self, request: LookupRequest, watch_client: WatchClient | None = None
-    ) -> Coroutine[Any, Any, LookupAnswer]:
-        """Looks up on the calling event loop. Arguments and errors as `rank`."""
-        return cast(Coroutine[Any, Any, LookupAnswer], self._answer(request, watch_client))
-
-    def rank_in_thread(self, request: RankRequest) -> RankAnswer:
-        """Ranks while the calling thread waits. Raises as `rank`."""
-        return cast(RankAnswer, self._answer_in_thread(request))
-
-    def lookup_in_thread(self, request: LookupRequest) -> LookupAnswer:
-        """Looks up while the calling thread waits. Raises as `rank`."""
-        return cast(LookupAnswer, self._answer_in_thread(request))
+    def wait_in_thread(self, pending: Pending) -> Answer:
+        """Has a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
+        future = cast("concurrent.futures.Future[Answer]", pending.future)
+        counter = self._submit(pending)
+        try:
+            return _executed(counter, pending, future.result(max(0.0, pending.deadline - self.clock())))
+        except TimeoutError:
+            if future.done():
+                raise
+            raise DeadlineExceededError("the deadline passed before the answer was complete") from None
+        finally:
+            pending.abandoned = True
 
     def describe(self, model: str, version: int | None = None) -> ModelDescription:
         """What a model tells of itself. Raises ModelNotFoundError."""
@@ -300,59 +280,6 @@ class RankingService:
             if not self.generations.has(call.model, call.version):
                 self._forget(call.model, call.version)
 
-    def _lease_for(self, call: Call, model: str, version: int | None, key: Callable[[], str]) -> Lease[ServedModel]:
-        lease = self.versions.lease_for(model, version, key)
-        call.model, call.version = lease.generation.model, lease.version
-        call.counter, call.leased = lease.payload.counter, self.clock()
-        return lease
-
-    def _lease_of_message(self, call: Call, message: RankMessage | LookupMessage) -> Lease[ServedModel]:
-        fields = message.fields
-        check_model(fields.model)
-        version = fields.version if fields.HasField("version") else None
-        return self._lease_for(call, fields.model, version, lambda: fields.routing_key or fields.request_id)
-
-    def _parsed(self, call: Call, lease: Lease[ServedModel], parse: Callable[[], Request]) -> Request:
-        began = self.clock()
-        try:
-            request = parse()
-        except BaseException:
-            lease.release()
-            raise
-        self.metrics.stage(call.model, "parse", self.clock() - began, call.method)
-        return request
-
-    async def _answer(
-        self, request: RankRequest | LookupRequest, watch_client: WatchClient | None
-    ) -> RankAnswer | LookupAnswer:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[RankAnswer | LookupAnswer] = loop.create_future()
-        now = self.clock()
-        pending, counter = Pending(request, now, future, loop), request.lease.payload.counter
-        self._submit(pending)
-        expiry = self._expiry_on(loop)
-        expiry.add(future, request.deadline - now)
-        if watch_client is not None:
-            watch_client(partial(_leave_early, future))
-        try:
-            return _executed(counter, request, await future)
-        finally:
-            expiry.discard(future)
-            pending.abandoned = True
-
-    def _answer_in_thread(self, request: RankRequest | LookupRequest) -> RankAnswer | LookupAnswer:
-        future: concurrent.futures.Future[RankAnswer | LookupAnswer] = concurrent.futures.Future()
-        pending, counter = Pending(request, self.clock(), future, None), request.lease.payload.counter
-        self._submit(pending)
-        try:
-            return _executed(counter, request, future.result(max(0.0, request.deadline - self.clock())))
-        except TimeoutError:
-            if future.done():
-                raise
-            raise DeadlineExceededError("the deadline passed before the answer was complete") from None
-        finally:
-            pending.abandoned = True
-
     def _expiry_on(self, loop: asyncio.AbstractEventLoop) -> Expiry:
         """That of a loop, which runs on this thread."""
         expiry: Expiry | None = getattr(self._of_thread, "expiry", None)
@@ -360,19 +287,20 @@ class RankingService:
             expiry = self._of_thread.expiry = Expiry(loop)
         return expiry
 
-    def _submit(self, pending: Pending) -> None:
+    def _submit(self, pending: Pending) -> VersionCounter:
+        # Once it is submitted the lease may end at any moment, and what it is on with it.
+        counter = pending.lease.payload.counter
         try:
-            pending.request.lease.payload.submit(pending)
+            pending.lease.payload.submit(pending)
         except BaseException:
-            pending.request.lease.release()
+            pending.lease.release()
             raise
+        return counter
 
 
-def _executed(
-    counter: VersionCounter, request: RankRequest | LookupRequest, answer: RankAnswer | LookupAnswer
-) -> RankAnswer | LookupAnswer:
-    if isinstance(request, RankRequest):
-        counter.inference.executed(request)
+def _executed(counter: VersionCounter, pending: Pending, answer: Answer) -> Answer:
+    if isinstance(pending.request, RankRequest):
+        counter.inference.executed(pending)
     return answer
 
 
@@ -384,6 +312,6 @@ def _status_of(error: BaseException | None) -> str:
     return ClientGoneError.kind if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
 
 
-def _leave_early(future: asyncio.Future[RankAnswer | LookupAnswer]) -> None:
+def _leave_early(future: asyncio.Future[Answer]) -> None:
     if not future.done():
         future.set_exception(ClientGoneError("the client closed the connection"))

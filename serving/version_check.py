@@ -16,11 +16,11 @@ import torch
 from loader.golden import GoldenRequests
 from loader.reader import Snapshot
 from serving.errors import GoldenMismatchError
+from serving.formats.schema import RequestSchema
 from serving.golden_check import dtype_difference, golden_difference
 from serving.models.assembler import InputAssembler
 from serving.models.device_copies import DeviceCopies
 from serving.models.factory import DtypeChoice, choose_dtype, load_model
-from serving.parse_schema import RequestSchema
 from serving.ranking import Ranking, RankingParts
 from serving.replica import Replica
 

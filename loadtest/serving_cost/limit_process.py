@@ -28,10 +28,10 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.merge import MergedBatch, merge_bags
 from serving.metrics import ServingMetrics
-from serving.parse_schema import RequestSchema
 from serving.ranking import Ranking
 from serving.version_check import ranking_parts
 from serving.version_stats import VersionCounter

@@ -13,9 +13,10 @@ import grpc
 
 from loader.errors import ShardrankError
 from serving.call import Call
+from serving.formats.requests import Codec
 from serving.grpc_api.call_head import ERROR_KIND_METADATA
 from serving.grpc_api.call_stream import CallStream
-from serving.request import LookupRequest, RankRequest
+from serving.rank.answer import answer
 from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,39 @@ class UnaryMethod:
         call.end(grpc.StatusCode[failure.grpc_status], str(failure), ((ERROR_KIND_METADATA, failure.kind),))
 
 
-def limit_deadline(service: RankingService, request: RankRequest | LookupRequest, call: CallStream) -> None:
-    """The deadline of the call counts too, whichever is earlier."""
-    remaining_s = call.time_remaining()
-    if remaining_s is not None:
-        request.deadline = min(request.deadline, service.clock() + remaining_s)
+class RoadMethod:
+    """A method that ranks or looks up."""
+
+    is_streamed = False
+
+    def __init__(self, service: RankingService, codec: Codec) -> None:
+        self.service = service
+        self.codec = codec
+
+    async def run(self, call: CallStream) -> None:
+        """Answers a call."""
+        service = self.service
+
+        async def receive() -> bytes:
+            return await call.receive(service.limits.receive_timeout_s)
+
+        try:
+            encoded = await answer(service, self.codec, receive, GrpcClient(call))
+        except ShardrankError as error:
+            call.end(grpc.StatusCode[error.grpc_status], str(error), ((ERROR_KIND_METADATA, error.kind),))
+        except Exception:
+            logger.exception("gRPC method failed")
+            failure = ShardrankError("internal error; the server's log says more")
+            call.end(grpc.StatusCode[failure.grpc_status], str(failure), ((ERROR_KIND_METADATA, failure.kind),))
+        else:
+            call.answer(encoded.body)
+
+
+class GrpcClient:
+    """Whoever waits behind a call; it cancels the task when it leaves."""
+
+    def __init__(self, call: CallStream) -> None:
+        self.time_remaining = call.time_remaining
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Nothing to watch."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from loader.errors import ShardrankError
 from serving.call import Call
-from serving.encode_json import RETRY_AFTER_S, encode, error_document, lookup_document, rank_document
-from serving.http.body import as_text, content_coding, read_body
+from serving.formats.codecs import json_codec
+from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
+from serving.formats.requests import Method
+from serving.http.body import content_coding, read_body
 from serving.http.documents import ReadyDocument
-from serving.http.exchange import REQUEST_ID, Exchange, Reply, reply_to
-from serving.http.large_work import LargeWork, is_long_answer, is_long_text
+from serving.http.exchange import REQUEST_ID, Body, Exchange, Reply, reply_to
+from serving.http.large_work import LargeWork
 from serving.metrics import CONTENT_TYPE
-from serving.request import LookupAnswer, RankAnswer
+from serving.rank.answer import answer
 from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,11 @@ class Endpoints:
 
     def rank(self, exchange: Exchange) -> Awaitable[Reply]:
         """`POST /v1/models/{model}:rank`."""
-        return self._handle(exchange, "rank", self._rank)
+        return self._answer(exchange, "rank")
 
     def lookup(self, exchange: Exchange) -> Awaitable[Reply]:
         """`POST /v1/models/{model}:lookup`."""
-        return self._handle(exchange, "lookup", self._lookup)
+        return self._answer(exchange, "lookup")
 
     async def model(self, exchange: Exchange) -> Reply:
         """`GET /v1/models/{model}`."""
@@ -82,36 +83,19 @@ class Endpoints:
             logger.exception("%s failed", exchange.target)
             return error_reply(exchange, ShardrankError("internal error; the server's log says more"))
 
-    async def _rank(self, call: Call, exchange: Exchange) -> bytes:
-        content_coding(exchange)
-        body = as_text(await read_body(exchange, self._service.limits.max_body_bytes))
-        call.received = self._service.clock()
-        self._service.admit(call)
-        parse = partial(self._service.parse_rank, call, exchange.path_parameters["model"], body)
-        parsed = await self._large.parse(parse) if is_long_text(len(body)) else parse()
-        call.parsed = self._service.clock()
-        answer = await self._service.rank(parsed, exchange.watch_client)
-        answered = self._service.clock()
-        encoding = partial(_encoded_rank, answer)
-        encoded = await self._large.encode(encoding) if is_long_answer(answer.scores.size) else encoding()
-        self._service.metrics.answer_encoded(call, parsed, answered, self._service.clock())
-        return encoded
+    async def _answer(self, exchange: Exchange, method: Method) -> Reply:
+        async def receive() -> Body:
+            content_coding(exchange)
+            return await read_body(exchange, self._service.limits.max_body_bytes)
 
-    async def _lookup(self, call: Call, exchange: Exchange) -> bytes:
-        content_coding(exchange)
-        body = as_text(await read_body(exchange, self._service.limits.max_body_bytes))
-        call.received = self._service.clock()
-        self._service.admit(call)
-        parse = partial(self._service.parse_lookup, call, exchange.path_parameters["model"], body)
-        parsed = await self._large.parse(parse) if is_long_text(len(body)) else parse()
-        call.parsed = self._service.clock()
-        answer = await self._service.lookup(parsed, exchange.watch_client)
-        answered = self._service.clock()
-        floats = sum(feature.values.size for feature in answer.embeddings.values())
-        encoding = partial(_encoded_lookup, answer)
-        encoded = await self._large.encode(encoding) if is_long_answer(floats) else encoding()
-        self._service.metrics.answer_encoded(call, parsed, answered, self._service.clock())
-        return encoded
+        codec = json_codec(method, exchange.path_parameters["model"])
+        try:
+            return reply_to(exchange, 200, (await answer(self._service, codec, receive, HttpClient(exchange))).body)
+        except ShardrankError as error:
+            return error_reply(exchange, error)
+        except Exception:
+            logger.exception("%s failed", exchange.target)
+            return error_reply(exchange, ShardrankError("internal error; the server's log says more"))
 
     async def _model(self, call: Call, exchange: Exchange) -> bytes:
         description = self._service.describe(exchange.path_parameters["model"])
@@ -123,12 +107,14 @@ class Endpoints:
         return encode({"models": [description.model_dump() for description in self._service.models()]})
 
 
-def _encoded_rank(answer: RankAnswer) -> bytes:
-    return encode(rank_document(answer))
+class HttpClient:
+    """Whoever waits behind an exchange."""
 
+    def __init__(self, exchange: Exchange) -> None:
+        self.watch = exchange.watch_client
 
-def _encoded_lookup(answer: LookupAnswer) -> bytes:
-    return encode(lookup_document(answer))
+    def time_remaining(self) -> None:
+        """HTTP has no deadline."""
 
 
 def error_reply(exchange: Exchange, error: ShardrankError) -> Reply:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from serving.request import LookupRequest, RankRequest
+from serving.formats.requests import LookupRequest, RankRequest
 
 # So much is parsed in some 1.3 ms, most of it in one step that no other thread gets into. Handing it over and the two
 # threads' taking turns cost a tenth of that.
@@ -59,4 +59,4 @@ class LargeWork:
 
 def _release(future: Future[RankRequest] | Future[LookupRequest]) -> None:
     if not future.cancelled() and future.exception() is None:
-        future.result().lease.release()
+        future.result()

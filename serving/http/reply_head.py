@@ -8,7 +8,7 @@ from http import HTTPStatus
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from loader.errors import ShardrankError
-from serving.encode_json import RETRY_AFTER_S, encode, error_document
+from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
 from serving.http.exchange import JSON, Reply
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from serving.errors import BodyTooLargeError, MalformedRequestError
-from serving.oip.infer_request import Buffer
+from serving.formats.requests import Buffer
 
 CODINGS = ("gzip", "deflate")
 # By the header that the data begin with: https://www.zlib.net/manual.html#Advanced

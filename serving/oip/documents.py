@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version as package_version
 from typing import Any
 
-from serving.oip.infer_request import parse_version
-from serving.oip.input_names import OUTPUTS, TensorSpec
+from serving.formats.infer import parse_version
+from serving.formats.schema import OUTPUTS, TensorSpec
 from serving.served_model import ServedModel
 from serving.service import RankingService
 from shard_node.generation import Generation
@@ -36,7 +36,7 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
         AmbiguousInputsError: if the model can't be called by this protocol.
     """
     with service.lease(model, parse_version(version)) as lease:
-        inputs = list(lease.payload.infer.names.by_name.values())
+        inputs = list(lease.payload.schema.inputs.by_name.values())
     versions = sorted(one.version for one in _generations(service) if one.model == model)
     return {
         "name": model,
@@ -50,7 +50,7 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
 def model_config(service: RankingService, model: str, version: str) -> Document:
     """The configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
     with service.lease(model, parse_version(version)) as lease:
-        inputs = list(lease.payload.infer.names.by_name.values())
+        inputs = list(lease.payload.schema.inputs.by_name.values())
     return {
         "name": model,
         "platform": PLATFORM,

@@ -8,14 +8,11 @@ from typing import Any
 from google.protobuf.message import Message
 
 from serving.call import Call
+from serving.errors import RepositoryControlError
+from serving.formats.codecs import infer_grpc_codec
 from serving.grpc_api.call_stream import CallStream, Method
-from serving.grpc_api.unary import Answer, UnaryMethod, limit_deadline
+from serving.grpc_api.unary import Answer, RoadMethod, UnaryMethod
 from serving.oip import documents
-from serving.oip.answer_ids import AnswerIds
-from serving.oip.encode import encode_grpc
-from serving.oip.errors import RepositoryControlError
-from serving.oip.read_grpc import read_infer, read_message
-from serving.parse_proto import check_model
 from serving.proto.inference import open_inference_pb2 as messages
 from serving.service import RankingService
 
@@ -29,18 +26,16 @@ class InferHandlers:
 
     Args:
         service: answers.
-        new_id: makes the id of an answer whose request has none; by default `AnswerIds`.
     """
 
-    def __init__(self, service: RankingService, new_id: Callable[[], str] | None = None) -> None:
+    def __init__(self, service: RankingService) -> None:
         self._service = service
-        self._new_id = new_id or AnswerIds()
 
     def by_path(self) -> dict[bytes, Method]:
         """Its methods."""
         service, m = self._service, messages
         methods = {
-            "ModelInfer": self._method("rank", self._infer),
+            "ModelInfer": RoadMethod(service, infer_grpc_codec()),
             "ServerLive": self._probe(m.ServerLiveRequest, m.ServerLiveResponse, lambda request: {"live": True}),
             "ServerReady": self._probe(
                 m.ServerReadyRequest, m.ServerReadyResponse, lambda request: {"ready": not service.watch.problems()}
@@ -60,28 +55,13 @@ class InferHandlers:
         }
         return {f"/{SERVICE_NAME}/{name}".encode(): method for name, method in methods.items()}
 
-    async def _infer(self, call: Call, data: bytes, stream: CallStream) -> bytes:
-        service = self._service
-        read = read_infer(data)
-        request = service.parse_infer(call, read)
-        call.parsed = service.clock()
-        limit_deadline(service, request, stream)
-        answer = await service.rank(request)
-        answered = service.clock()
-        encoded = encode_grpc(read, answer, answer.request_id or self._new_id())
-        service.metrics.answer_encoded(call, request, answered, service.clock())
-        return encoded
-
     def _model_ready(self, request: messages.ModelReadyRequest) -> Fields:
-        check_model(request.name)
         return {"ready": documents.model_is_ready(self._service, request.name, request.version)}
 
     def _metadata(self, request: messages.ModelMetadataRequest) -> Fields:
-        check_model(request.name)
         return documents.model_metadata(self._service, request.name, request.version)
 
     def _config(self, request: messages.ModelConfigRequest) -> Fields:
-        check_model(request.name)
         return {"config": documents.model_config(self._service, request.name, request.version)}
 
     def _statistics(self, request: messages.ModelStatisticsRequest) -> Fields:
@@ -103,7 +83,7 @@ class InferHandlers:
 def _answer(takes: type[Message], gives: type[Message], fields: Callable[[Any], Fields]) -> Answer:
     async def answer(call: Call, data: bytes, stream: CallStream) -> bytes:
         del call, stream
-        made: Message = gives(**fields(read_message(data, takes)))
+        made: Message = gives(**fields(takes.FromString(data)))
         return made.SerializeToString()
 
     return answer

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from loader.errors import ShardrankError
 from serving.call import Call
-from serving.encode_json import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode
-from serving.errors import MalformedRequestError, printable
+from serving.errors import MalformedRequestError, RepositoryControlError, printable
+from serving.formats.codecs import infer_http_codec
+from serving.formats.infer import parse_version
+from serving.formats.json_writer import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode
 from serving.http.body import IDENTITY, as_text, content_coding, read_body
+from serving.http.endpoints import HttpClient
 from serving.http.exchange import Body, Exchange, Reply, reply_to
-from serving.http.large_work import LargeWork, is_long_answer, is_long_text
+from serving.http.large_work import LargeWork
 from serving.oip import documents
-from serving.oip.answer_ids import AnswerIds
 from serving.oip.body_coding import CODINGS, expand
-from serving.oip.encode import encode_http
-from serving.oip.errors import RepositoryControlError
-from serving.oip.infer_request import InferRequest, parse_version
-from serving.oip.read_http import parse_header_length, read_infer
-from serving.request import RankRequest
+from serving.rank.answer import answer
 from serving.service import RankingService
 
 logger = logging.getLogger(__name__)
@@ -49,17 +46,31 @@ class InferEndpoints:
     Args:
         service: answers.
         large: takes long JSON off the event loop.
-        new_id: makes the id of an answer whose request has none; by default `AnswerIds`.
     """
 
-    def __init__(self, service: RankingService, large: LargeWork, new_id: Callable[[], str] | None = None) -> None:
+    def __init__(self, service: RankingService, large: LargeWork) -> None:
         self._service = service
         self._large = large
-        self._new_id = new_id or AnswerIds()
 
     def infer(self, exchange: Exchange) -> Awaitable[Reply]:
         """`POST /v2/models/{model}[/versions/{version}]/infer`."""
-        return self._handle(exchange, "rank", self._infer)
+        return self._answer(exchange)
+
+    async def _answer(self, exchange: Exchange) -> Reply:
+        async def receive() -> Body:
+            is_compressed = content_coding(exchange, CODINGS) != IDENTITY
+            body = await read_body(exchange, self._service.limits.max_body_bytes)
+            return expand(body, self._service.limits.max_body_bytes) if is_compressed else body
+
+        codec = infer_http_codec(*_model(exchange), exchange.header(HEADER_LENGTH_NAME))
+        try:
+            encoded = await answer(self._service, codec, receive, HttpClient(exchange))
+            return reply_to(exchange, 200, encoded.body, encoded.content_type, encoded.headers)
+        except ShardrankError as error:
+            return error_reply(exchange, error)
+        except Exception:
+            logger.exception("%s failed", exchange.target)
+            return error_reply(exchange, ShardrankError("internal error; the server's log says more"))
 
     async def server_metadata(self, exchange: Exchange) -> Reply:
         """`GET /v2`."""
@@ -143,60 +154,6 @@ class InferEndpoints:
         except Exception:
             logger.exception("%s failed", exchange.target)
             return error_reply(exchange, ShardrankError("internal error; the server's log says more"))
-
-    async def _infer(self, call: Call, exchange: Exchange) -> Reply:
-        service = self._service
-        is_compressed = content_coding(exchange, CODINGS) != IDENTITY
-        body = await read_body(exchange, service.limits.max_body_bytes)
-        call.received = service.clock()
-        service.admit(call)
-        reading = _Reading(service, call, exchange, body, is_compressed=is_compressed)
-        parsed = await self._large.parse(reading.parse) if is_long_text(reading.json_bytes) else reading.parse()
-        call.parsed = service.clock()
-        answer = await service.rank(parsed, exchange.watch_client)
-        answered = service.clock()
-        encoding = partial(encode_http, reading.read, answer, answer.request_id or self._new_id())
-        is_long = is_long_answer(answer.scores.size)
-        encoded, header_length = await self._large.encode(encoding) if is_long else encoding()
-        if header_length is None:
-            reply = reply_to(exchange, 200, encoded)
-        else:
-            reply = reply_to(exchange, 200, encoded, BINARY, ((HEADER_LENGTH, str(header_length)),))
-        service.metrics.answer_encoded(call, parsed, answered, service.clock())
-        return reply
-
-
-class _Reading:
-    """One request while it is read, maybe on another thread."""
-
-    def __init__(
-        self, service: RankingService, call: Call, exchange: Exchange, body: Body, *, is_compressed: bool
-    ) -> None:
-        self._service = service
-        self._call = call
-        self._model, self._version = _model(exchange)
-        self._header_length = exchange.header(HEADER_LENGTH_NAME)
-        self._body = body
-        self._is_compressed = is_compressed
-        self.read: InferRequest
-
-    @property
-    def json_bytes(self) -> int:
-        """As much work as decoding about so much JSON is; binary tensors cost next to nothing."""
-        size = len(self._body)
-        if self._is_compressed:
-            return _USUAL_RATIO * size
-        length = parse_header_length(self._header_length, size)
-        return size if length is None else length + (size - length) // _BINARY_IS_CHEAPER
-
-    def parse(self) -> RankRequest:
-        """Reads and parses it, and keeps what was read."""
-        limits, body = self._service.limits, self._body
-        if self._is_compressed:
-            body = expand(body, limits.max_body_bytes)
-        header_length = parse_header_length(self._header_length, len(body))
-        self.read = read_infer(self._model, parse_version(self._version), body, header_length, limits)
-        return self._service.parse_infer(self._call, self.read)
 
 
 def error_reply(exchange: Exchange, error: ShardrankError) -> Reply:

@@ -9,8 +9,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OPEN_INFERENCE = Path("serving/proto/inference/open_inference.proto")
 PROTOS = (
     Path("serving/proto/shardrank/v1/ranking.proto"),
-    Path("serving/proto/shardrank/v1/ranking_wire.proto"),
-    Path("serving/proto/shardrank/v1/infer_wire.proto"),
     OPEN_INFERENCE,
 )
 # What `serving.proto.inference.pool` is for.

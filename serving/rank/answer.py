@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from serving.call import Call
+from serving.formats.requests import Answer, Buffer, Codec, Encoded, Request, Unparsed
+from serving.pending import Pending
+from serving.served_model import ServedModel
 from serving.service import RankingService
+from shard_node.generation import Lease
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-JSON = "application/json"
-
-
-class Encoded(NamedTuple):
-    """An answer as bytes.
-
-    Attributes:
-        body: all of it.
-        content_type: as an HTTP header has it.
-        headers: further HTTP headers; names in lower case.
-    """
-
-    body: bytes
-    content_type: str = JSON
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-class Codec(Protocol):
-    """Reads one call's request and writes its answer."""
-
-    @property
-    def api(self) -> str:
-        """Name of the API in metrics: `http`, `grpc`, `oip_http` or `oip_grpc`."""
-
-    @property
-    def method(self) -> str:
-        """`rank` or `lookup`."""
-
-    def parse(self, service: RankingService, call: Any, body: Buffer) -> Any:
-        """Transitional."""
-
-    def encode(self, answer: Any) -> Encoded:
-        """Write the answer."""
+Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 
 
 class Client(Protocol):
@@ -48,14 +22,14 @@ class Client(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's own deadline; None if it set none."""
+        ...
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves: at once, if it has left already."""
+        ...
 
 
-async def answer(
-    service: RankingService, codec: Codec, receive: Callable[[], Awaitable[Buffer]], client: Client
-) -> Encoded:
+async def answer(service: RankingService, codec: Codec, receive: Receive, client: Client) -> Encoded:
     """Answer one call.
 
     Args:
@@ -69,16 +43,48 @@ async def answer(
     """
     with service.call(codec.api, codec.method) as call:
         body = await receive()
-        call.received = service.clock()
-        service.admit(call)
-        request = codec.parse(service, call, body)
-        call.parsed = service.clock()
-        remaining_s = client.time_remaining()
-        if remaining_s is not None:
-            request.deadline = min(request.deadline, service.clock() + remaining_s)
-        rank = service.rank if codec.method == "rank" else service.lookup
-        ranked = await rank(request, client.watch)
-        answered = service.clock()
-        encoded = codec.encode(ranked)
-        service.metrics.answer_encoded(call, request, answered, service.clock())
+        unparsed, request, lease = _parsed(service, codec, call, body)
+        # A long request's bytes are not needed while it waits.
+        del body
+        deadline = call.began + request.timeout_s
+        if (remaining_s := client.time_remaining()) is not None:
+            deadline = min(deadline, call.parsed + remaining_s)
+        loop = asyncio.get_running_loop()
+        pending = Pending(request, lease, deadline, call.parsed, loop.create_future(), loop)
+        answered = await service.wait(pending, client.watch)
+        began = service.clock()
+        encoded = unparsed.encode(answered)
+        service.metrics.answer_encoded(call, pending, began, service.clock())
         return encoded
+
+
+def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
+    """Answer one call of this process while the calling thread waits. Nothing is encoded.
+
+    Raises:
+        ShardrankError: as `answer`.
+    """
+    with service.call(codec.api, codec.method) as call:
+        _, request, lease = _parsed(service, codec, call, body)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        return service.wait_in_thread(
+            Pending(request, lease, call.began + request.timeout_s, call.parsed, future, None)
+        )
+
+
+def _parsed(
+    service: RankingService, codec: Codec, call: Call, body: Buffer
+) -> tuple[Unparsed, Request, Lease[ServedModel]]:
+    """Admit a call whose request is complete, choose its version, and parse it."""
+    call.received = service.clock()
+    service.admit(call)
+    unparsed = codec.read(body, service.limits)
+    lease = service.lease_for(call, unparsed)
+    try:
+        request = unparsed.parse(lease.payload.schema)
+    except BaseException:
+        lease.release()
+        raise
+    call.parsed = service.clock()
+    service.metrics.stage(call.model, "parse", call.parsed - call.leased, call.method)
+    return unparsed, request, lease

@@ -8,9 +8,9 @@ import pytest
 
 from serving.batcher import Batcher
 from serving.errors import OverloadedError, ShuttingDownError
+from serving.formats.requests import LookupRequest, RankRequest
 from serving.limits import RequestLimits
 from serving.pending import Pending, finish
-from serving.request import LookupRequest, RankRequest
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Generations

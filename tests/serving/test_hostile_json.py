@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
-from serving.diagnose_json import diagnose_lookup
-from serving.encode_json import encode, error_document
 from serving.errors import BadRequestError, InvalidFieldError, InvalidIdError, ModelNotFoundError, TooManyEntriesError
+from serving.formats.json_refusal import diagnose_lookup
+from serving.formats.json_writer import encode, error_document
+from serving.formats.schema import RequestSchema
 from serving.json_size import JsonSize
 from serving.limits import RequestLimits
 from serving.parse_json import JsonParser, peek_version
-from serving.parse_schema import RequestSchema
 from shard_node.generation import Generations
 from shardrank_testing.serving_api import MODEL, api_request, api_spec
 

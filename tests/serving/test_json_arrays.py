@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, InvalidIdError
+from serving.formats.schema import RequestSchema
 from serving.json_arrays import MAX_KEPT_BYTES, JsonArrays
 from serving.limits import MAX_ID, RequestLimits
 from serving.parse_json import JsonParser
-from serving.parse_schema import RequestSchema
 from shard_node.bags import KeyedBags
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.formats.requests import RankRequest
 from serving.merge import (
     Merger,
     _Lengths,
@@ -15,7 +16,6 @@ from serving.merge import (
     merge_bags,
     rank_order,
 )
-from serving.request import RankRequest
 from shard_node.bags import KeyedBags
 
 

@@ -13,11 +13,11 @@ from loader.errors import ShardrankError
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import InvalidFieldError, InvalidIdError
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.message_form import MessageForm
 from serving.message_places import places_of
 from serving.parse_proto import ProtoParser
-from serving.parse_schema import RequestSchema
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.read_proto import RankMessage, read_rank
 

@@ -12,10 +12,10 @@ from loader.fingerprint import fingerprint_strings
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, LimitExceededError
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.parse_json import JsonParser, peek_key, peek_version
 from serving.parse_proto import ProtoParser
-from serving.parse_schema import RequestSchema
 from serving.read_proto import read_rank
 from shard_node.generation import Generations
 from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec, rank_message

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, MalformedRequestError
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.parse_json import JsonParser
 from serving.parse_proto import ProtoParser
-from serving.parse_schema import RequestSchema
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_wire_pb2
 from serving.read_proto import MAX_SEARCHED_BYTES, read_lookup, read_rank
 from shardrank_testing.serving_api import api_request, api_spec, rank_message

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from router.embeddings import LookupTimes
+from serving.formats.requests import RankRequest
 from serving.metrics import ServingMetrics
-from serving.request import RankRequest
 from serving.service import RankingService
 from serving.stage_account import Account, Served, StageAccount
 from serving.stages import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes

@@ -13,14 +13,14 @@ from loadtest.workloads import grpc_payload, json_payload, oip_payload
 from loadtest.workloads.errors import AnswerError, WorkloadError
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads
-from serving.encode_json import encode, rank_document
+from serving.formats.json_writer import encode, rank_document
+from serving.formats.requests import RankAnswer
 from serving.grpc_api.encode import encode_rank
 from serving.limits import RequestLimits
 from serving.oip import encode as oip_encode
 from serving.oip import read_grpc
 from serving.oip.infer_request import InferRequest, RequestedOutput
 from serving.read_proto import read_rank
-from serving.request import RankAnswer
 from shardrank_testing.serving_api import MODEL
 from shardrank_testing.workloads import MixedWorkload, assert_same_request, read_payload
 

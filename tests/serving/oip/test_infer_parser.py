@@ -23,6 +23,7 @@ from serving.errors import (
     MissingFeatureError,
     UnknownFeatureError,
 )
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.oip.errors import AmbiguousInputsError, UnsupportedExtensionError
 from serving.oip.infer_request import parse_version
@@ -30,7 +31,6 @@ from serving.oip.parser import InferParser
 from serving.oip.read_grpc import read_infer as read_message
 from serving.oip.read_http import read_infer as read_body
 from serving.parse_json import JsonParser
-from serving.parse_schema import RequestSchema
 from serving.proto.inference import open_inference_pb2 as messages
 from shardrank_testing.inference_requests import Tensor, binary_body, bytes_tensor, json_body, message_of, tensors_of
 from shardrank_testing.serving_api import MODEL, api_request, api_spec

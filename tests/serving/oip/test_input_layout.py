@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from loader.errors import ShardrankError
 from router.feature_schema import FeatureSchema
 from serving.errors import CountMismatchError, InvalidFieldError, InvalidIdError, LimitExceededError
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.oip.parser import InferParser
 from serving.oip.read_grpc import read_infer as read_message
 from serving.oip.read_http import read_infer as read_body
 from serving.parse_json import JsonParser
-from serving.parse_schema import RequestSchema
 from shardrank_testing.inference_requests import binary_body, bytes_tensor, json_body, message_of, tensors_of
 from shardrank_testing.serving_api import MODEL, api_request, api_spec
 

@@ -15,13 +15,13 @@ from serving.card_ranking import CardRanking
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.merge import MergedBatch, merge
-from serving.parse_json import JsonParser
 from serving.ranking import Ranking
 from serving.replica import Replica
 from serving.served_model import ServedModel
 from serving.service import RankingService
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
+from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.snapshots import write_snapshot
 
@@ -120,9 +120,9 @@ def shop_request(
 
 def shop_batch(served: ServedModel, rng: np.random.Generator, candidates: Sequence[int], **how: Any) -> MergedBatch:
     """Requests with that many candidates each, merged as a replica merges them."""
-    spec, parser = served.schema.features.spec, JsonParser(served.schema)
+    spec = served.schema.features.spec
     requests = [shop_request(spec, rng, count, **how) for count in candidates]
-    return merge([parser.rank(request, None, FAR_S) for request in requests])  # type: ignore[arg-type]  # no lease
+    return merge([parse_json(served.schema, request) for request in requests])
 
 
 def ask(replica: Replica, work: Any) -> Any:

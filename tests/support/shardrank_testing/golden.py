@@ -6,8 +6,8 @@ import numpy as np
 
 from loader.golden import GoldenRequests
 from serving.loading import ModelSource, load_served_model
-from serving.parse_json import JsonParser
 from serving.service import RankingService
+from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import ApiModel, api_request
 
 
@@ -16,7 +16,7 @@ def golden_of(model: ApiModel, seeds: range = range(4)) -> GoldenRequests:
     service = RankingService()
     served = load_served_model(ModelSource(snapshot=model.path, dtype="float32"), service)
     requests = [api_request(seed, 3 + seed) for seed in seeds]
-    parsed = [JsonParser(served.schema).rank(request, None, 0.0) for request in requests]
+    parsed = [parse_json(served.schema, request) for request in requests]
     values, lengths, weights = {}, {}, {}
     for key, name in enumerate(served.schema.names):
         own = [one.bags for one in parsed]

@@ -9,14 +9,14 @@ from loadtest.workloads.oip_payload import HEADER_LENGTH
 from loadtest.workloads.payloads import Api, Payload
 from loadtest.workloads.workload import Workload, WorkloadRequest
 from router.feature_schema import FeatureSchema
+from serving.formats.requests import RankRequest
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.oip import read_grpc, read_http
 from serving.oip.parser import InferParser
 from serving.parse_json import JsonParser
 from serving.parse_proto import ProtoParser
-from serving.parse_schema import RequestSchema
 from serving.read_proto import read_rank
-from serving.request import RankRequest
 from shard_node.bags import KeyedBags
 from shardrank_testing.serving_api import CITIES, api_spec
 

@@ -6,6 +6,7 @@ Only when one fails is the position looked for that the error names.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -13,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import CountMismatchError, InvalidFieldError, InvalidIdError, LimitExceededError
+from serving.formats.requests import LookupRequest, Options, RankRequest
+from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
-from serving.parse_schema import Part, RequestSchema, part_path
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 TextField: TypeAlias = Literal["request_id", "routing_key"]
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -46,17 +48,116 @@ def place_of(schema: RequestSchema, bags: KeyedBags, value_index: int, *, lookup
     return Place(part, name, bag - int(starts[segment]), value_index - int(bags.offsets[bag]))
 
 
-def check_bags(schema: RequestSchema, bags: KeyedBags, *, lookup: bool = False) -> None:
-    """Checks sizes, ids and weights of a request.
+def rank_request(
+    schema: RequestSchema,
+    bags: KeyedBags,
+    num_candidates: int,
+    context_dense: Float32Array,
+    candidate_dense: Float32Array,
+    options: Options,
+    texts: Sequence[str] = (),
+) -> RankRequest:
+    """Check the numbers of a rank request; `keyed_bags` made its bags, so their counts agree.
 
     Raises:
-        LimitExceededError: too many ids, in the request or in one bag.
         InvalidIdError: a negative id.
-        InvalidFieldError: a weight that is NaN or infinite.
+        InvalidFieldError: a number that is not finite, or an option out of its range.
+        LimitExceededError: an option above its limit.
     """
-    check_num_ids(schema, bags.num_values)
-    check_bag_lengths(schema, bags, lookup=lookup)
-    check_values(schema, bags, lookup=lookup)
+    limits = schema.limits
+    check_text(limits, "routing_key", options.routing_key)
+    check_values(schema, bags)
+    check_dense("context", context_dense)
+    check_dense("candidates", candidate_dense)
+    return RankRequest(
+        bags,
+        num_candidates,
+        context_dense,
+        candidate_dense,
+        check_timeout(limits, options),
+        check_top_k(options.top_k),
+        check_text(limits, "request_id", options.request_id),
+        texts,
+    )
+
+
+def lookup_request(
+    schema: RequestSchema, bags: KeyedBags, options: Options, texts: Sequence[str] = ()
+) -> LookupRequest:
+    """Check the numbers of a lookup. Raises as `rank_request`, and for an answer that would be too large."""
+    limits = schema.limits
+    check_text(limits, "routing_key", options.routing_key)
+    check_lookup_size(schema, bags)
+    check_values(schema, bags, lookup=True)
+    timeout_s = check_timeout(limits, options)
+    return LookupRequest(bags, timeout_s, check_text(limits, "request_id", options.request_id), texts)
+
+
+def keyed_bags(
+    schema: RequestSchema,
+    keys: Int32Array,
+    bags_per_key: Int64Array,
+    lengths: Int64Array | None,
+    ids_per_key: Int64Array,
+    values: Int64Array,
+    weights: Float32Array | None = None,
+    *,
+    lookup: bool = False,
+) -> KeyedBags:
+    """Make bags of what a request says, if its counts agree and are within the limits.
+
+    Args:
+        schema: of the model.
+        keys: int32 [S], flat feature indices, ascending.
+        bags_per_key: int64 [S].
+        lengths: int64 [B], ids in each bag; None if each has one.
+        ids_per_key: int64 [S], the ids that are there.
+        values: int64 [n], the ids.
+        weights: float32 [n], or None.
+        lookup: whether it is a lookup, which has no context and no candidates.
+
+    Raises:
+        InvalidFieldError: a negative length.
+        CountMismatchError: lengths that do not add up to the ids.
+        LimitExceededError: too many ids, in all or in one bag.
+    """
+    check_num_ids(schema, values.size)
+    if lengths is None:
+        bags = KeyedBags(keys, bags_per_key, np.arange(values.size + 1), values, weights)
+        described = bags_per_key
+    else:
+        # Bounded one by one before they are summed, so that the sum can't wrap around.
+        if lengths.size and not 0 <= int(np.minimum.reduce(lengths)) <= int(np.maximum.reduce(lengths)) <= values.size:
+            _refuse_length(schema, keys, bags_per_key, lengths, values.size, lookup=lookup)
+        bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
+        described = bags.values_per_key()
+    if not np.array_equal(described, ids_per_key):
+        segment = int((described != ids_per_key).argmax())
+        name = schema.names[int(keys[segment])]
+        path = part_path("" if lookup else schema.part_of(name), f"sparse.{name}")
+        said, given = int(described[segment]), int(ids_per_key[segment])
+        raise CountMismatchError(f"{path}.lengths", f"they add up to {said}, but there are {given} ids")
+    if lengths is not None:
+        check_bag_lengths(schema, bags, lookup=lookup)
+    return bags
+
+
+def _refuse_length(
+    schema: RequestSchema,
+    keys: Int32Array,
+    bags_per_key: Int64Array,
+    lengths: Int64Array,
+    num_ids: int,
+    *,
+    lookup: bool,
+) -> None:
+    bag = int(((lengths < 0) | (lengths > num_ids)).argmax())
+    ends = np.cumsum(bags_per_key)
+    segment = int(np.searchsorted(ends, bag, side="right"))
+    name = schema.names[int(keys[segment])]
+    position = bag - int(ends[segment] - bags_per_key[segment])
+    path = part_path("" if lookup else schema.part_of(name), f"sparse.{name}.lengths[{position}]")
+    raise InvalidFieldError(path, f"{int(lengths[bag])} is not in 0..{num_ids}, the number of ids")
 
 
 def check_num_ids(schema: RequestSchema, num_ids: int) -> None:
@@ -138,15 +239,23 @@ def check_dense(part: Part, values: Float32Array) -> None:
     raise InvalidFieldError(path, f"{values[tuple(where)]} is not a finite float32")
 
 
-def check_timeout(limits: RequestLimits, timeout_ms: int | None) -> float:
-    """Seconds until the deadline. Raises LimitExceededError or InvalidFieldError."""
-    if timeout_ms is None:
-        return limits.default_timeout_ms / 1000
-    if timeout_ms < 1:
-        raise InvalidFieldError("timeout_ms", f"{timeout_ms} is not in 1..{limits.max_timeout_ms}")
-    if timeout_ms > limits.max_timeout_ms:
-        raise LimitExceededError("timeout_ms", "max_timeout_ms", limits.max_timeout_ms, timeout_ms, "ms")
-    return timeout_ms / 1000
+def check_timeout(limits: RequestLimits, options: Options) -> float:
+    """Seconds until the deadline, the earlier one if two are given. Raises LimitExceededError or InvalidFieldError."""
+    timeout_ms, timeout_us = options.timeout_ms, options.timeout_us
+    timeout_s = limits.default_timeout_ms / 1000
+    if timeout_ms is not None:
+        if timeout_ms < 1:
+            raise InvalidFieldError("timeout_ms", f"{timeout_ms} is not in 1..{limits.max_timeout_ms}")
+        if timeout_ms > limits.max_timeout_ms:
+            raise LimitExceededError("timeout_ms", "max_timeout_ms", limits.max_timeout_ms, timeout_ms, "ms")
+        timeout_s = timeout_ms / 1000
+    if timeout_us is not None:
+        if timeout_us < 1:
+            raise InvalidFieldError("timeout", f"{timeout_us} is not in 0..{1000 * limits.max_timeout_ms}")
+        if timeout_us > 1000 * limits.max_timeout_ms:
+            raise LimitExceededError("timeout", "max_timeout_ms", limits.max_timeout_ms, -(-timeout_us // 1000), "ms")
+        timeout_s = timeout_us / 1e6 if timeout_ms is None else min(timeout_s, timeout_us / 1e6)
+    return timeout_s
 
 
 def check_top_k(top_k: int | None) -> int | None:

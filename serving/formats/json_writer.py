@@ -8,7 +8,7 @@ import msgspec
 
 from loader.errors import ShardrankError
 from serving.errors import MAX_FIELD_CHARS, printable
-from serving.request import FeatureEmbeddings, LookupAnswer, RankAnswer
+from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
 
 _ENCODER = msgspec.json.Encoder()
 

@@ -1,0 +1,175 @@
+"""The protobuf wire format, read field by field within a budget and written without objects for numbers.
+
+Source: https://protobuf.dev/programming-guides/encoding/. The library's parser makes an object of everything that a
+message holds before anybody can count it, and holds the interpreter's lock meanwhile: 16 KB of compressed empty
+messages become eight million objects. Here a message is a walk over its tags; what a request holds is counted as it
+is met, numbers stay where they lie, and nothing is made of a field that nobody asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import LimitExceededError, MalformedRequestError
+from shard_node.bags import Int64Array
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+MAX_VARINT_BYTES = 10
+_UINT64 = (1 << 64) - 1
+_INT64_SIGN = 1 << 63
+
+
+class Message:
+    """One message and what may still be read of it.
+
+    Args:
+        data: the whole message.
+        name: of its type, for errors.
+        max_fields: fields that may be met in it and in all messages inside, unknown ones too.
+        limit: name of the setting that `max_fields` comes from.
+    """
+
+    __slots__ = ("_left", "_limit", "_max_fields", "_name", "data")
+
+    def __init__(self, data: bytes | bytearray, name: str, max_fields: int, limit: str) -> None:
+        self.data = data
+        self._name = name
+        self._left = self._max_fields = max_fields
+        self._limit = limit
+
+    def fields(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Walk over the fields between two positions.
+
+        Yields:
+            The tag (`number << 3 | wire type`), and two numbers: where the content begins and ends; for a varint its
+            value as an unsigned integer, and 0.
+
+        Raises:
+            MalformedRequestError: the bytes are no message.
+            LimitExceededError: more fields than allowed, in this walk and all others over the message.
+        """
+        data, at, end = self.data, start, len(self.data) if end is None else end
+        while at < end:
+            self._left -= 1
+            if self._left < 0:
+                got = f"more than {self._max_fields}"
+                raise LimitExceededError("", self._limit, self._max_fields, got, "fields in the message")
+            tag = data[at]
+            at += 1
+            if tag > 127:
+                tag, at = self._varint(at - 1, end)
+            kind = tag & 7
+            if tag < 8:
+                raise self.malformed("a field has the number 0")
+            if kind == LENGTH:
+                if at >= end:
+                    raise self.malformed(f"it ends within field {tag >> 3}")
+                size = data[at]
+                at += 1
+                if size > 127:
+                    size, at = self._varint(at - 1, end)
+                stop = at + size
+                if stop > end:
+                    raise self.malformed(f"field {tag >> 3} is longer than what is left")
+                yield tag, at, stop
+                at = stop
+            elif kind == VARINT:
+                value, at = self._varint(at, end)
+                yield tag, value, 0
+            elif kind in (FIXED32, FIXED64):
+                stop = at + (4 if kind == FIXED32 else 8)
+                if stop > end:
+                    raise self.malformed(f"it ends within field {tag >> 3}")
+                yield tag, at, stop
+                at = stop
+            else:
+                raise self.malformed(f"field {tag >> 3} has wire type {kind}; groups are not taken")
+
+    def text(self, start: int, end: int, field: str) -> str:
+        """Decode a string. Raises MalformedRequestError if it is not UTF-8."""
+        try:
+            return self.data[start:end].decode()
+        except UnicodeDecodeError as error:
+            raise MalformedRequestError(field, f"it is not UTF-8: {error.reason}") from None
+
+    def malformed(self, problem: str) -> MalformedRequestError:
+        """Make the error for bytes that are no such message."""
+        return MalformedRequestError("", f"the message is not a {self._name}: {problem}")
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        """Read a varint of up to 64 bits. Returns it, and where it ends."""
+        data, value, shift = self.data, 0, 0
+        for position in range(at, min(end, at + MAX_VARINT_BYTES)):
+            byte = data[position]
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value & _UINT64, position + 1
+            shift += 7
+        raise self.malformed("a varint that does not end")
+
+
+def signed(value: int) -> int:
+    """An int64 from the unsigned integer that a varint gives."""
+    return value - (1 << 64) if value & _INT64_SIGN else value
+
+
+def count_varints(packed: npt.NDArray[np.uint8]) -> int:
+    """The number of varints in a packed field, uint8 [n]: each ends with a byte whose top bit is clear."""
+    return int(np.count_nonzero(packed < 128))
+
+
+def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
+    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before.
+
+    Raises:
+        ValueError: the last varint does not end, or one has more than 10 bytes.
+    """
+    if not packed.size:
+        return np.empty(0, np.int64)
+    ends = np.flatnonzero(packed < 128)
+    if not ends.size or ends[-1] != packed.size - 1:
+        raise ValueError("the last number does not end")
+    starts = np.empty_like(ends)
+    starts[0] = 0
+    starts[1:] = ends[:-1] + 1
+    sizes = ends - starts + 1
+    longest = int(sizes.max())
+    if longest > MAX_VARINT_BYTES:
+        raise ValueError(f"a number of more than {MAX_VARINT_BYTES} bytes")
+    values = (packed[starts] & 127).astype(np.uint64)
+    which = np.arange(ends.size)
+    for position in range(1, longest):
+        which = which[sizes[which] > position]
+        values[which] |= (packed[starts[which] + position] & 127).astype(np.uint64) << np.uint64(7 * position)
+    return values.view(np.int64)
+
+
+def encode_varint(value: int) -> bytes:
+    """Encode an unsigned integer."""
+    digits = bytearray()
+    while value > 127:
+        digits.append(value & 127 | 128)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+def encode_field(number: int, content: bytes | memoryview) -> bytes:
+    """Encode a field that has a length; nothing for an empty one, as proto3 has it."""
+    if not len(content):
+        return b""
+    return b"".join((encode_varint(number << 3 | LENGTH), encode_varint(len(content)), content))
+
+
+def encode_integer(number: int, value: int) -> bytes:
+    """Encode a varint field of a value that is not negative; nothing for 0, as proto3 has it."""
+    return encode_varint(number << 3) + encode_varint(value) if value else b""
+
+
+def packed_bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
+    """The content of a packed field of fixed-width numbers, such as `<f4`."""
+    return values.astype(dtype, copy=False).tobytes()

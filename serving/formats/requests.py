@@ -1,0 +1,184 @@
+"""A parsed request and its answer: arrays and nothing else, the same for HTTP, gRPC and the in-process call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Method: TypeAlias = Literal["rank", "lookup"]
+JSON = "application/json"
+
+
+class Options(NamedTuple):
+    """What a request says beside its numbers, not checked yet.
+
+    Attributes:
+        timeout_ms: its deadline; None for the server's default.
+        timeout_us: the same in microseconds, as the Open Inference Protocol has it; the earlier one counts.
+        top_k: how many positions `order` shall have; None for all.
+        request_id: the caller's own name for the request, or "".
+        routing_key: what a canary is chosen by, or "".
+    """
+
+    timeout_ms: int | None = None
+    timeout_us: int | None = None
+    top_k: int | None = None
+    request_id: str = ""
+    routing_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRequest:
+    """A rank request, checked against the schema of the version that will answer it.
+
+    Attributes:
+        bags: raw ids. keys are all the model's flat feature indices; a context feature has 1 bag, a candidate
+            feature num_candidates.
+        num_candidates: N, at least 1.
+        context_dense: float32 [Kc], finite.
+        candidate_dense: float32 [N, Kd], finite.
+        timeout_s: the deadline, from when the call began.
+        top_k: how many positions `order` has, or None for all N.
+        request_id: the caller's own name for the request, or "".
+        texts: the strings behind the fingerprints among the ids, in their order, for error messages.
+    """
+
+    bags: KeyedBags
+    num_candidates: int
+    context_dense: Float32Array
+    candidate_dense: Float32Array
+    timeout_s: float
+    top_k: int | None = None
+    request_id: str = ""
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupRequest:
+    """A request for pooled embeddings.
+
+    Attributes:
+        bags: raw ids of any of the model's features, with any number of bags each; keys are flat feature indices.
+        timeout_s, request_id, texts: as in `RankRequest`.
+    """
+
+    bags: KeyedBags
+    timeout_s: float
+    request_id: str = ""
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankAnswer:
+    """Scores of one request, all from one version.
+
+    Attributes:
+        scores: float32 [N], in the order of the candidates.
+        order: int64 [min(top_k, N)], positions of the candidates by descending score; equal scores by position.
+    """
+
+    model: str
+    version: int
+    scores: Float32Array
+    order: Int64Array
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureEmbeddings:
+    """Embeddings of one feature.
+
+    Attributes:
+        values: float32 [bags, embedding_dim] if pooled, [ids, embedding_dim] if not.
+        lengths: int64 [bags], rows of each bag, if the feature is not pooled; else None.
+    """
+
+    values: Float32Array
+    lengths: Int64Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupAnswer:
+    """Embeddings by feature name, all from one version."""
+
+    model: str
+    version: int
+    embeddings: dict[str, FeatureEmbeddings]
+    request_id: str = ""
+
+
+Request: TypeAlias = RankRequest | LookupRequest
+Answer: TypeAlias = RankAnswer | LookupAnswer
+
+
+class Encoded(NamedTuple):
+    """An answer as bytes.
+
+    Attributes:
+        body: all of it.
+        content_type: as an HTTP header has it.
+        headers: further HTTP headers; names in lower case.
+    """
+
+    body: bytes
+    content_type: str = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Unparsed(Protocol):
+    """A request of which only is known who shall answer it: what its numbers mean depends on the version."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """The version that must answer; None for the live one, or the canary."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """What a canary is chosen by, or ""."""
+        ...
+
+    def parse(self, schema: RequestSchema) -> Request:
+        """Read and check everything else.
+
+        Raises:
+            BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
+        """
+        ...
+
+    def encode(self, answer: Answer) -> Encoded:
+        """Write the answer in the form that the request asked for."""
+        ...
+
+
+class Codec(Protocol):
+    """A form of requests and answers. Pure: it knows no service, no clock and no connection."""
+
+    @property
+    def api(self) -> str:
+        """Name of the API in metrics: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`."""
+        ...
+
+    @property
+    def method(self) -> Method:
+        """What is asked for."""
+        ...
+
+    def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
+        """Read a request as far as that needs no schema.
+
+        Raises:
+            BadRequestError: it is not of this form.
+        """
+        ...
