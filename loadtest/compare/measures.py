@@ -14,6 +14,7 @@ from loadtest.load.result import LoadResult
 from loadtest.report import comparison as report
 from loadtest.report.ratios import measured
 from loadtest.serving_cost.messages import Weighed
+from loadtest.workloads.payloads import FORMS
 
 # Kinds of failed requests that had too little time.
 _LATE = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
@@ -142,6 +143,7 @@ def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) 
         "model": run.model,
         "api": run.api,
         "distinct requests": run.requests,
+        "requests are": FORMS[load.varied],
         "arrivals": run.arrivals,
         "rate": f"{config.rate:g}/s",
         "throughput": f"closed loop, {config.in_flight} requests always out",
