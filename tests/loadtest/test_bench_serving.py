@@ -46,12 +46,12 @@ def test_a_short_run_measures_real_servers_against_the_same_batches(tmp_path: Pa
 
 
 def test_the_quick_form_is_shorter_and_flags_are_stronger() -> None:
-    full = bench_config(quick=False, rows=1000, options={"heads": (), "rounds": None})
+    full = bench_config(quick=False, rows=1000, varied=True, heads=(), rounds=None)
     assert full == BenchConfig(shape=Shape(rows=1000))
-    quick = bench_config(quick=True, rows=1000, options={"heads": ()})
+    quick = bench_config(quick=True, rows=1000, varied=True, heads=())
     assert (quick.heads, quick.rounds) == (("mlp",), 1)
     assert quick.seconds < full.seconds
-    chosen = bench_config(quick=True, rows=1000, options={"heads": ("dlrm", "mlp"), "rounds": 3, "seconds": 9.0})
+    chosen = bench_config(quick=True, rows=1000, varied=True, heads=("dlrm", "mlp"), rounds=3, seconds=9.0)
     assert (chosen.heads, chosen.rounds, chosen.seconds) == (("dlrm", "mlp"), 3, 9.0)
 
 

@@ -26,10 +26,13 @@ from loadtest.serving_cost.one_answer import check_scores
 from loadtest.serving_cost.servers import Server
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
+from loadtest.workloads.payloads import changing_headers
 from serving.embedded import Ranker
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=7)
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
+CANDIDATES = 7
+HEADERS = changing_headers(True, 0)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def test_the_limit_scores_whole_batches_and_tells_what_they_took(snapshots) -> N
         assert told.seconds >= 0.05
         assert 0 < told.cpu_s <= told.seconds * (os.cpu_count() or 1) + 0.1
         assert told.batch_p50_ms > 0
-        assert len(limit.ask(Score(hotness=1, request=0), Scores, 60).scores) == SHAPE.candidates
+        assert len(limit.ask(Score(hotness=1, request=0), Scores, 60).scores) == CANDIDATES
         with pytest.raises(HelperProcessError, match="answered 'scores' to"):
             limit.ask(Score(hotness=1, request=0), Computed, 60)
 
@@ -134,11 +137,11 @@ def scores(count: int) -> bytes:
 
 
 def test_the_client_always_has_all_its_requests_out_and_counts_them_after_the_warm_up() -> None:
-    server = CountingServer(together=5, answer=scores(SHAPE.candidates))
+    server = CountingServer(together=5, answer=scores(CANDIDATES))
 
     async def main():
         async with server.listening() as port:
-            return await weigh(load_on(port, 5), payloads(SHAPE, "mlp", 1, "json"))
+            return await weigh(load_on(port, 5), payloads(SHAPE, "mlp", 1, "json"), HEADERS)
 
     told = asyncio.run(main())
     assert 0 < told.requests < server.answered
@@ -162,7 +165,7 @@ def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) ->
 
     async def main() -> None:
         async with server.listening() as port:
-            await weigh(load_on(port, 1), payloads(SHAPE, "mlp", 1, "json"))
+            await weigh(load_on(port, 1), payloads(SHAPE, "mlp", 1, "json"), HEADERS)
 
     with pytest.raises(WrongAnswerError, match=f"json: .*{problem}") as failure:
         asyncio.run(main())
@@ -173,7 +176,7 @@ def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) ->
 def test_a_deadline_over_grpc_is_told_from_other_failures() -> None:
     def fail(status: grpc.StatusCode) -> None:
         with loaded_grpc_server(lambda number: Reply(grpc_status=status)) as server:
-            uvloop.run(weigh(load_on(server.port, 2), payloads(SHAPE, "mlp", 1, "grpc")))
+            uvloop.run(weigh(load_on(server.port, 2), payloads(SHAPE, "mlp", 1, "grpc"), HEADERS))
 
     with pytest.raises(LateAnswerError, match="grpc: gRPC status DEADLINE_EXCEEDED"):
         fail(grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -183,12 +186,12 @@ def test_a_deadline_over_grpc_is_told_from_other_failures() -> None:
 
 
 def test_scores_that_are_not_the_models_are_refused() -> None:
-    server = CountingServer(together=1, answer=scores(SHAPE.candidates))
+    server = CountingServer(together=1, answer=scores(CANDIDATES))
 
     async def main() -> None:
         async with server.listening() as port:
             pool, at = payloads(SHAPE, "mlp", 1, "json", 1), Server(port, port, ())
-            right = np.full(SHAPE.candidates, 0.5, np.float32)
+            right = np.full(CANDIDATES, 0.5, np.float32)
             await asyncio.to_thread(check_scores, at, pool, 0, right, 1e-6)
             with pytest.raises(WrongAnswerError, match=r"json: 7 scores, 7 expected; they differ by up to 0\.1"):
                 await asyncio.to_thread(check_scores, at, pool, 0, right + np.float32(0.1), 1e-6)

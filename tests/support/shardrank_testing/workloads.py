@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from loader.fingerprint import fingerprint_strings
@@ -15,6 +17,7 @@ from serving.oip.parser import InferParser
 from serving.parse_json import JsonParser
 from serving.parse_proto import ProtoParser
 from serving.parse_schema import RequestSchema
+from serving.proto.shardrank.v1 import ranking_pb2
 from serving.read_proto import read_rank
 from serving.request import RankRequest
 from shard_node.bags import KeyedBags
@@ -66,8 +69,64 @@ class MixedWorkload:
         return np.array([table.num_embeddings for table in tables], np.int64)[self.schema.table_index]
 
 
-def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest:
-    """The request as the server's own parser reads it; it has no lease, and arrives at time 0."""
+@dataclass
+class Unpacked:
+    """What a packed rank message says, read as ranking.proto describes it."""
+
+    message: ranking_pb2.RankRequest
+    num_candidates: int
+    bags: KeyedBags
+    context_dense: np.ndarray
+    candidate_dense: np.ndarray
+    texts: tuple[str, ...]
+
+    @property
+    def deadline(self) -> float:
+        return (self.message.timeout_ms or RequestLimits().default_timeout_ms) / 1000
+
+
+def unpack(schema: FeatureSchema, body: bytes) -> Unpacked:
+    """By hand: ids feature by feature, bag by bag."""
+    message = ranking_pb2.RankRequest.FromString(body)
+    packed, count = message.packed, message.num_candidates
+    assert not message.HasField("context")
+    assert not message.HasField("candidates")
+    assert packed.schema_digest == schema.digest
+    bags_per_key = [1 if feature.side == "context" else count for feature in schema.features]
+    lengths = np.frombuffer(packed.lengths, "<i4").tolist() or [1] * sum(bags_per_key)
+    assert len(lengths) == sum(bags_per_key)
+    ids, texts = iter(np.frombuffer(packed.ids, "<i8").tolist()), iter(packed.string_ids)
+    of_bags, values = iter(lengths), []
+    for feature, bags in zip(schema.features, bags_per_key, strict=True):
+        for _ in range(sum(next(of_bags) for _ in range(bags))):
+            is_string = feature.name in schema.string_features
+            values.append(fingerprint_strings([next(texts)])[0] if is_string else next(ids))
+    assert [*ids, *texts] == []
+    weights = np.frombuffer(packed.weights, "<f4") if packed.weights else None
+    assert weights is None or weights.size == len(values)
+    return Unpacked(
+        message,
+        count,
+        KeyedBags.from_lengths(
+            np.arange(len(bags_per_key), dtype=np.int32),
+            np.array(bags_per_key, np.int64),
+            np.array(lengths, np.int64),
+            np.array(values, np.int64),
+            weights,
+        ),
+        np.frombuffer(packed.context_dense, "<f4"),
+        np.frombuffer(packed.candidate_dense, "<f4").reshape(count, -1 if packed.candidate_dense else 0),
+        tuple(packed.string_ids),
+    )
+
+
+def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest | Unpacked:
+    """The request as the server's own parser reads it; it has no lease, and arrives at time 0.
+
+    A packed one is read by hand.
+    """
+    if api == "grpc-packed":
+        return unpack(workload.schema, payload.body)
     limits = RequestLimits()
     schema = RequestSchema(workload.schema, limits)
     if api == "json":
@@ -82,7 +141,7 @@ def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest:
     )
 
 
-def assert_same_request(found: RankRequest, expected: WorkloadRequest) -> None:
+def assert_same_request(found: RankRequest | Unpacked, expected: WorkloadRequest) -> None:
     """The parsed request is the workload's, array by array."""
     bags = expected.bags
     ones = np.ones(bags.num_values, np.float32)
