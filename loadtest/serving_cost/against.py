@@ -46,6 +46,8 @@ MAX_RATIO: dict[Api, float] = {"grpc-packed": 1.0, "oip-http": 1.05, "oip-grpc":
 OLD_APIS: dict[Api, Api] = {"grpc-packed": "grpc"}
 """What the old server is asked in place of an API that it may not have."""
 
+SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
+
 Side = Literal["new", "old"]
 
 
@@ -144,8 +146,9 @@ def run_against(config: BenchConfig, other: Path, old_apis: Mapping[Api, Api], f
         ShardrankError: the snapshots can't be written.
     """
     checkouts: dict[Side, Path] = {"new": Path(loadtest.__file__).resolve().parents[1], "old": other.resolve()}
-    if not (checkouts["old"] / "serving" / "cli").is_dir():
-        raise ServingBenchError(f"{other}: not a checkout of this repository; it has no serving/cli")
+    # Where one is missing, Python would take that of another checkout, such as the installed one.
+    if missing := [name for name in SERVED_PACKAGES if not (checkouts["old"] / name / "__init__.py").is_file()]:
+        raise ServingBenchError(f"{other}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
     config = config.model_copy(update={"profile_folder": None})
     began_at = datetime.now(UTC).isoformat(timespec="seconds")
     dtype, pairs = served_dtype(config), []

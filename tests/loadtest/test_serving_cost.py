@@ -28,6 +28,7 @@ from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.payloads import changing_headers
 from serving.embedded import Ranker
+from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server
 
 SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
@@ -45,13 +46,18 @@ def limit_config(snapshot: Path, head: str) -> LimitConfig:
     return LimitConfig(snapshot=str(snapshot), shape=SHAPE, head=head, dtype="float32")
 
 
+@pytest.mark.parametrize("varied", [True, False])
 @pytest.mark.parametrize("head", ["mlp", "dlrm"])
-def test_the_limit_gives_the_scores_of_a_served_model_for_the_same_request(snapshots, head) -> None:
-    limit, pool = Limit(limit_config(snapshots[head], head)), payloads(SHAPE, head, 4, "json", 3)
+@pytest.mark.parametrize("hotness", [1, 4])
+def test_the_limit_gives_the_scores_of_a_served_model_for_the_same_request(snapshots, head, hotness, varied) -> None:
+    shape = SHAPE.model_copy(update={"candidates": "2-9:5", "varied": varied})
+    config = limit_config(snapshots[head], head).model_copy(update={"shape": shape})
+    limit, pool = Limit(config), payloads(shape, head, hotness, "json", 5)
+    assert len({one.num_candidates for one in pool}) > 1
     with Ranker.open(snapshots[head], dtype="float32") as ranker:
-        for number in range(3):
+        for number in range(5):
             expected = ranker.rank(json.loads(pool[number].body))["scores"]
-            told = asyncio.run(limit.score(Score(hotness=4, request=number)))
+            told = asyncio.run(limit.score(Score(hotness=hotness, request=number)))
             np.testing.assert_allclose(told.scores, expected, rtol=0, atol=1e-6)
 
 
@@ -149,6 +155,14 @@ def test_the_client_always_has_all_its_requests_out_and_counts_them_after_the_wa
     assert told.p50_ms <= told.p99_ms
     # Server and client are this very process.
     assert told.server_cpu_s == told.client_cpu_s
+
+
+def test_in_the_closed_loop_each_request_has_a_trace_and_an_id_of_its_own() -> None:
+    with loaded_grpc_server() as server:
+        shape = SHAPE.model_copy(update={"candidates": str(LOADED_CANDIDATES)})
+        told = uvloop.run(weigh(load_on(server.port, 2), payloads(shape, "mlp", 1, "grpc"), changing_headers(True, 5)))
+    for name in ("traceparent", "x-request-id"):
+        assert len({one[name] for one in server.heads}) == len(server.heads) > told.requests
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,36 @@ def test_merlin_tiny_has_its_tables_and_skewed_ids():
     assert values[counts.argmax()] in features["f2_1"].values
 
 
+def test_requests_are_varied_around_the_published_ones():
+    workload = open_workload("dlrm-v2:0.001")
+    rng = np.random.default_rng(3)
+    requests = [workload.request(rng) for _ in range(200)]
+    counts = [request.num_candidates for request in requests]
+    assert 50 <= min(counts) < 60
+    assert 450 < max(counts) <= 500
+    assert np.mean(counts) == pytest.approx(200, rel=0.15)
+    lengths: dict[str, list[np.ndarray]] = {}
+    for request in requests[:20]:
+        for feature in features_of(workload.schema, request):
+            lengths.setdefault(feature.name, []).append(feature.lengths)
+    for number, hotness in enumerate(DLRM_V2_HOTNESS):
+        found = np.concatenate(lengths[f"f{number}"])
+        assert found.mean() == pytest.approx(hotness, rel=0.1)
+        expected = {0, 1, 2} if hotness == 1 else set(range(1, 2 * hotness))
+        assert set(found.tolist()) <= expected
+        assert (found.min(), found.max()) == (min(expected), max(expected))
+
+
+def test_requests_that_are_not_varied_have_the_published_bags_and_candidates():
+    workload = open_workload("merlin-tiny:0.001", varied=False)
+    rng = np.random.default_rng(3)
+    requests = [workload.request(rng) for _ in range(100)]
+    assert min(one.num_candidates for one in requests) >= 100
+    assert max(one.num_candidates for one in requests) > 500
+    for feature in features_of(workload.schema, requests[0]):
+        assert len(set(feature.lengths.tolist())) == 1
+
+
 def test_scale_is_the_share_of_the_rows():
     workload = open_workload("dlrm-v2:0.01")
     assert [table.num_embeddings for table in workload.spec.tables] == [

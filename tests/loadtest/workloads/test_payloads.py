@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import struct
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.serving_cost.shape import Shape, payloads
 from loadtest.workloads import grpc_payload, json_payload, oip_payload
 from loadtest.workloads.errors import AnswerError, WorkloadError
 from loadtest.workloads.opened import open_workload
-from loadtest.workloads.payloads import APIS, Payloads
+from loadtest.workloads.payloads import APIS, Payloads, changing_headers
 from serving.encode_json import encode, rank_document
 from serving.grpc_api.encode import encode_rank
 from serving.limits import RequestLimits
 from serving.oip import encode as oip_encode
 from serving.oip import read_grpc
 from serving.oip.infer_request import InferRequest, RequestedOutput
+from serving.proto.shardrank.v1 import ranking_pb2
 from serving.read_proto import read_rank
 from serving.request import RankAnswer
 from shardrank_testing.serving_api import MODEL
@@ -94,6 +99,44 @@ def test_the_model_s_name_may_be_another_one():
     oip = Payloads(workload, "oip-grpc", count=1, model="other")
     assert read_grpc.read_infer(oip[0].body).model == "other"
     assert oip.path == "/inference.GRPCInferenceService/ModelInfer"
+
+
+def test_a_packed_request_is_its_arrays_in_the_order_of_the_schema():
+    workload = open_workload("dlrm-v2:0.0001", candidates="3")
+    request = workload.request(np.random.default_rng(8))
+    made = Payloads(workload, "grpc-packed", count=1, seed=8, model="other", timeout_ms=TIMEOUT_MS)
+    message = ranking_pb2.RankRequest.FromString(made[0].body)
+    assert made.path == "/shardrank.v1.RankingService/Rank"
+    assert message == ranking_pb2.RankRequest(
+        model="other",
+        num_candidates=3,
+        timeout_ms=TIMEOUT_MS,
+        packed=ranking_pb2.PackedFeatures(
+            schema_digest=workload.schema.digest,
+            ids=struct.pack(f"<{request.bags.num_values}q", *request.bags.values.tolist()),
+            lengths=struct.pack(f"<{request.bags.num_bags}i", *request.bags.lengths.tolist()),
+            candidate_dense=struct.pack(f"<{3 * 13}f", *request.candidate_dense.ravel().tolist()),
+        ),
+    )
+
+
+def test_a_packed_request_whose_bags_all_have_one_id_says_no_lengths():
+    shape = Shape(features=4, rows=9, candidates="5", varied=False)
+    message = ranking_pb2.RankRequest.FromString(payloads(shape, "mlp", 1, "grpc-packed", 1)[0].body)
+    assert message.packed.lengths == b""
+    assert len(message.packed.ids) == 8 * 4 * 5
+
+
+def test_headers_are_w3c_traces_and_ids_that_never_come_again():
+    drawn = list(itertools.islice(changing_headers(True, 7), 1000))
+    traces, ids = zip(*(dict(one).values() for one in drawn), strict=True)
+    assert {tuple(dict(one)) for one in drawn} == {("traceparent", "x-request-id")}
+    assert all(re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", one) for one in traces)
+    assert len({one.split("-")[1] for one in traces}) == len({one.split("-")[2] for one in traces}) == 1000
+    assert len(set(ids)) == 1000
+    assert list(itertools.islice(changing_headers(True, 7), 1000)) == drawn
+    assert next(changing_headers(True, 8)) not in drawn
+    assert list(itertools.islice(changing_headers(False, 7), 3)) == [(), (), ()]
 
 
 def test_memory_is_bounded_but_one_payload_is_always_made():
