@@ -8,6 +8,7 @@ from pydantic import Field
 
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, TableSpec
 from loadtest.workloads.candidates import VARIED_CANDIDATES, parse_candidates
+from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.ids import Uniform
 from loadtest.workloads.payloads import FORMS, Api, Payloads
 from loadtest.workloads.synthetic import SyntheticWorkload
@@ -17,6 +18,7 @@ Head: TypeAlias = Literal["mlp", "dlrm"]
 REQUESTS_IN_POOL = 64
 SEED = 11
 SAME_CANDIDATES = "100"
+MAX_POOL_BYTES = 1 << 30
 
 
 class Shape(Frozen):
@@ -80,5 +82,13 @@ def workload(shape: Shape, head: Head, hotness: int) -> SyntheticWorkload:
 
 
 def payloads(shape: Shape, head: Head, hotness: int, api: Api, count: int = REQUESTS_IN_POOL) -> Payloads:
-    """The first `count` requests of the pool, which is the same for every API."""
-    return Payloads(workload(shape, head, hotness), api, count=count, seed=SEED, timeout_ms=60_000)
+    """The first `count` requests of the pool, which is the same for every API.
+
+    Raises:
+        WorkloadError: they are larger than MAX_POOL_BYTES; fewer would be other requests than those of another API.
+    """
+    made = workload(shape, head, hotness)
+    pool = Payloads(made, api, count=count, seed=SEED, timeout_ms=60_000, max_bytes=MAX_POOL_BYTES)
+    if len(pool) < count:
+        raise WorkloadError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_POOL_BYTES} bytes")
+    return pool

@@ -25,6 +25,7 @@ from loadtest.serving_cost.messages import Compute, Computed, LimitConfig, Load,
 from loadtest.serving_cost.one_answer import check_scores
 from loadtest.serving_cost.servers import Server
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
+from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.payloads import changing_headers
 from serving.embedded import Ranker
@@ -211,3 +212,9 @@ def test_scores_that_are_not_the_models_are_refused() -> None:
                 await asyncio.to_thread(check_scores, at, pool, 0, right + np.float32(0.1), 1e-6)
 
     asyncio.run(main())
+
+
+def test_a_pool_that_would_be_cut_short_is_refused_since_the_limit_computes_all_of_it(monkeypatch) -> None:
+    monkeypatch.setattr("loadtest.serving_cost.shape.MAX_POOL_BYTES", 2000)
+    with pytest.raises(WorkloadError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
+        payloads(SHAPE, "mlp", 4, "json")

@@ -115,6 +115,12 @@ def test_an_answer_that_is_not_of_whole_floats_is_refused() -> None:
         pool.check(bytes(30))
 
 
+def test_scores_that_a_peer_answers_as_a_batch_of_one_request_are_counted_one_by_one() -> None:
+    pool = PeerRequests(SHAPE, 1, "/infer", "tensors")
+    output = {"name": "scores", "datatype": "FP32", "shape": [1, 7], "parameters": {"binary_data_size": 28}}
+    assert pool.check(json.dumps({"outputs": [output]}).encode() + bytes(28)) == 7
+
+
 def test_the_fastapi_peer_answers_with_the_models_scores_and_others_are_refused(tmp_path: Path) -> None:
     tensors, peer, pool = random_tensors(SHAPE, 3), PEERS["fastapi"], PeerRequests(SHAPE, 4, "/rank", "flat")
     write_weights(tensors, tmp_path / "weights")
