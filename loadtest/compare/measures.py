@@ -22,6 +22,7 @@ _PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 
 COUNTED = "requests that count in a round"
 """In the setup: of fewer than a thousand, p99.9 is the slowest one."""
+FORM = "requests are"
 
 
 def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> report.Comparison:
@@ -143,7 +144,7 @@ def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) 
         "model": run.model,
         "api": run.api,
         "distinct requests": run.requests,
-        "requests are": FORMS[load.varied],
+        FORM: FORMS[load.varied],
         "arrivals": run.arrivals,
         "rate": f"{config.rate:g}/s",
         "throughput": f"closed loop, {config.in_flight} requests always out",
