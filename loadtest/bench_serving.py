@@ -4,6 +4,9 @@ Real servers on this machine, with a client of its own process: processor time o
 when 32 are always in flight, as the operating system counts it, over gRPC, binary HTTP and JSON, against the same
 batches computed without a server; and the median time of one request after the other, against a batch of one. Each
 number of a server is taken next to its limit, and everything is repeated in rounds: trust the ratios.
+
+With `--against FOLDER`, another checkout of this repository: processor time of a request, this checkout's server and
+that one's in alternation, and their ratio.
 """
 
 from __future__ import annotations
@@ -16,13 +19,26 @@ import click
 from rich.console import Console
 
 from loader.errors import ShardrankError
+from loadtest.serving_cost.against import OLD_APIS, AgainstBench, run_against, show_against
+from loadtest.serving_cost.result import ServingBench
 from loadtest.serving_cost.run import BenchConfig, run_bench
 from loadtest.serving_cost.servers import Mode
 from loadtest.serving_cost.shape import Head, Shape
 from loadtest.serving_cost.tables import show
-from loadtest.workloads.payloads import Api
+from loadtest.workloads.options import same_option
+from loadtest.workloads.payloads import APIS, Api
 
-MEASURED_APIS: tuple[Api, ...] = ("grpc", "oip-http", "json")
+
+def _old_apis(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[Api, Api]:
+    """`NEW=OLD`, each an API."""
+    del ctx, param
+    found = dict(OLD_APIS)
+    for text in texts:
+        new, _, old = text.partition("=")
+        if new not in APIS or old not in APIS:
+            raise click.BadParameter(f"{text!r} is not NEW=OLD with two of {', '.join(APIS)}")
+        found[new] = old
+    return found
 
 
 @click.command(help=__doc__)
@@ -30,7 +46,7 @@ MEASURED_APIS: tuple[Api, ...] = ("grpc", "oip-http", "json")
 @click.option("--quick", is_flag=True, help="About a minute: the MLP alone, one round, short times.")
 @click.option("--head", "heads", type=click.Choice(get_args(Head)), multiple=True, help="Repeatable. Default: both.")
 @click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, help="Repeatable. Default: 1 and 20.")
-@click.option("--api", "apis", type=click.Choice(MEASURED_APIS), multiple=True, help="Repeatable. Default: all.")
+@click.option("--api", "apis", type=click.Choice(APIS), multiple=True, help="Repeatable. Default: all but oip-grpc.")
 @click.option(
     "--mode",
     "modes",
@@ -39,6 +55,7 @@ MEASURED_APIS: tuple[Api, ...] = ("grpc", "oip-http", "json")
     help="Where the rows are when one request is in flight. Repeatable. Default: both.",
 )
 @click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of the one table.")
+@same_option
 @click.option("--rounds", type=click.IntRange(1, 100), help="Default: 5, with --quick 1.")
 @click.option("--seconds", type=click.FloatRange(0.1), help="Of each full load. Default: 5, with --quick 2.")
 @click.option("--in-flight", type=click.IntRange(1, 1024), default=32, show_default=True)
@@ -51,23 +68,43 @@ MEASURED_APIS: tuple[Api, ...] = ("grpc", "oip-http", "json")
     type=click.Path(path_type=Path, file_okay=False, exists=True, resolve_path=True),
     help="A folder for the profiles of the servers under full load; keeping them costs a little.",
 )
-def main(json_file: Path | None, quick: bool, rows: int, **options: Any) -> None:
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="FOLDER",
+    help="Another checkout: full load alone, on its server and this one's.",
+)
+@click.option(
+    "--against-api",
+    "old_apis",
+    multiple=True,
+    callback=_old_apis,
+    metavar="NEW=OLD",
+    help="With --against: what the old server is asked in place of an API that it lacks. Repeatable. "
+    "Default: grpc-packed=grpc.",
+)
+def main(json_file: Path | None, against: Path | None, old_apis: dict[Api, Api], **options: Any) -> None:
     """Runs the benchmark."""
-    console = Console(width=150)
-    config = bench_config(quick=quick, rows=rows, options=options)
+    console = Console(width=160)
+    config = bench_config(**options)
+    result: ServingBench | AgainstBench
     try:
         with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
-            result = run_bench(config, Path(folder), console.print)
+            if against is None:
+                result = run_bench(config, Path(folder), console.print)
+                show(result, console)
+            else:
+                result = run_against(config, against, old_apis, Path(folder), console.print)
+                show_against(result, console)
     except ShardrankError as error:
         raise click.ClickException(str(error)) from error
-    show(result, console)
     if json_file is not None:
         json_file.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def bench_config(*, quick: bool, rows: int, options: dict[str, Any]) -> BenchConfig:
+def bench_config(*, quick: bool, rows: int, varied: bool, **options: Any) -> BenchConfig:
     """What the flags ask for; what is not given is the default of the full or the quick form."""
-    config = BenchConfig(shape=Shape(rows=rows))
+    config = BenchConfig(shape=Shape.of(rows, varied=varied))
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if quick:
         config = config.quick()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias, cast
 
 import httptools
 
@@ -14,12 +14,19 @@ OnAnswer: TypeAlias = Callable[["HttpConnection", int, bytes], None]
 OnEnd: TypeAlias = Callable[["HttpConnection", str], None]
 
 
-def post_request(host: str, port: int, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
-    """The bytes of a POST request; `headers` must not have `host` or `content-length`."""
+class PostRequest(NamedTuple):
+    """A prepared request: its request line and headers, to which more can be added when it is sent, and its body."""
+
+    head: bytes
+    body: bytes
+
+
+def post_request(host: str, port: int, path: str, headers: Mapping[str, str], body: bytes) -> PostRequest:
+    """A POST request; `headers` must not have `host` or `content-length`."""
     at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     lines = [f"POST {path} HTTP/1.1", f"host: {at}", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+    return PostRequest(("\r\n".join(lines) + "\r\n").encode("latin-1"), body)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -52,10 +59,11 @@ class HttpConnection(asyncio.Protocol):
         # uvloop's transports are not instances of asyncio's class.
         self._transport = cast(asyncio.Transport, transport)
 
-    def send(self, payload: bytes) -> None:
-        """Sends a whole request; the one before it must have been answered."""
+    def send(self, request: PostRequest, headers: Iterable[tuple[str, str]] = ()) -> None:
+        """Sends a request, with further headers; the one before it must have been answered."""
         assert self._transport is not None
-        self._transport.write(payload)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+        self._transport.writelines([request.head, f"{lines}\r\n".encode("latin-1"), request.body])
 
     def data_received(self, data: bytes) -> None:
         """Part of asyncio's protocol."""

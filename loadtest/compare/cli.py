@@ -24,7 +24,7 @@ _COMPARE = (
     *("sharding", "workers", "dtype", "hosts", "delay_ms"),
 )
 _LOAD = (
-    *("workload", "context_features", "movielens", "ids", "candidates", "arrivals", "api"),
+    *("workload", "context_features", "movielens", "ids", "candidates", "varied", "arrivals", "api"),
     *("slo_ms", "timeout_ms", "processes", "requests", "seed", "split_seed"),
 )
 
@@ -102,7 +102,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
               metavar="S", help="Of the warm measure, after the warm-up.")  # fmt: skip
 @click.option(
     "--api",
-    type=click.Choice(["json", "oip-http", "grpc", "oip-grpc"]),
+    type=click.Choice(["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]),
     default="grpc",
     show_default=True,
     help="oip: Open Inference Protocol, over HTTP with binary tensors.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import urllib.error
+from collections.abc import Iterator
 
 import grpc
 import numpy as np
@@ -25,26 +26,28 @@ from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import Scores, ServerLoad, Weighed
 from loadtest.serving_cost.one_answer import scores_of
 from loadtest.serving_cost.servers import Server
-from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.payloads import Headers, Payloads, changing_headers
 
 
 def main(arguments: list[str]) -> int:
     """The program; returns its exit code."""
     # A terminal's Ctrl-C is for the process that started it, which then ends this one's input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _, pool = open_payloads(ProcessConfig(load=LoadConfig.model_validate_json(arguments[0]), process=0))
+    load = LoadConfig.model_validate_json(arguments[0])
+    _, pool = open_payloads(ProcessConfig(load=load, process=0))
+    headers = changing_headers(load.varied, load.seed)
 
     def answer(line: str) -> Weighed | Scores:
         asked = TO_CLIENT.validate_json(line)
-        return _scores(asked, pool) if isinstance(asked, ScoresAsked) else _weighed(asked, pool)
+        return _scores(asked, pool) if isinstance(asked, ScoresAsked) else _weighed(asked, pool, headers)
 
     answer_lines(answer)
     return 0
 
 
-def _weighed(load: ServerLoad, pool: Payloads) -> Weighed:
+def _weighed(load: ServerLoad, pool: Payloads, headers: Iterator[Headers]) -> Weighed:
     try:
-        return uvloop.run(weigh(load, pool))
+        return uvloop.run(weigh(load, pool, headers))
     except LateAnswerError as error:
         raise LateAnswerError(
             f"{error}; with {load.in_flight} requests in flight the server needs more time than they have: "

@@ -21,6 +21,7 @@ from loadtest.load.config import LoadConfig
 from loadtest.load.result_file import check_writable, write_document
 from loadtest.report.comparison import Comparison
 from loadtest.report.page import write_html
+from loadtest.workloads.payloads import GRPC_APIS
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from shard_node.cuda.device_choice import DeviceChoice
@@ -54,7 +55,7 @@ def checked_configs(
         DeviceChoiceError: no such device.
     """
     api = load["api"]
-    target = target_of("grpc" if api in ("grpc", "oip-grpc") else "json", _ANY_PORTS)
+    target = target_of("grpc" if api in GRPC_APIS else "json", _ANY_PORTS)
     checked = drill_config(Budgets, dict(budgets))
     DeviceChoice.parse(checked.device)
     return (

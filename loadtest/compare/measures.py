@@ -14,6 +14,7 @@ from loadtest.load.result import LoadResult
 from loadtest.report import comparison as report
 from loadtest.report.ratios import measured
 from loadtest.serving_cost.messages import Weighed
+from loadtest.workloads.payloads import FORMS
 
 # Kinds of failed requests that had too little time.
 _LATE = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
@@ -21,6 +22,7 @@ _PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 
 COUNTED = "requests that count in a round"
 """In the setup: of fewer than a thousand, p99.9 is the slowest one."""
+FORM = "requests are"
 
 
 def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> report.Comparison:
@@ -142,6 +144,7 @@ def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) 
         "model": run.model,
         "api": run.api,
         "distinct requests": run.requests,
+        FORM: FORMS[load.varied],
         "arrivals": run.arrivals,
         "rate": f"{config.rate:g}/s",
         "throughput": f"closed loop, {config.in_flight} requests always out",

@@ -24,7 +24,7 @@ from loadtest.compare.config import Arm, CompareConfig, Dtype, order_of_round
 from loadtest.load.config import LoadConfig
 from loadtest.load.processes import running_generators
 from loadtest.serving_cost.helper_process import HelperProcess
-from loadtest.workloads.payloads import Api
+from loadtest.workloads.payloads import GRPC_APIS, Api
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ class Measurements:
 
 def target_of(api: Api, ports: Ports) -> str:
     """Where requests of an API go."""
-    return f"grpc://{HOST}:{ports.grpc}" if api in ("grpc", "oip-grpc") else f"http://{HOST}:{ports.http}"
+    return f"grpc://{HOST}:{ports.grpc}" if api in GRPC_APIS else f"http://{HOST}:{ports.http}"
 
 
 async def measure_rounds(

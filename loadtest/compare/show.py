@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.compare.measures import COUNTED
+from loadtest.compare.measures import COUNTED, FORM
 from loadtest.report import numbers
 from loadtest.report.comparison import Comparison
 from loadtest.report.comparison_plots import ratio_text
@@ -15,6 +15,7 @@ from loadtest.report.comparison_plots import ratio_text
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Prints a row for each measure: medians, and under them the ratios with their intervals."""
     _line(console, comparison.title)
+    _line(console, f"{FORM} {comparison.setup[FORM]}")
     table = Table(box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for arm in comparison.arms:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from loadtest.http_connection import HttpConnection, post_request
+from loadtest.http_connection import HttpConnection, PostRequest, post_request
 
 
 class HttpClient:
@@ -40,11 +40,11 @@ class HttpClient:
         self._idle_limit_s = idle_limit_s
         self._clock = clock
 
-    def prepare(self, path: str, body: bytes) -> bytes:
-        """The bytes of a POST request."""
+    def prepare(self, path: str, body: bytes) -> PostRequest:
+        """A POST request."""
         return post_request(self._host, self._port, path, {"content-type": "application/json"}, body)
 
-    async def call(self, payload: bytes) -> tuple[int, bytes]:
+    async def call(self, request: PostRequest) -> tuple[int, bytes]:
         """Sends a prepared request and waits for its answer; a cancelled call closes its connection.
 
         Raises:
@@ -54,7 +54,7 @@ class HttpClient:
             connection = self._take() or await self._connect()
             answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
             self._answers[connection] = answer
-            connection.send(payload)
+            connection.send(request)
             try:
                 result = await answer
             except BaseException:

@@ -69,8 +69,9 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--model", metavar="NAME", help="Default: the workload's own name.")
 @click.option(
     "--api",
-    type=click.Choice(["json", "oip-http", "grpc", "oip-grpc"]),
-    help="oip: Open Inference Protocol, over HTTP with binary tensors. Default: json at http://, grpc at grpc://.",
+    type=click.Choice(["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]),
+    help="oip: Open Inference Protocol, over HTTP with binary tensors; grpc-packed: features as arrays in the order of "
+    "the model's schema. Default: json at http://, grpc at grpc://.",
 )
 @request_options
 @click.option("--arrivals", type=click.Choice(["poisson", "constant"]), help="Default: poisson.")

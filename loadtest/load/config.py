@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from loader.manifest import Frozen
 from loadtest.load.result import Arrivals
-from loadtest.workloads.payloads import Api
+from loadtest.workloads.payloads import GRPC_APIS, Api
 from serving.limits import RequestLimits
 
-APIS_BY_SCHEME: dict[str, tuple[Api, ...]] = {"http": ("json", "oip-http"), "grpc": ("grpc", "oip-grpc")}
+APIS_BY_SCHEME: dict[str, tuple[Api, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
 DEFAULT_PORTS = {"http": 80}
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
@@ -56,6 +56,7 @@ class LoadConfig(Frozen):
         context_features: of a drawn workload, how many features come once a request.
         ids: their distribution; None for the workload's own.
         candidates: how many a request has; None for the workload's own.
+        varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
         movielens: folder of MovieLens 100K, for the workload `films`.
         arrivals: `poisson` or `constant`.
         timeout_ms: after which a request is given up, from its intended time.
@@ -77,6 +78,7 @@ class LoadConfig(Frozen):
     context_features: int = Field(default=0, ge=0)
     ids: str | None = None
     candidates: str | None = None
+    varied: bool = True
     movielens: Path | None = None
     arrivals: Arrivals = "poisson"
     timeout_ms: float = Field(default=1000, gt=0, le=60_000)

@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvloop
@@ -29,7 +29,7 @@ from loadtest.load.open_loop import OpenLoop
 from loadtest.load.outgoing import PayloadPool, Sender
 from loadtest.load.recorder import Recorder
 from loadtest.workloads.opened import open_workload
-from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.payloads import Headers, Payloads, changing_headers
 from serving.fleet.parent import die_with_parent
 
 STATUS_INTERVAL_S = 0.5
@@ -57,6 +57,7 @@ def open_payloads(config: ProcessConfig) -> tuple[str, Payloads]:
         context_features=load.context_features,
         movielens=load.movielens,
         split_seed=load.split_seed,
+        varied=load.varied,
     )
     return workload.name, Payloads(
         workload,
@@ -66,8 +67,12 @@ def open_payloads(config: ProcessConfig) -> tuple[str, Payloads]:
         timeout_ms=load.stated_timeout_ms,
         max_bytes=load.max_request_bytes,
         # Processes that asked the same would find each other's rows in the server's caches.
-        seed=load.seed + 2**32 * config.process,
+        seed=_seed_of(config),
     )
+
+
+def _seed_of(config: ProcessConfig) -> int:
+    return config.load.seed + 2**32 * config.process
 
 
 async def do_run(config: ProcessConfig, begin: Begin, pool: PayloadPool, say: Say) -> Done:
@@ -96,7 +101,8 @@ async def do_run(config: ProcessConfig, begin: Begin, pool: PayloadPool, say: Sa
         timeout_s=timeout_s,
         max_in_flight=share_of(load.max_in_flight, config.process, load.processes),
     )
-    sender = await _open_sender(config, pool, recorder, loop)
+    headers = changing_headers(load.varied, _seed_of(config) + 2**40 * run.seed)
+    sender = await _open_sender(config, pool, headers, recorder, loop)
     status = asyncio.create_task(_say_status(loop, recorder, say))
     cpu = asyncio.create_task(cpu_between(begin.at + run.warmup_s, begin.at + run.until_s))
     try:
@@ -109,7 +115,9 @@ async def do_run(config: ProcessConfig, begin: Begin, pool: PayloadPool, say: Sa
     return Done(records=recorder.records(), cpu_s=cpu_s, connections=sender.opened)
 
 
-async def _open_sender(config: ProcessConfig, pool: PayloadPool, recorder: Recorder, loop: OpenLoop) -> Sender:
+async def _open_sender(
+    config: ProcessConfig, pool: PayloadPool, headers: Iterator[Headers], recorder: Recorder, loop: OpenLoop
+) -> Sender:
     load, at = config.load, config.load.at
     if at.scheme == "grpc":
         return GrpcSender(
@@ -118,12 +126,13 @@ async def _open_sender(config: ProcessConfig, pool: PayloadPool, recorder: Recor
             pool,
             recorder,
             loop.on_over,
+            headers=headers,
             channels=max(1, share_of(load.grpc_channels, config.process, load.processes)),
             timeout_s=load.timeout_ms / 1000,
         )
     address = await resolve(at.host, at.port)
     connections = share_of(load.max_connections, config.process, load.processes)
-    return HttpSender(address, at.host, pool, recorder, loop.on_over, max_connections=connections)
+    return HttpSender(address, at.host, pool, recorder, loop.on_over, headers=headers, max_connections=connections)
 
 
 async def _say_status(loop: OpenLoop, recorder: Recorder, say: Say) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from loadtest.grpc_channels import as_it_is, open_channels
 from loadtest.load.answer_check import AnswerCheck
 from loadtest.load.outgoing import OnOver, Outgoing, PayloadPool
 from loadtest.load.recorder import Recorder
+from loadtest.workloads.payloads import Headers
 
 
 class GrpcSender:
@@ -26,6 +27,7 @@ class GrpcSender:
         pool: of the requests.
         recorder: gives out codes of failures.
         on_over: told each request that is over.
+        headers: metadata of each call, one after the other.
         channels: connections.
         timeout_s: deadline of a call, from the request's intended time.
         clock: CLOCK_MONOTONIC in seconds.
@@ -39,6 +41,7 @@ class GrpcSender:
         recorder: Recorder,
         on_over: OnOver,
         *,
+        headers: Iterator[Headers],
         channels: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -53,6 +56,7 @@ class GrpcSender:
         self._check = AnswerCheck(pool, recorder)
         self._recorder = recorder
         self._on_over = on_over
+        self._headers = headers
         self._timeout_s = timeout_s
         self._clock = clock
         self._out: dict[Outgoing, asyncio.Task[None]] = {}
@@ -91,7 +95,9 @@ class GrpcSender:
     async def _ask(self, request: Outgoing) -> None:
         try:
             left_s = request.intended + self._timeout_s - request.sent
-            body = await next(self._calls)(self._bodies[request.number], timeout=max(left_s, 0.001))
+            body = await next(self._calls)(
+                self._bodies[request.number], timeout=max(left_s, 0.001), metadata=next(self._headers)
+            )
             ended = self._clock()
             code = self._check(request.number, body)
         except grpc.aio.AioRpcError as error:

@@ -6,12 +6,13 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from loadtest.http_connection import HttpConnection, post_request
 from loadtest.load.answer_check import AnswerCheck
 from loadtest.load.outgoing import OnOver, Outgoing, PayloadPool
 from loadtest.load.recorder import Recorder
+from loadtest.workloads.payloads import Headers
 
 OK_STATUS = 200
 # Servers close connections that were idle for 5 s and more; a request may not meet that.
@@ -32,6 +33,7 @@ class HttpSender:
         pool: of the requests.
         recorder: gives out codes of failures.
         on_over: told each request that is over.
+        headers: that each request is sent with beside its own, one after the other.
         max_connections: open at a time.
         clock: CLOCK_MONOTONIC in seconds.
     """
@@ -44,14 +46,16 @@ class HttpSender:
         recorder: Recorder,
         on_over: OnOver,
         *,
+        headers: Iterator[Headers],
         max_connections: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
-        self._payloads = [post_request(host, address[1], pool.path, dict(one.headers), one.body) for one in pool]
+        self._requests = [post_request(host, address[1], pool.path, dict(one.headers), one.body) for one in pool]
         self._check = AnswerCheck(pool, recorder)
         self._recorder = recorder
         self._on_over = on_over
+        self._headers = headers
         self._max_connections = max_connections
         self._clock = clock
         self._idle: deque[HttpConnection] = deque()
@@ -99,7 +103,7 @@ class HttpSender:
         self._out[connection] = request
         self._on[request] = connection
         request.sent = self._clock()
-        connection.send(self._payloads[request.number])
+        connection.send(self._requests[request.number], next(self._headers))
 
     def _take(self) -> HttpConnection | None:
         while self._idle:

@@ -54,6 +54,7 @@ def make_result(
         workload=ready[0].workload,
         ids=config.ids,
         candidates=config.candidates,
+        varied=config.varied,
         requests=sum(one.requests for one in ready),
         arrivals=config.arrivals,
         seed=config.seed,

@@ -151,6 +151,8 @@ class LoadResult(Frozen):
         model: asked for.
         workload: as it was given, such as `dlrm-v2:0.01`.
         ids, candidates: distributions as they were given; None for the workload's own.
+        varied: whether bags were ragged, and each request had a `traceparent` and `x-request-id` of its own. Results
+            that don't say are older, and theirs were not.
         requests: distinct ones that were made ahead and sent again and again, all processes together.
         arrivals: `constant` gaps, or a `poisson` process.
         seed: of the requests and their times.
@@ -187,6 +189,7 @@ class LoadResult(Frozen):
     workload: str
     ids: str | None = None
     candidates: str | None = None
+    varied: bool = False
     requests: Count
     arrivals: Arrivals
     seed: int

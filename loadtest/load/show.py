@@ -10,6 +10,7 @@ from rich.table import Table
 
 from loadtest.load.result import LoadResult, Percentiles, SweepResult
 from loadtest.load.sweep import outcome_of
+from loadtest.workloads.payloads import FORMS
 
 PERCENTILES = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
 
@@ -28,6 +29,7 @@ def _show_run(console: Console, result: LoadResult) -> None:
         f"{result.target} {result.api}  {result.workload}  {result.arrivals} arrivals at {result.rate:g}/s for "
         f"{result.duration_s:g} s",
     )
+    _line(console, f"requests are {FORMS[result.varied]}")
     table = _table(("", "p50", "p90", "p99", "p99.9", "max"))
     rows = {
         "latency of answers, ms": result.latency,
@@ -55,6 +57,7 @@ def _show_run(console: Console, result: LoadResult) -> None:
 
 
 def _show_sweep(console: Console, result: SweepResult) -> None:
+    _line(console, f"requests are {FORMS[result.steps[0].varied]}")
     table = _table(("rate", "p50", "p99", "p99 of due", "errors", "generator", ""))
     for step in result.steps:
         cpu = max(process.cpu_share for process in step.generator.processes)

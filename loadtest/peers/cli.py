@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from loadtest.peers.catalog import PEERS
+from loadtest.workloads.options import same_option
 from serving.cli.examples import WithExamples
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -50,6 +51,7 @@ def _hotness(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int
 @click.option("--hotness", callback=_hotness, default="1,20", show_default=True, metavar="N,...", help="Ids a bag.")
 @click.option("--in-flight", type=click.IntRange(1, 1024), default=32, show_default=True, metavar="N")
 @click.option("--rows", type=click.IntRange(1, 2**31), default=1_000_000, show_default=True, help="Of the one table.")
+@same_option
 @click.option("--workers", type=click.IntRange(1, 64), default=CORES, help="Processes of a peer. Default: the cores.")
 @click.option("--batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Largest one of a peer.")
 @click.option("--shardrank-workers", type=click.IntRange(1, 64), default=CORES, help="Default: the cores.")
@@ -70,6 +72,7 @@ def peers(
     env_dir: Path,
     installs: bool,
     rows: int,
+    varied: bool,
     json_file: Path | None,
     html_file: Path | None,
     **measuring: object,
@@ -102,7 +105,7 @@ def peers(
     from loadtest.report.page import write_html
     from loadtest.serving_cost.shape import Shape
 
-    config = PeersConfig.model_validate({"shape": Shape(rows=rows), "peers": tuple(pythons), **measuring})
+    config = PeersConfig.model_validate({"shape": Shape.of(rows, varied=varied), "peers": tuple(pythons), **measuring})
     with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
         rounds = run_peers(config, pythons, Path(folder), click.echo)
     comparison = compared(config, rounds)

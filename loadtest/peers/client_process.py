@@ -15,7 +15,8 @@ from loadtest.peers.requests import requests_for
 from loadtest.serving_cost.client_process import weigh
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import Offered, ServerLoad, Weighed
-from loadtest.serving_cost.shape import Shape
+from loadtest.serving_cost.shape import SEED, Shape
+from loadtest.workloads.payloads import changing_headers
 
 
 class PeerLoad(ServerLoad):
@@ -40,6 +41,7 @@ def main() -> None:
     """`python -m loadtest.peers.client_process SHAPE`."""
     shape = Shape.model_validate_json(sys.argv[1])
     pool_of = lru_cache(maxsize=16)(partial(requests_for, shape))
+    headers = changing_headers(shape.varied, SEED)
 
     def answer(line: str) -> Weighed | Offered:
         load = TO_CLIENT.validate_json(line)
@@ -47,8 +49,8 @@ def main() -> None:
         # A collection that walks all modules and requests would take longer than most answers.
         settle_heap()
         if isinstance(load, PeerRate):
-            return uvloop.run(offer(load, pool))
-        return uvloop.run(weigh(load, pool, load.server))
+            return uvloop.run(offer(load, pool, headers))
+        return uvloop.run(weigh(load, pool, headers, load.server))
 
     answer_lines(answer)
 

@@ -122,7 +122,7 @@ def compared(config: PeersConfig, rounds: Sequence[Round], machine: Machine | No
         title="shardrank and what else could serve the model",
         setup={
             "model": f"{shape.features} features over one table of {shape.rows} x {shape.embedding_dim}, MLP",
-            "request": f"{shape.candidates} candidates, {shape.dense} dense inputs each",
+            "requests": f"{shape.requests}; {shape.dense} dense inputs a candidate",
             "in flight": str(config.in_flight),
             "seconds of each load": f"{config.seconds:g}",
             "processes of each peer": f"{config.workers}, one thread each",

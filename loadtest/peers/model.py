@@ -13,7 +13,7 @@ from loader.writer import export_snapshot
 from loadtest.serving_cost.shape import Shape, model_spec
 from loadtest.workloads.export import random_dense
 from loadtest.workloads.workload import WorkloadRequest
-from shard_node.bags import Float32Array, Int64Array
+from shard_node.bags import Float32Array, Int32Array, Int64Array
 
 ROWS = "rows"
 # Rows are this wide, so that scores differ by much more than a tolerance.
@@ -39,22 +39,27 @@ def write_snapshot(shape: Shape, tensors: dict[str, torch.Tensor], store: Path) 
     return export_snapshot(store, model_spec(shape, "mlp"), rows=rows, dense=dense)
 
 
-def request_arrays(request: WorkloadRequest) -> tuple[Int64Array, Float32Array]:
-    """Ids int64 [candidates, features, ids] and dense inputs float32 [candidates, dense] of a request.
+def request_arrays(request: WorkloadRequest) -> tuple[Int32Array, Int64Array, Float32Array]:
+    """A request whose features are all of candidates, candidate by candidate, as peers want it.
 
-    All bags must be as long as one another, as in the workload of `loadtest.serving_cost.shape`.
+    Returns:
+        (the number of ids in each bag, int32 [candidates, features]; the ids, int64 [their sum]; dense inputs, float32
+        [candidates, dense]).
     """
-    candidates = request.num_candidates
-    features = request.bags.lengths.size // candidates
-    ids = request.bags.values.reshape(features, candidates, -1)
-    return np.ascontiguousarray(ids.transpose(1, 0, 2)), request.candidate_dense
+    bags, candidates = request.bags, request.num_candidates
+    lengths = bags.lengths.reshape(-1, candidates)
+    candidate = np.repeat(np.tile(np.arange(candidates), len(lengths)), bags.lengths)
+    ids = bags.values[np.argsort(candidate, kind="stable")]
+    return np.ascontiguousarray(lengths.T, np.int32), ids, request.candidate_dense
 
 
 def reference_scores(tensors: dict[str, torch.Tensor], request: WorkloadRequest) -> Float32Array:
     """float32 [candidates], by NumPy in float32: what every server must answer, as far as rounding goes."""
-    ids, dense = request_arrays(request)
-    pooled = tensors[ROWS].numpy()[ids].sum(2, dtype=np.float32).reshape(len(ids), -1)
-    x = np.concatenate([dense, pooled], 1)
+    lengths, ids, dense = request_arrays(request)
+    rows = tensors[ROWS].numpy()
+    pooled = np.zeros((lengths.size, rows.shape[1]), np.float32)
+    np.add.at(pooled, np.repeat(np.arange(lengths.size), lengths.ravel()), rows[ids])
+    x = np.concatenate([dense, pooled.reshape(len(dense), -1)], 1)
     last = sum(name.endswith(".weight") for name in tensors) - 1
     for number in range(last + 1):
         x = x @ tensors[f"mlp.layers.{number}.weight"].numpy().T + tensors[f"mlp.layers.{number}.bias"].numpy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -22,6 +23,7 @@ from loadtest.load.outgoing import Sender
 from loadtest.load.recorder import Recorder, merged
 from loadtest.serving_cost.client_process import RequestPool
 from loadtest.serving_cost.messages import AtServer, Offered
+from loadtest.workloads.payloads import Headers
 
 # Beyond these a request fails, and counts as later than any other.
 TIMEOUT_S = 5.0
@@ -48,14 +50,14 @@ class PeerRate(AtServer):
     seed: int = Field(ge=0)
 
 
-async def offer(load: PeerRate, pool: RequestPool) -> Offered:
-    """Offers the load and waits until every request is over."""
+async def offer(load: PeerRate, pool: RequestPool, headers: Iterator[Headers]) -> Offered:
+    """Offers the load and waits until every request is over. Each is sent with the next of `headers` beside its own."""
     until_s = load.warmup_s + load.seconds
     recorder = Recorder(load.warmup_s, until_s, TIMEOUT_S)
     times = arrival_times("poisson", load.rate, until_s, seed=load.seed)
     begin = time.monotonic() + LEAD_S
     loop = OpenLoop(times, begin, len(pool), recorder, timeout_s=TIMEOUT_S, max_in_flight=MAX_IN_FLIGHT)
-    sender = await _open_sender(load, pool, recorder, loop)
+    sender = await _open_sender(load, pool, headers, recorder, loop)
     cpu = asyncio.create_task(cpu_between(begin + load.warmup_s, begin + until_s))
     try:
         await loop.run(sender)
@@ -78,14 +80,25 @@ async def offer(load: PeerRate, pool: RequestPool) -> Offered:
     )
 
 
-async def _open_sender(load: PeerRate, pool: RequestPool, recorder: Recorder, loop: OpenLoop) -> Sender:
+async def _open_sender(
+    load: PeerRate, pool: RequestPool, headers: Iterator[Headers], recorder: Recorder, loop: OpenLoop
+) -> Sender:
     if pool.is_grpc:
         channels = GrpcSender(
-            load.host, load.grpc_port, pool, recorder, loop.on_over, channels=load.channels, timeout_s=TIMEOUT_S
+            load.host,
+            load.grpc_port,
+            pool,
+            recorder,
+            loop.on_over,
+            headers=headers,
+            channels=load.channels,
+            timeout_s=TIMEOUT_S,
         )
         await channels.open()
         return channels
     address = (load.host, load.http_port)
     # Opened as they are needed: of many that come at once, one process of a server whose processes share a listening
     # socket takes all.
-    return HttpSender(address, load.host, pool, recorder, loop.on_over, max_connections=MAX_CONNECTIONS)
+    return HttpSender(
+        address, load.host, pool, recorder, loop.on_over, headers=headers, max_connections=MAX_CONNECTIONS
+    )

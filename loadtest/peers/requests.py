@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from loadtest.peers.catalog import PEERS, Body
 from loadtest.peers.model import request_arrays
@@ -23,23 +25,34 @@ _BINARY = (("content-type", "application/octet-stream"),)
 
 
 def flat_body(request: WorkloadRequest) -> bytes:
-    """Four uint32 (candidates, features, ids a bag, dense inputs), int64 ids, float32 dense inputs; little-endian."""
-    ids, dense = request_arrays(request)
-    header = _HEADER.pack(*ids.shape, dense.shape[1])
-    return b"".join([header, ids.astype("<i8", copy=False).tobytes(), dense.astype("<f4", copy=False).tobytes()])
+    """Little-endian, candidate by candidate.
+
+    Four uint32 (candidates, features, ids, dense inputs), int64 ids, int32 ids of each bag, float32 dense inputs.
+    """
+    lengths, ids, dense = request_arrays(request)
+    header = _HEADER.pack(*lengths.shape, ids.size, dense.shape[1])
+    arrays = (ids.astype("<i8", copy=False), lengths.astype("<i4", copy=False), dense.astype("<f4", copy=False))
+    return b"".join([header, *(one.tobytes() for one in arrays)])
 
 
 def tensor_body(request: WorkloadRequest) -> tuple[bytes, int]:
-    """An infer request of the Open Inference Protocol with two binary tensors, `ids` and `dense`, and its header."""
-    ids, dense = request_arrays(request)
-    tensors = [("ids", "INT64", ids.shape, ids.tobytes()), ("dense", "FP32", dense.shape, dense.tobytes())]
+    """An infer request of the Open Inference Protocol with binary tensors `ids`, `lengths`, `dense`, and its header.
+
+    Each has a batch of one request, since requests differ in all else.
+    """
+    lengths, ids, dense = request_arrays(request)
+    tensors: list[tuple[str, str, npt.NDArray[Any]]] = [
+        ("ids", "INT64", ids),
+        ("lengths", "INT32", lengths),
+        ("dense", "FP32", dense),
+    ]
     inputs = [
-        {"name": name, "datatype": kind, "shape": shape, "parameters": {"binary_data_size": len(data)}}
-        for name, kind, shape, data in tensors
+        {"name": name, "datatype": kind, "shape": [1, *one.shape], "parameters": {"binary_data_size": one.nbytes}}
+        for name, kind, one in tensors
     ]
     outputs = [{"name": oip_payload.SCORES, "parameters": {"binary_data": True}}]
     header = msgspec.json.encode({"inputs": inputs, "outputs": outputs})
-    return b"".join([header, *(data for *_, data in tensors)]), len(header)
+    return b"".join([header, *(one.tobytes() for *_, one in tensors)]), len(header)
 
 
 class PeerRequests:

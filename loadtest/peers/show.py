@@ -27,6 +27,7 @@ def show(comparison: Comparison, found: Sequence[Ahead], console: Console | None
             for arm, (middle, ratio) in enumerate(zip(one.middle, one.ratios, strict=True))
         ]
         table.add_row(f"{one.name}, {'requests/s' if one.unit == '/s' else one.unit}", *cells)
+    console.print(f"requests: {comparison.setup['requests']}")
     console.print(table)
     for ahead in found:
         console.print(

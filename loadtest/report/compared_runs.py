@@ -8,6 +8,7 @@ from loadtest.load.result import LoadResult
 from loadtest.report.comparison import Arm, Better, Comparison
 from loadtest.report.errors import ComparisonError
 from loadtest.report.ratios import measured
+from loadtest.workloads.payloads import FORMS
 
 MEASURES: tuple[tuple[str, str, Better], ...] = (
     ("p50", "ms", "lower"),
@@ -82,4 +83,6 @@ def _values_of(arms: Mapping[str, Sequence[LoadResult]]) -> list[list[list[float
 def _alike(runs: Sequence[LoadResult]) -> dict[str, str]:
     """What all runs were asked, by field."""
     values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
-    return {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
+    alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
+    forms = {FORMS[run.varied] for run in runs}
+    return {**alike, "requests are": " or ".join(sorted(forms))}

@@ -7,6 +7,7 @@ from loadtest.report import numbers
 from loadtest.report.fields import Cell, Fields
 from loadtest.report.markup import Element, element
 from loadtest.report.tables import Shown, pairs, table
+from loadtest.workloads.payloads import FORMS
 
 PERCENTILES = ("min_ms", "mean_ms", "p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
 
@@ -21,6 +22,7 @@ def setup(fields: Fields) -> Element:
             ("API", fields.text("api")),
             ("ids", _or_own(fields, "ids")),
             ("candidates", _or_own(fields, "candidates")),
+            ("requests are", Cell(element("span", FORMS[fields.value("varied")], data_of=fields.pointer("varied")))),
             ("distinct requests", fields.count("requests")),
             ("arrivals", fields.text("arrivals")),
             ("seed", fields.plain("seed")),

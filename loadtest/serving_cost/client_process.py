@@ -23,12 +23,12 @@ import uvloop
 
 from loader.settled_heap import settle_heap
 from loadtest.grpc_channels import as_it_is, open_channels
-from loadtest.http_connection import HttpConnection, post_request
+from loadtest.http_connection import HttpConnection, PostRequest, post_request
 from loadtest.serving_cost.errors import LateAnswerError, WrongAnswerError
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import Load, ServerLoad, Weighed
-from loadtest.serving_cost.shape import Shape, payloads
-from loadtest.workloads.payloads import Payload
+from loadtest.serving_cost.shape import SEED, Shape, payloads
+from loadtest.workloads.payloads import Headers, Payload, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
 OK_STATUS = 200
@@ -84,12 +84,13 @@ class _Window:
             self.has_answer.set()
 
 
-async def weigh(load: ServerLoad, pool: RequestPool, name: str = "") -> Weighed:
+async def weigh(load: ServerLoad, pool: RequestPool, headers: Iterator[Headers], name: str = "") -> Weighed:
     """Does one load.
 
     Args:
         load: what.
         pool: its requests.
+        headers: that each is sent with beside its own, as gRPC's metadata or HTTP's headers.
         name: of the server in errors; without one, the pool's API.
 
     Raises:
@@ -98,7 +99,7 @@ async def weigh(load: ServerLoad, pool: RequestPool, name: str = "") -> Weighed:
         psutil.NoSuchProcess: the server has ended.
     """
     try:
-        return await _weigh(load, pool)
+        return await _weigh(load, pool, headers)
     except BaseExceptionGroup as errors:
         # Several requests fail together when a server does; the first says why.
         first = errors.exceptions[0]
@@ -106,11 +107,11 @@ async def weigh(load: ServerLoad, pool: RequestPool, name: str = "") -> Weighed:
         raise kind(f"{name or pool.api}: {first}") from errors
 
 
-async def _weigh(load: ServerLoad, pool: RequestPool) -> Weighed:
+async def _weigh(load: ServerLoad, pool: RequestPool, headers: Iterator[Headers]) -> Weighed:
     server, client = [psutil.Process(pid) for pid in load.process_ids], psutil.Process()
     window, numbers = _Window(), itertools.cycle(range(len(pool)))
     async with AsyncExitStack() as stack:
-        calls = await (_grpc_calls if pool.is_grpc else _http_calls)(load, pool, stack)
+        calls = await (_grpc_calls if pool.is_grpc else _http_calls)(load, pool, headers, stack)
         async with asyncio.TaskGroup() as group:
             for call in calls:
                 group.create_task(_keep_asking(call, pool, numbers, window))
@@ -142,7 +143,9 @@ async def _keep_asking(call: Call, pool: RequestPool, numbers: Iterator[int], wi
             raise WrongAnswerError(f"{scores} scores for a request of {expected} candidates")
 
 
-async def _grpc_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack) -> list[Call]:
+async def _grpc_calls(
+    load: ServerLoad, pool: RequestPool, headers: Iterator[Headers], stack: AsyncExitStack
+) -> list[Call]:
     channels = open_channels(load.host, load.grpc_port, min(load.channels, load.in_flight))
     for channel in channels:
         stack.push_async_callback(channel.close, None)
@@ -150,7 +153,7 @@ async def _grpc_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack
 
     async def call(method: Callable[..., Awaitable[bytes]], number: int) -> bytes:
         try:
-            return await method(pool[number].body, timeout=ANSWER_TIMEOUT_S)
+            return await method(pool[number].body, timeout=ANSWER_TIMEOUT_S, metadata=next(headers))
         except grpc.aio.AioRpcError as error:
             is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             raise (LateAnswerError if is_late else WrongAnswerError)(
@@ -160,14 +163,16 @@ async def _grpc_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack
     return [partial(call, methods[number % len(methods)]) for number in range(load.in_flight)]
 
 
-async def _http_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack) -> list[Call]:
+async def _http_calls(
+    load: ServerLoad, pool: RequestPool, headers: Iterator[Headers], stack: AsyncExitStack
+) -> list[Call]:
     requests = [
         post_request(load.host, load.http_port, pool.path, dict(one.headers), one.body)
         for one in map(pool.__getitem__, range(len(pool)))
     ]
     calls: list[Call] = []
     for _ in range(load.in_flight):
-        asker = _HttpAsker(requests)
+        asker = _HttpAsker(requests, headers)
         await asker.connect(load.host, load.http_port)
         stack.callback(asker.close)
         calls.append(asker.call)
@@ -177,8 +182,9 @@ async def _http_calls(load: ServerLoad, pool: RequestPool, stack: AsyncExitStack
 class _HttpAsker:
     """One connection, with one request out at a time."""
 
-    def __init__(self, requests: list[bytes]) -> None:
+    def __init__(self, requests: list[PostRequest], headers: Iterator[Headers]) -> None:
         self._requests = requests
+        self._headers = headers
         self._connection = HttpConnection(self._answered, self._ended)
         self._answer: asyncio.Future[bytes] | None = None
 
@@ -189,7 +195,7 @@ class _HttpAsker:
         self._answer = asyncio.get_running_loop().create_future()
         if self._connection.closed:
             raise WrongAnswerError("the server has closed the connection")
-        self._connection.send(self._requests[number])
+        self._connection.send(self._requests[number], next(self._headers))
         return await self._answer
 
     def close(self) -> None:
@@ -216,13 +222,14 @@ def main() -> None:
     shape = Shape.model_validate_json(sys.argv[1])
     # One model and hotness is measured after the other, over all APIs in turn.
     pool_of = lru_cache(maxsize=4)(partial(payloads, shape))
+    headers = changing_headers(shape.varied, SEED)
 
     def answer(line: str) -> Weighed:
         load = Load.model_validate_json(line)
         pool = pool_of(load.head, load.hotness, load.api)
         # A collection that walks all modules and requests would take longer than most answers.
         settle_heap()
-        return uvloop.run(weigh(load, pool))
+        return uvloop.run(weigh(load, pool, headers))
 
     answer_lines(answer)
 

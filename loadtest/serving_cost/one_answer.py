@@ -13,7 +13,7 @@ from loadtest.serving_cost.errors import WrongAnswerError
 from loadtest.serving_cost.servers import HOST, Server
 from loadtest.workloads.payloads import Payloads
 from serving.proto.inference import open_inference_pb2
-from serving.proto.shardrank.v1 import ranking_wire_pb2
+from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.bags import Float32Array
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -26,9 +26,9 @@ def scores_of(server: Server, pool: Payloads, request: int) -> Float32Array:
     if pool.is_grpc:
         with grpc.insecure_channel(f"{HOST}:{server.grpc_port}") as channel:
             answer = channel.unary_unary(pool.path, as_it_is, as_it_is)(pool[request].body, timeout=TIMEOUT_S)
-        if pool.api == "grpc":
-            return np.frombuffer(b"".join(ranking_wire_pb2.RankResponse.FromString(answer).scores), "<f4")
-        return _raw_scores(answer)
+        if pool.api == "oip-grpc":
+            return _raw_scores(answer)
+        return np.array(ranking_pb2.RankResponse.FromString(answer).scores, np.float32)
     url = f"http://{HOST}:{server.http_port}{pool.path}"
     post = urllib.request.Request(url, pool[request].body, dict(pool[request].headers))
     with urllib.request.urlopen(post, timeout=TIMEOUT_S) as response:

@@ -12,7 +12,7 @@ from loadtest.serving_cost.servers import Mode
 from loadtest.serving_cost.shape import Head, Shape
 from loadtest.workloads.payloads import Api
 
-MAX_CPU_RATIO: dict[Api, float] = {"grpc": 1.25, "oip-grpc": 1.25, "oip-http": 1.25, "json": 1.6}
+MAX_CPU_RATIO: dict[Api, float] = {"grpc-packed": 1.25, "grpc": 1.25, "oip-grpc": 1.25, "oip-http": 1.25, "json": 1.6}
 MAX_EXTRA_MS: dict[Mode, float] = {"local": 0.5, "two_shards": 1.0}
 """What is aimed at: processor time beyond the limit's, and time beyond that of its batch of one request."""
 
@@ -75,6 +75,12 @@ class Spread(Frozen):
     def of(cls, values: list[float]) -> Spread:
         """Of one or more values."""
         return cls(median=float(np.median(values)), least=min(values), most=max(values))
+
+
+def against_aim(spread: Spread, most: float, unit: str) -> str:
+    """A spread as rich prints it: green if its median is at most `most`."""
+    style = "green" if spread.median <= most else "red"
+    return f"[{style}]{spread.median:.2f}{unit}[/] ({spread.least:.2f}–{spread.most:.2f})"
 
 
 class ServingBench(Frozen):

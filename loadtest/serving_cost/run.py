@@ -53,7 +53,7 @@ class BenchConfig(Frozen):
     shape: Shape = Shape()
     heads: tuple[Head, ...] = Field(default=("mlp", "dlrm"), min_length=1)
     hotness: tuple[int, ...] = Field(default=(1, 20), min_length=1)
-    apis: tuple[Api, ...] = Field(default=("grpc", "oip-http", "json"), min_length=1)
+    apis: tuple[Api, ...] = Field(default=("grpc-packed", "grpc", "oip-http", "json"), min_length=1)
     modes: tuple[Mode, ...] = ("local", "two_shards")
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     in_flight: int = Field(default=32, ge=1, le=1024)
@@ -85,7 +85,7 @@ def run_bench(config: BenchConfig, folder: Path, say: Say) -> ServingBench:
         ShardrankError: the snapshots can't be written.
     """
     began_at = datetime.now(UTC).isoformat(timespec="seconds")
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if choose_dtype(config.dtype) is torch.bfloat16 else "float32"
+    dtype = served_dtype(config)
     saturated: list[Saturated] = []
     unloaded: list[Unloaded] = []
     with HelperProcess("loadtest.serving_cost.client_process", config.shape) as client:
@@ -108,11 +108,10 @@ def run_bench(config: BenchConfig, folder: Path, say: Say) -> ServingBench:
                     for hotness in config.hotness:
                         saturated += measure.saturated(number, hotness)
                         unloaded += measure.unloaded(number, hotness)
-    machine = this_machine()
     return ServingBench(
         began_at=began_at,
-        machine=f"{machine.cpu}, {machine.cores} cores",
-        versions={**versions(), "torch": torch.__version__, "numpy": np.__version__},
+        machine=machine_text(),
+        versions=all_versions(),
         shape=config.shape,
         dtype=dtype,
         server_arguments=server_arguments(config, dtype, config.heads[0], "local"),
@@ -121,6 +120,38 @@ def run_bench(config: BenchConfig, folder: Path, say: Say) -> ServingBench:
         rounds=config.rounds,
         saturated=tuple(saturated),
         unloaded=tuple(unloaded),
+    )
+
+
+def served_dtype(config: BenchConfig) -> Literal["float32", "bfloat16"]:
+    """What servers compute their dense model in."""
+    return "bfloat16" if choose_dtype(config.dtype) is torch.bfloat16 else "float32"
+
+
+def machine_text() -> str:
+    """The processor and its cores."""
+    machine = this_machine()
+    return f"{machine.cpu}, {machine.cores} cores"
+
+
+def all_versions() -> dict[str, str]:
+    """Of what clients and servers run with."""
+    return {**versions(), "torch": torch.__version__, "numpy": np.__version__}
+
+
+def load_on(
+    server: Server, config: BenchConfig, head: Head, hotness: int, api: Api, in_flight: int, seconds: float
+) -> Load:
+    """What the client is asked for."""
+    return Load(
+        **server.place,
+        head=head,
+        hotness=hotness,
+        api=api,
+        in_flight=in_flight,
+        warmup_s=config.warmup_s,
+        seconds=seconds,
+        process_ids=server.process_ids,
     )
 
 
@@ -223,16 +254,7 @@ class _Measure:
         return found
 
     def _load(self, server: Server, hotness: int, api: Api, in_flight: int, seconds: float) -> Weighed:
-        load = Load(
-            **server.place,
-            head=self._head,
-            hotness=hotness,
-            api=api,
-            in_flight=in_flight,
-            warmup_s=self._config.warmup_s,
-            seconds=seconds,
-            process_ids=server.process_ids,
-        )
+        load = load_on(server, self._config, self._head, hotness, api, in_flight, seconds)
         return self._client.measure(load, Weighed)
 
     def _compute(self, hotness: int, batch_requests: float, seconds: float) -> Computed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -59,7 +60,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path) -> Iterator[Server]:
+def serving(
+    mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None
+) -> Iterator[Server]:
     """Serves a snapshot while the block runs.
 
     Args:
@@ -67,13 +70,23 @@ def serving(mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path) -
         snapshot: its folder.
         arguments: further flags of the command.
         log: gets the error output.
+        checkout: absolute folder of the repository whose code is run, by this Python; None for the code that runs here.
 
     Raises:
         HelperProcessError: it ends, or does not serve in time.
     """
     command = shardrank_command(*_MODE_ARGUMENTS[mode], "--snapshot", str(snapshot), *_ANY_PORTS, *arguments)
+    environment = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
     with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            cwd=checkout,
+            env=environment,
+        )
         try:
             http_port, grpc_port = _ports(process, mode, log)
             started = [process.pid, *(one.pid for one in psutil.Process(process.pid).children(recursive=True))]

@@ -6,12 +6,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.serving_cost.result import MAX_CPU_RATIO, MAX_EXTRA_MS, Saturated, ServingBench, Spread
+from loadtest.serving_cost.result import MAX_CPU_RATIO, MAX_EXTRA_MS, Saturated, ServingBench, against_aim
 
 
 def show(result: ServingBench, console: Console) -> None:
     """Prints what the benchmark found, beside what is aimed at."""
     console.print(f"{result.began_at}, {result.machine}, dense model in {result.dtype}, {result.rounds} rounds")
+    console.print(f"requests: {result.shape.requests}")
     console.print(_saturated(result))
     if result.unloaded:
         console.print(_unloaded(result))
@@ -29,7 +30,7 @@ def _saturated(result: ServingBench) -> Table:
             head,
             str(hotness),
             api,
-            _against(ratio, MAX_CPU_RATIO[api], "×"),
+            against_aim(ratio, MAX_CPU_RATIO[api], "×"),
             f"≤ {MAX_CPU_RATIO[api]:.2f}×",
             *_medians(rows),
         )
@@ -66,14 +67,9 @@ def _unloaded(result: ServingBench) -> Table:
             str(hotness),
             mode,
             api,
-            _against(extra, MAX_EXTRA_MS[mode], ""),
+            against_aim(extra, MAX_EXTRA_MS[mode], ""),
             f"≤ {MAX_EXTRA_MS[mode]:.1f}",
             f"{np.median([one.p50_ms for one in rows]):.2f}",
             f"{np.median([one.limit_ms for one in rows]):.2f}",
         )
     return table
-
-
-def _against(spread: Spread, most: float, unit: str) -> str:
-    style = "green" if spread.median <= most else "red"
-    return f"[{style}]{spread.median:.2f}{unit}[/] ({spread.least:.2f}–{spread.most:.2f})"

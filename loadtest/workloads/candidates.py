@@ -107,6 +107,7 @@ def _weights(span: int, log_q: float) -> npt.NDArray[np.float64]:
 
 
 MLPERF_CANDIDATES = Ranged(100, 700, 270)
+VARIED_CANDIDATES = Ranged(50, 500, 200)
 
 
 def parse_candidates(text: str) -> CandidateCounts:

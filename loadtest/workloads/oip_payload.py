@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def count_http_scores(answer: bytes) -> int:
         # One character is one byte in Latin-1; header names and numbers are ASCII.
         header, end = _JSON.raw_decode(answer.decode("latin-1"))
         found = [output for output in header["outputs"] if output["name"] == SCORES]
-        count, size = int(found[0]["shape"][0]), int(found[0]["parameters"]["binary_data_size"])
+        count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise AnswerError(f"the answer has no JSON header with binary {SCORES}: {error!r}") from error
     if size != count * _FLOAT_BYTES or len(answer) != end + size:

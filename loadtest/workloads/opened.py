@@ -25,6 +25,7 @@ def open_workload(
     context_features: int = 0,
     movielens: Path | None = None,
     split_seed: int = 0,
+    varied: bool = True,
 ) -> Workload:
     """The workload of that name.
 
@@ -36,6 +37,8 @@ def open_workload(
         context_features: of dlrm-v2 and merlin-tiny, how many features come once a request.
         movielens: folder with the files of MovieLens 100K, for `films`.
         split_seed: of its ratings; the trainer's.
+        varied: whether dlrm-v2 and merlin-tiny have ragged bags and 50 to 500 candidates, where `candidates` is None;
+            not, their bags and numbers of candidates are the published ones. Requests of films are always as they were.
 
     Raises:
         WorkloadError: naming what is not known or does not belong together.
@@ -50,6 +53,7 @@ def open_workload(
             ids=None if ids is None else parse_ids(ids),
             candidates=counts,
             context_features=context_features,
+            varied=varied,
         )
     if text in ("films", f"films:{PROFILE}"):
         if ids is not None or context_features:

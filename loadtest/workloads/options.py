@@ -16,6 +16,17 @@ WORKLOAD_HELP = (
 )
 
 
+def same_option(function: Decorated) -> Decorated:
+    """`--same`: requests that are like one another, as load tests sent them before they were varied."""
+    return click.option(
+        "--varied/--same",
+        "varied",
+        default=True,
+        help="Varied requests, the default, have ragged bags and another `traceparent` and `x-request-id` each time; "
+        "the same ones have bags of one length and heads that are alike.",
+    )(function)
+
+
 def workload_options(function: Decorated) -> Decorated:
     """`--workload`, `--context-features`, `--movielens`: which model."""
     function = click.option(
@@ -39,7 +50,8 @@ def workload_options(function: Decorated) -> Decorated:
 
 
 def request_options(function: Decorated) -> Decorated:
-    """`--ids`, `--candidates`, `--split-seed`: what its requests are like."""
+    """`--ids`, `--candidates`, `--split-seed`, `--same`: what its requests are like."""
+    function = same_option(function)
     function = click.option(
         "--split-seed",
         type=click.IntRange(0, 2**32 - 1),
@@ -50,8 +62,8 @@ def request_options(function: Decorated) -> Decorated:
     function = click.option(
         "--candidates",
         metavar="N|LEAST-MOST:MEAN",
-        help="Candidates of a request, such as 100 or 100-700:270. Default: 100-700:270; for films, those that each "
-        "user rated.",
+        help="Candidates of a request, such as 100 or 100-700:270. Default: 50-500:200, with --same "
+        "100-700:270; for films, those that each user rated.",
     )(function)
     return click.option(
         "--ids",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args, overload
 
@@ -12,24 +14,44 @@ from loadtest.workloads import grpc_payload, json_payload, oip_payload
 from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.workload import Workload
 
-Api: TypeAlias = Literal["json", "oip-http", "grpc", "oip-grpc"]
+Api: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]
 APIS: tuple[Api, ...] = get_args(Api)
+GRPC_APIS: tuple[Api, ...] = ("grpc", "grpc-packed", "oip-grpc")
+
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+"""Names in lower case, and values."""
 
 _COUNT_SCORES: dict[Api, Callable[[bytes], int]] = {
     "json": json_payload.count_scores,
     "oip-http": oip_payload.count_http_scores,
     "grpc": grpc_payload.count_scores,
+    "grpc-packed": grpc_payload.count_scores,
     "oip-grpc": oip_payload.count_grpc_scores,
 }
-_HEADERS: dict[Api, tuple[tuple[str, str], ...]] = {
+_HEADERS: dict[Api, Headers] = {
     "json": (("content-type", "application/json"),),
     "oip-http": (("content-type", "application/octet-stream"),),
-    "grpc": (),
-    "oip-grpc": (),
+    **dict.fromkeys(GRPC_APIS, ()),
 }
 
 DEFAULT_PAYLOADS = 256
 DEFAULT_MAX_BYTES = 128 << 20
+
+FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (--same)"}
+"""What results say of requests that are `varied` or not."""
+
+
+def changing_headers(varied: bool, seed: int) -> Iterator[Headers]:
+    """What a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
+
+    `traceparent` is that of W3C's Trace Context, with ids that are drawn. Requests that are not `varied` get nothing.
+    """
+    if not varied:
+        yield from itertools.repeat(())
+    draw = random.Random(seed)
+    while True:
+        digits = f"{draw.getrandbits(320):080x}"
+        yield ("traceparent", f"00-{digits[:32]}-{digits[32:48]}-01"), ("x-request-id", digits[48:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +65,7 @@ class Payload:
     """
 
     body: bytes
-    headers: tuple[tuple[str, str], ...]
+    headers: Headers
     num_candidates: int
 
 
@@ -52,7 +74,7 @@ class Payloads(Sequence[Payload]):
 
     Args:
         workload: makes the requests.
-        api: `json`, `oip-http` (binary tensors), `grpc` or `oip-grpc`.
+        api: `json`, `oip-http` (binary tensors), `grpc` (maps by feature name), `grpc-packed` or `oip-grpc`.
         model: the name that the server has the model under; None for the workload's own.
         count: how many. Fewer are made if they would take more than `max_bytes`; `len` tells, and there is at
             least one.
@@ -89,7 +111,7 @@ class Payloads(Sequence[Payload]):
     @property
     def is_grpc(self) -> bool:
         """Whether bodies are gRPC messages, not HTTP bodies."""
-        return self.api in ("grpc", "oip-grpc")
+        return self.api in GRPC_APIS
 
     @property
     def path(self) -> str:
@@ -98,6 +120,7 @@ class Payloads(Sequence[Payload]):
             "json": json_payload.rank_path(self.model),
             "oip-http": oip_payload.infer_path(self.model),
             "grpc": grpc_payload.RANK_METHOD,
+            "grpc-packed": grpc_payload.RANK_METHOD,
             "oip-grpc": oip_payload.INFER_METHOD,
         }[self.api]
 
@@ -151,6 +174,8 @@ class Payloads(Sequence[Payload]):
             headers = (*headers, (oip_payload.HEADER_LENGTH, str(header_bytes)))
         elif self.api == "grpc":
             body = grpc_payload.encode_request(schema, request, self.model, timeout_ms)
+        elif self.api == "grpc-packed":
+            body = grpc_payload.encode_packed(schema, request, self.model, timeout_ms)
         else:
             body = oip_payload.encode_grpc(schema, request, self.model, timeout_ms)
         return Payload(body, headers, request.num_candidates)

@@ -1,4 +1,4 @@
-"""Requests to a model whose every feature has bags of one length, with ids by a distribution."""
+"""Drawn requests to a model: ids by a distribution, in bags around a feature's hotness or of exactly that length."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ class SyntheticWorkload:
     Args:
         name: what reports show.
         spec: the model. Ids are rows, so every table needs the identity mapping.
-        hotness: by feature, ids in a bag.
+        hotness: by feature, ids in a bag; their mean if bags are ragged.
         ids: which rows.
         candidates: how many candidates.
+        ragged: whether bags have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an
+            eighth of the bags is empty, as many have two ids, all others one.
 
     Raises:
         WorkloadError: a feature without hotness, or a table whose ids are not rows.
@@ -39,6 +41,8 @@ class SyntheticWorkload:
         hotness: Mapping[str, int],
         ids: IdDistribution,
         candidates: CandidateCounts,
+        *,
+        ragged: bool,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -52,6 +56,7 @@ class SyntheticWorkload:
         self._hotness = np.array([hotness[feature] for feature in names], np.int64)
         self._ids = ids
         self._candidates = candidates
+        self._ragged = ragged
 
     @cached_property
     def _scatter(self) -> RowScatter:
@@ -62,16 +67,26 @@ class SyntheticWorkload:
         schema, dense_inputs = self.schema, self.spec.dense_inputs
         num_candidates = self._candidates.draw(rng)
         bags_per_key = np.where(schema.is_context, 1, num_candidates).astype(np.int64)
-        table = np.repeat(schema.table_index, self._hotness * bags_per_key)
+        lengths = self._lengths(rng, np.repeat(self._hotness, bags_per_key))
+        table = np.repeat(np.repeat(schema.table_index, bags_per_key), lengths)
         values: Int64Array = self._scatter.rows(self._ids.ranks(rng, self._scatter.num_rows[table]), table)
         return WorkloadRequest(
             bags=KeyedBags.from_lengths(
                 np.arange(bags_per_key.size, dtype=np.int32),
                 bags_per_key,
-                np.repeat(self._hotness, bags_per_key),
+                lengths,
                 values,
             ),
             num_candidates=num_candidates,
             context_dense=rng.standard_normal(dense_inputs.context, dtype=np.float32),
             candidate_dense=rng.standard_normal((num_candidates, dense_inputs.candidate), dtype=np.float32),
         )
+
+    def _lengths(self, rng: np.random.Generator, hotness: Int64Array) -> Int64Array:
+        """int64 [bags], the ids of each bag around its hotness."""
+        if not self._ragged:
+            return hotness
+        around = rng.integers(1, 2 * hotness)
+        eighth = rng.integers(0, 8, hotness.size)
+        lengths: Int64Array = np.where(hotness > 1, around, 1 + (eighth == 7) - (eighth == 0))
+        return lengths

@@ -25,11 +25,16 @@ from loadtest.serving_cost.messages import Compute, Computed, LimitConfig, Load,
 from loadtest.serving_cost.one_answer import check_scores
 from loadtest.serving_cost.servers import Server
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
+from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.export import write_random_snapshot
+from loadtest.workloads.payloads import changing_headers
 from serving.embedded import Ranker
+from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=7)
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
+CANDIDATES = 7
+HEADERS = changing_headers(True, 0)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +47,18 @@ def limit_config(snapshot: Path, head: str) -> LimitConfig:
     return LimitConfig(snapshot=str(snapshot), shape=SHAPE, head=head, dtype="float32")
 
 
+@pytest.mark.parametrize("varied", [True, False])
 @pytest.mark.parametrize("head", ["mlp", "dlrm"])
-def test_the_limit_gives_the_scores_of_a_served_model_for_the_same_request(snapshots, head) -> None:
-    limit, pool = Limit(limit_config(snapshots[head], head)), payloads(SHAPE, head, 4, "json", 3)
+@pytest.mark.parametrize("hotness", [1, 4])
+def test_the_limit_gives_the_scores_of_a_served_model_for_the_same_request(snapshots, head, hotness, varied) -> None:
+    shape = SHAPE.model_copy(update={"candidates": "2-9:5", "varied": varied})
+    config = limit_config(snapshots[head], head).model_copy(update={"shape": shape})
+    limit, pool = Limit(config), payloads(shape, head, hotness, "json", 5)
+    assert len({one.num_candidates for one in pool}) > 1
     with Ranker.open(snapshots[head], dtype="float32") as ranker:
-        for number in range(3):
+        for number in range(5):
             expected = ranker.rank(json.loads(pool[number].body))["scores"]
-            told = asyncio.run(limit.score(Score(hotness=4, request=number)))
+            told = asyncio.run(limit.score(Score(hotness=hotness, request=number)))
             np.testing.assert_allclose(told.scores, expected, rtol=0, atol=1e-6)
 
 
@@ -67,7 +77,7 @@ def test_the_limit_scores_whole_batches_and_tells_what_they_took(snapshots) -> N
         assert told.seconds >= 0.05
         assert 0 < told.cpu_s <= told.seconds * (os.cpu_count() or 1) + 0.1
         assert told.batch_p50_ms > 0
-        assert len(limit.ask(Score(hotness=1, request=0), Scores, 60).scores) == SHAPE.candidates
+        assert len(limit.ask(Score(hotness=1, request=0), Scores, 60).scores) == CANDIDATES
         with pytest.raises(HelperProcessError, match="answered 'scores' to"):
             limit.ask(Score(hotness=1, request=0), Computed, 60)
 
@@ -134,11 +144,11 @@ def scores(count: int) -> bytes:
 
 
 def test_the_client_always_has_all_its_requests_out_and_counts_them_after_the_warm_up() -> None:
-    server = CountingServer(together=5, answer=scores(SHAPE.candidates))
+    server = CountingServer(together=5, answer=scores(CANDIDATES))
 
     async def main():
         async with server.listening() as port:
-            return await weigh(load_on(port, 5), payloads(SHAPE, "mlp", 1, "json"))
+            return await weigh(load_on(port, 5), payloads(SHAPE, "mlp", 1, "json"), HEADERS)
 
     told = asyncio.run(main())
     assert 0 < told.requests < server.answered
@@ -146,6 +156,14 @@ def test_the_client_always_has_all_its_requests_out_and_counts_them_after_the_wa
     assert told.p50_ms <= told.p99_ms
     # Server and client are this very process.
     assert told.server_cpu_s == told.client_cpu_s
+
+
+def test_in_the_closed_loop_each_request_has_a_trace_and_an_id_of_its_own() -> None:
+    with loaded_grpc_server() as server:
+        shape = SHAPE.model_copy(update={"candidates": str(LOADED_CANDIDATES)})
+        told = uvloop.run(weigh(load_on(server.port, 2), payloads(shape, "mlp", 1, "grpc"), changing_headers(True, 5)))
+    for name in ("traceparent", "x-request-id"):
+        assert len({one[name] for one in server.heads}) == len(server.heads) > told.requests
 
 
 @pytest.mark.parametrize(
@@ -162,7 +180,7 @@ def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) ->
 
     async def main() -> None:
         async with server.listening() as port:
-            await weigh(load_on(port, 1), payloads(SHAPE, "mlp", 1, "json"))
+            await weigh(load_on(port, 1), payloads(SHAPE, "mlp", 1, "json"), HEADERS)
 
     with pytest.raises(WrongAnswerError, match=f"json: .*{problem}") as failure:
         asyncio.run(main())
@@ -173,7 +191,7 @@ def test_an_answer_that_is_none_ends_the_measurement(answer, status, problem) ->
 def test_a_deadline_over_grpc_is_told_from_other_failures() -> None:
     def fail(status: grpc.StatusCode) -> None:
         with loaded_grpc_server(lambda number: Reply(grpc_status=status)) as server:
-            uvloop.run(weigh(load_on(server.port, 2), payloads(SHAPE, "mlp", 1, "grpc")))
+            uvloop.run(weigh(load_on(server.port, 2), payloads(SHAPE, "mlp", 1, "grpc"), HEADERS))
 
     with pytest.raises(LateAnswerError, match="grpc: gRPC status DEADLINE_EXCEEDED"):
         fail(grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -183,14 +201,20 @@ def test_a_deadline_over_grpc_is_told_from_other_failures() -> None:
 
 
 def test_scores_that_are_not_the_models_are_refused() -> None:
-    server = CountingServer(together=1, answer=scores(SHAPE.candidates))
+    server = CountingServer(together=1, answer=scores(CANDIDATES))
 
     async def main() -> None:
         async with server.listening() as port:
             pool, at = payloads(SHAPE, "mlp", 1, "json", 1), Server(port, port, ())
-            right = np.full(SHAPE.candidates, 0.5, np.float32)
+            right = np.full(CANDIDATES, 0.5, np.float32)
             await asyncio.to_thread(check_scores, at, pool, 0, right, 1e-6)
             with pytest.raises(WrongAnswerError, match=r"json: 7 scores, 7 expected; they differ by up to 0\.1"):
                 await asyncio.to_thread(check_scores, at, pool, 0, right + np.float32(0.1), 1e-6)
 
     asyncio.run(main())
+
+
+def test_a_pool_that_would_be_cut_short_is_refused_since_the_limit_computes_all_of_it(monkeypatch) -> None:
+    monkeypatch.setattr("loadtest.serving_cost.shape.MAX_POOL_BYTES", 2000)
+    with pytest.raises(WorkloadError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
+        payloads(SHAPE, "mlp", 4, "json")

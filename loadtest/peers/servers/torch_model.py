@@ -1,7 +1,8 @@
 """The model as a user of PyTorch would write it, and the bytes of a request. Imports nothing of shardrank.
 
-A request: four little-endian uint32 (candidates, features, ids a bag, dense inputs), then int64 ids
-[candidates, features, ids], then float32 dense inputs [candidates, dense]. An answer: float32 scores [candidates].
+A request, little-endian and candidate by candidate: four uint32 (candidates, features, ids, dense inputs), then int64
+ids [ids], int32 ids of each bag [candidates, features], float32 dense inputs [candidates, dense]. An answer: float32
+scores [candidates].
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 HEADER = struct.Struct("<4I")
 ID_BYTES = 8
+LENGTH_BYTES = 4
 FLOAT_BYTES = 4
 ROWS = "rows"
 
@@ -50,17 +52,20 @@ class TorchRanking(nn.Module):
         self.weights = [tensors[f"mlp.layers.{number}.weight"] for number in range(layers)]
         self.biases = [tensors[f"mlp.layers.{number}.bias"] for number in range(layers)]
 
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        """Scores float32 [N], of int64 ids [N, features, ids] and float32 dense [N, D]."""
-        candidates, features, hotness = ids.shape
-        pooled = self.bags(ids.view(candidates * features, hotness)).view(candidates, -1)
-        x = torch.cat((dense, pooled), 1)
+    def forward(self, ids: Tensor, lengths: Tensor, dense: Tensor) -> Tensor:
+        """Scores float32 [N], of int64 ids [sum of lengths], int32 lengths [N, features] and float32 dense [N, D]."""
+        ends = lengths.view(-1).cumsum(0)
+        x = torch.cat((dense, self.bags(ids, ends - lengths.view(-1)).view(len(dense), -1)), 1)
         last = len(self.weights) - 1
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = functional.linear(x, weight, bias)
             if number < last:
                 x = torch.relu(x)
         return torch.sigmoid(x).squeeze(1)
+
+
+Parts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Ids, lengths and dense inputs of a request, as `TorchRanking.forward` takes them."""
 
 
 class Scorer:
@@ -72,37 +77,35 @@ class Scorer:
         with safe_open(weights, framework="pt") as file:
             self._model = TorchRanking({name: file.get_tensor(name) for name in file.keys()}).eval()  # noqa: SIM118
 
-    def scores(self, ids: npt.NDArray[np.int64], dense: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """float32 [N]."""
+    def scores(self, requests: Sequence[Parts]) -> list[npt.NDArray[np.float32]]:
+        """float32 [N] of each request, scored together."""
+        joined = requests[0] if len(requests) == 1 else [np.concatenate(parts) for parts in zip(*requests, strict=True)]
         with torch.inference_mode():
-            scores: npt.NDArray[np.float32] = self._model(torch.from_numpy(ids), torch.from_numpy(dense)).numpy()
-        return scores
+            scores = self._model(*map(torch.from_numpy, joined)).numpy()
+        return np.split(scores, np.cumsum([len(dense) for *_, dense in requests])[:-1])
 
     def answer(self, body: bytes) -> bytes:
         """Of one request."""
-        return self.scores(*arrays(body)).tobytes()
+        return self.scores([arrays(body)])[0].tobytes()
 
     def answers(self, bodies: Sequence[bytes]) -> list[bytes]:
         """Of a batch of requests, scored together."""
-        parts = [arrays(body) for body in bodies]
-        if len({ids.shape[1:] for ids, _ in parts}) != 1:
-            return [self.answer(body) for body in bodies]
-        scores = self.scores(np.concatenate([ids for ids, _ in parts]), np.concatenate([dense for _, dense in parts]))
-        ends = np.cumsum([len(ids) for ids, _ in parts])
-        return [one.tobytes() for one in np.split(scores, ends[:-1])]
+        return [one.tobytes() for one in self.scores([arrays(body) for body in bodies])]
 
 
-def arrays(body: bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The ids and the dense inputs of a request, copied since torch wants memory that may be written.
+def arrays(body: bytes) -> Parts:
+    """A request's arrays, copied since torch wants memory that may be written.
 
     Raises:
         ValueError: the body has another size than its header says.
     """
-    candidates, features, hotness, num_dense = HEADER.unpack_from(body)
-    count, floats = candidates * features * hotness, candidates * num_dense
-    if len(body) != (size := HEADER.size + count * ID_BYTES + floats * FLOAT_BYTES):
+    candidates, features, num_ids, num_dense = HEADER.unpack_from(body)
+    bags, floats = candidates * features, candidates * num_dense
+    first_length = HEADER.size + num_ids * ID_BYTES
+    first_float = first_length + bags * LENGTH_BYTES
+    if len(body) != (size := first_float + floats * FLOAT_BYTES):
         raise ValueError(f"a body of {len(body)} bytes; its header says {size}")
     memory = bytearray(body)
-    ids = np.frombuffer(memory, "<i8", count, HEADER.size).reshape(candidates, features, hotness)
-    dense = np.frombuffer(memory, "<f4", floats, HEADER.size + count * ID_BYTES).reshape(candidates, num_dense)
-    return ids, dense
+    ids = np.frombuffer(memory, "<i8", num_ids, HEADER.size)
+    lengths = np.frombuffer(memory, "<i4", bags, first_length).reshape(candidates, features)
+    return ids, lengths, np.frombuffer(memory, "<f4", floats, first_float).reshape(candidates, num_dense)

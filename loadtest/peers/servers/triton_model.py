@@ -19,17 +19,12 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """All requests of a batch, scored together."""
-        ids = [triton.get_input_tensor_by_name(request, "ids").as_numpy() for request in requests]
-        dense = [triton.get_input_tensor_by_name(request, "dense").as_numpy() for request in requests]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for number, one in enumerate(ids):
-            groups.setdefault(one.shape[1:], []).append(number)
-        answers: list[Any] = [None] * len(requests)
-        for group in groups.values():
-            scores = self._scorer.scores(
-                np.concatenate([ids[number] for number in group]), np.concatenate([dense[number] for number in group])
-            )
-            ends = np.cumsum([len(ids[number]) for number in group])
-            for number, one in zip(group, np.split(scores, ends[:-1]), strict=True):
-                answers[number] = triton.InferenceResponse([triton.Tensor("scores", one[:, None])])
-        return answers
+        # Each request is a batch of one: its tensors have another first dimension.
+        parts = [
+            tuple(triton.get_input_tensor_by_name(request, name).as_numpy()[0] for name in ("ids", "lengths", "dense"))
+            for request in requests
+        ]
+        return [
+            triton.InferenceResponse([triton.Tensor("scores", np.ascontiguousarray(one[None]))])
+            for one in self._scorer.scores(parts)
+        ]

@@ -16,19 +16,17 @@ import pytriton
 from torch_model import Settings
 
 HOST = "127.0.0.1"
-# Triton counts rows, which are candidates here: about this many are in a request.
-CANDIDATES = 100
-MAX_CANDIDATES = 4096
 MAX_WAIT_US = 1000
 CONFIG = """
 name: "rank"
 backend: "python"
 max_batch_size: {max_batch}
 input [
-  {{ name: "ids", data_type: TYPE_INT64, dims: [-1, -1] }},
-  {{ name: "dense", data_type: TYPE_FP32, dims: [-1] }}
+  {{ name: "ids", data_type: TYPE_INT64, dims: [-1], allow_ragged_batch: true }},
+  {{ name: "lengths", data_type: TYPE_INT32, dims: [-1, -1], allow_ragged_batch: true }},
+  {{ name: "dense", data_type: TYPE_FP32, dims: [-1, -1], allow_ragged_batch: true }}
 ]
-output [{{ name: "scores", data_type: TYPE_FP32, dims: [1] }}]
+output [{{ name: "scores", data_type: TYPE_FP32, dims: [-1] }}]
 instance_group [{{ count: {workers}, kind: KIND_CPU }}]
 dynamic_batching {{ max_queue_delay_microseconds: {max_wait_us} }}
 """
@@ -45,8 +43,7 @@ def main() -> None:
     (model / "1").mkdir(parents=True)
     shutil.copy(servers / "triton_model.py", model / "1" / "model.py")
     shutil.copy(servers / "torch_model.py", model / "1")
-    max_batch = min(MAX_CANDIDATES, max(MAX_CANDIDATES // 4, CANDIDATES * settings.batch))
-    config = CONFIG.format(max_batch=max_batch, workers=settings.workers, max_wait_us=MAX_WAIT_US)
+    config = CONFIG.format(max_batch=settings.batch, workers=settings.workers, max_wait_us=MAX_WAIT_US)
     (model / "config.pbtxt").write_text(config, encoding="utf-8")
     # The backend's program that runs Python has to be the one for this Python, and lie beside the backend.
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -26,6 +26,8 @@ from loadtest.load.result import GeneratorProcess, Mark, read_result
 from loadtest.load.result_file import write_document
 from loadtest.load.show import show_result
 from loadtest.load.timer import PreciseTimer
+from loadtest.report.page import html
+from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
 
 RESULTS = {"run": example_run(), "sweep": example_sweep()}
@@ -168,6 +170,34 @@ def test_a_result_on_a_terminal_has_its_numbers(kind: str):
         assert str(RESULTS[kind].due) in shown
     else:
         assert f"{RESULTS[kind].highest_rate:.1f}/s" in shown
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+@pytest.mark.parametrize("varied", [True, False])
+def test_a_result_says_whether_requests_were_varied_on_a_terminal_and_on_its_page(kind: str, varied: bool):
+    document = RESULTS[kind].model_dump()
+    for run in document.get("steps", [document]):
+        run["varied"] = varied
+    result = type(RESULTS[kind]).model_validate(document)
+    text = io.StringIO()
+    show_result(Console(file=text, width=140), result)
+    assert f"requests are {FORMS[varied]}" in text.getvalue()
+    assert FORMS[varied] in html(result)
+    assert FORMS[not varied] not in html(result)
+
+
+def test_a_result_from_before_requests_were_varied_is_read_as_one_whose_requests_were_not():
+    document = RESULTS["run"].model_dump()
+    del document["varied"]
+    assert not type(RESULTS["run"]).model_validate(document).varied
+
+
+def test_requests_are_varied_unless_the_command_line_says_same(monkeypatch):
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr("loadtest.load.command.execute", lambda command, options: given.append(options) or 0)
+    for flags in ([], ["--same"]):
+        CliRunner().invoke(loadtest, ["run", "--target", "http://a", "--rate", "5", *flags], catch_exceptions=False)
+    assert [one["varied"] for one in given] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,21 @@ def test_every_request_is_sent_once_and_answered(api):
 
 
 @pytest.mark.parametrize("api", ["json", "grpc"])
+def test_every_request_has_a_trace_and_an_id_of_its_own_unless_they_shall_be_the_same(api):
+    with server_of(api) as server:
+        varied = load(server.port, api, timeout_ms=5000)
+        same = load(server.port, api, timeout_ms=5000, varied=False)
+    assert (varied.varied, same.varied) == (True, False)
+    heads, others = server.heads[:100], server.heads[100:]
+    assert len(others) == 100
+    for name in ("traceparent", "x-request-id"):
+        # The pool has 4 requests: each was sent 25 times, never again under the same head.
+        assert len({one[name] for one in heads}) == 100
+        assert not any(name in one for one in others)
+    assert len({tuple(sorted(one.items())) for one in others}) == 1 if api == "grpc" else 4
+
+
+@pytest.mark.parametrize("api", ["json", "grpc"])
 def test_a_stall_is_in_the_latency_of_all_that_came_meanwhile(api):
     def plan(number: int) -> Reply:
         if number == 60:

@@ -11,9 +11,10 @@ from loadtest.peers.config import CHANNELS
 from loadtest.peers.offered_load import PeerRate, offer
 from loadtest.peers.requests import requests_for
 from loadtest.serving_cost.shape import Shape
+from loadtest.workloads.payloads import changing_headers
 from shardrank_testing.loaded_server import CANDIDATES, Reply, loaded_grpc_server
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=CANDIDATES)
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=str(CANDIDATES))
 
 
 def connections_to(port: int) -> int:
@@ -44,7 +45,7 @@ def test_all_connections_over_grpc_are_open_before_the_first_request_and_none_is
             seconds=0.3,
             seed=1,
         )
-        offered = uvloop.run(offer(load, pool))
+        offered = uvloop.run(offer(load, pool, changing_headers(True, 1)))
         after = connections_to(server.port)
     assert seen == [CHANNELS]
     assert offered.answered == offered.due > 0

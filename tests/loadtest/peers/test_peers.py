@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -27,7 +28,7 @@ from loadtest.serving_cost.messages import Offered, Weighed
 from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.errors import AnswerError
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=7)
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def run_command(*arguments: str | Path):
 
 def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
     rows = torch.tensor([[1.0], [10.0], [100.0]])
-    shape = Shape(features=2, embedding_dim=1, rows=3, dense=1, candidates=1)
+    shape = Shape(features=2, embedding_dim=1, rows=3, dense=1, candidates="1")
     request = drawn_requests(shape, 2, 1)[0]
     tensors = {
         "rows": rows,
@@ -54,7 +55,7 @@ def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
         "mlp.layers.1.weight": torch.tensor([[0.01]]),
         "mlp.layers.1.bias": torch.tensor([0.5]),
     }
-    first, second = request.bags.values.reshape(2, 2).tolist()
+    first, second = np.split(request.bags.values, request.bags.lengths[:1])
     sums = [sum(10.0**row for row in bag) for bag in (first, second)]
     logit = 0.01 * max(0.0, sums[0] + 2 * sums[1] - 1) + 0.5
     np.testing.assert_allclose(reference_scores(tensors, request), [1 / (1 + np.exp(-logit))], rtol=1e-6)
@@ -63,11 +64,17 @@ def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
 def test_the_flat_body_is_laid_out_as_documented() -> None:
     request = drawn_requests(SHAPE, 4, 1)[0]
     body = flat_body(request)
-    assert np.frombuffer(body, "<u4", 4).tolist() == [7, 3, 4, 2]
-    ids = np.frombuffer(body, "<i8", 7 * 3 * 4, 16).reshape(7, 3, 4)
-    # The bags of feature 2 begin after those of two others, candidate by candidate.
-    assert ids[5, 2].tolist() == request.bags.values[(2 * 7 + 5) * 4 : (2 * 7 + 6) * 4].tolist()
-    dense = np.frombuffer(body[16 + 8 * ids.size :], "<f4").reshape(7, 2)
+    bags = request.bags
+    assert np.frombuffer(body, "<u4", 4).tolist() == [7, 3, bags.num_values, 2]
+    ids = np.frombuffer(body, "<i8", bags.num_values, 16)
+    lengths = np.frombuffer(body, "<i4", 7 * 3, 16 + ids.nbytes)
+    own = np.split(bags.values, np.cumsum(bags.lengths)[:-1])
+    # In a request the bags of feature 2 begin after those of two others; here a candidate's bags lie side by side.
+    for number, bag in enumerate(np.split(ids, np.cumsum(lengths)[:-1])):
+        candidate, feature = divmod(number, 3)
+        assert bag.tolist() == own[feature * 7 + candidate].tolist()
+    assert len(set(lengths.tolist())) > 1
+    dense = np.frombuffer(body[16 + ids.nbytes + lengths.nbytes :], "<f4").reshape(7, 2)
     np.testing.assert_array_equal(dense, request.candidate_dense)
 
 
@@ -76,8 +83,29 @@ def test_the_tensor_body_has_the_same_numbers_as_the_flat_one() -> None:
     body, header_bytes = tensor_body(request)
     header = json.loads(body[:header_bytes])
     assert body[header_bytes:] == flat_body(request)[16:]
-    assert [(one["name"], one["shape"]) for one in header["inputs"]] == [("ids", [7, 3, 4]), ("dense", [7, 2])]
+    assert [(one["name"], one["shape"]) for one in header["inputs"]] == [
+        ("ids", [1, request.bags.num_values]),
+        ("lengths", [1, 7, 3]),
+        ("dense", [1, 7, 2]),
+    ]
     assert sum(one["parameters"]["binary_data_size"] for one in header["inputs"]) == len(body) - header_bytes
+
+
+def test_a_batch_of_different_requests_is_scored_by_the_peers_model_as_each_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(PEERS["fastapi"].script.parent)
+    torch_model = importlib.import_module("torch_model")
+    shape, tensors = SHAPE.model_copy(update={"candidates": "2-9:5"}), random_tensors(SHAPE, 3)
+    write_weights(tensors, tmp_path / "weights")
+    requests = [one for hotness in (1, 4) for one in drawn_requests(shape, hotness, 3)]
+    assert any((one.bags.lengths == 0).any() for one in requests)
+    threads = torch.get_num_threads()
+    scorer = torch_model.Scorer(str(tmp_path / "weights"))
+    torch.set_num_threads(threads)
+    for request, answer in zip(requests, scorer.answers(list(map(flat_body, requests))), strict=True):
+        np.testing.assert_allclose(np.frombuffer(answer, "<f4"), reference_scores(tensors, request), atol=1e-5)
+        np.testing.assert_allclose(
+            np.frombuffer(scorer.answer(flat_body(request)), "<f4"), np.frombuffer(answer, "<f4"), atol=1e-6
+        )
 
 
 def test_an_answer_that_is_not_of_whole_floats_is_refused() -> None:
@@ -85,6 +113,12 @@ def test_an_answer_that_is_not_of_whole_floats_is_refused() -> None:
     assert pool.check(bytes(28)) == 7
     with pytest.raises(AnswerError, match="30 bytes"):
         pool.check(bytes(30))
+
+
+def test_scores_that_a_peer_answers_as_a_batch_of_one_request_are_counted_one_by_one() -> None:
+    pool = PeerRequests(SHAPE, 1, "/infer", "tensors")
+    output = {"name": "scores", "datatype": "FP32", "shape": [1, 7], "parameters": {"binary_data_size": 28}}
+    assert pool.check(json.dumps({"outputs": [output]}).encode() + bytes(28)) == 7
 
 
 def test_the_fastapi_peer_answers_with_the_models_scores_and_others_are_refused(tmp_path: Path) -> None:
@@ -133,6 +167,8 @@ def test_the_command_compares_a_real_peer_with_shardrank(tmp_path: Path, environ
     assert [one["name"] for one in found["measures"]][-1] == "p99, equal rate, hotness 2"
     assert all(value > 0 for one in found["measures"] for arm in one["values"] for value in arm)
     assert "to the best peer of each round" in result.output
+    assert found["setup"]["requests"].startswith("50-500:200 candidates, varied: ragged bags")
+    assert "requests: 50-500:200 candidates, varied" in result.output
     assert "FastAPI" in html_file.read_text()
 
 

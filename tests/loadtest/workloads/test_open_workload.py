@@ -21,7 +21,7 @@ def request_of(workload, seed: int = 0):
 
 
 def test_dlrm_v2_asks_for_its_214_ids_a_candidate_in_tables_of_the_published_sizes():
-    workload = open_workload("dlrm-v2", candidates="7")
+    workload = open_workload("dlrm-v2", candidates="7", varied=False)
     request, features = request_of(workload)
     assert request.bags.num_values == 7 * sum(DLRM_V2_HOTNESS) == 7 * 214
     assert request.candidate_dense.shape == (7, 13)
@@ -33,7 +33,7 @@ def test_dlrm_v2_asks_for_its_214_ids_a_candidate_in_tables_of_the_published_siz
 
 
 def test_merlin_tiny_has_its_tables_and_skewed_ids():
-    workload = open_workload("merlin-tiny", candidates="300")
+    workload = open_workload("merlin-tiny", candidates="300", varied=False)
     assert len(workload.spec.tables) == 55
     _, features = request_of(workload)
     assert features["f2_10"].lengths.tolist() == [10] * 300
@@ -42,6 +42,36 @@ def test_merlin_tiny_has_its_tables_and_skewed_ids():
     assert counts.max() > 100
     # Features of one table share its popular rows.
     assert values[counts.argmax()] in features["f2_1"].values
+
+
+def test_requests_are_varied_around_the_published_ones():
+    workload = open_workload("dlrm-v2:0.001")
+    rng = np.random.default_rng(3)
+    requests = [workload.request(rng) for _ in range(200)]
+    counts = [request.num_candidates for request in requests]
+    assert 50 <= min(counts) < 60
+    assert 450 < max(counts) <= 500
+    assert np.mean(counts) == pytest.approx(200, rel=0.15)
+    lengths: dict[str, list[np.ndarray]] = {}
+    for request in requests[:20]:
+        for feature in features_of(workload.schema, request):
+            lengths.setdefault(feature.name, []).append(feature.lengths)
+    for number, hotness in enumerate(DLRM_V2_HOTNESS):
+        found = np.concatenate(lengths[f"f{number}"])
+        assert found.mean() == pytest.approx(hotness, rel=0.1)
+        expected = {0, 1, 2} if hotness == 1 else set(range(1, 2 * hotness))
+        assert set(found.tolist()) <= expected
+        assert (found.min(), found.max()) == (min(expected), max(expected))
+
+
+def test_requests_that_are_not_varied_have_the_published_bags_and_candidates():
+    workload = open_workload("merlin-tiny:0.001", varied=False)
+    rng = np.random.default_rng(3)
+    requests = [workload.request(rng) for _ in range(100)]
+    assert min(one.num_candidates for one in requests) >= 100
+    assert max(one.num_candidates for one in requests) > 500
+    for feature in features_of(workload.schema, requests[0]):
+        assert len(set(feature.lengths.tolist())) == 1
 
 
 def test_scale_is_the_share_of_the_rows():
@@ -53,11 +83,14 @@ def test_scale_is_the_share_of_the_rows():
 
 def test_everything_that_was_chosen_is_in_the_name():
     workload = open_workload("dlrm-v2:0.01", ids="zipf:1.2", candidates="100", context_features=2)
-    assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, context features 2"
+    assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, ragged bags, context features 2"
+    assert open_workload("dlrm-v2:0.01", varied=False).name == (
+        "dlrm-v2:0.01, ids uniform, candidates 100-700:270, fixed bags"
+    )
 
 
 def test_context_features_are_those_with_the_most_ids_and_come_once():
-    workload = open_workload("dlrm-v2:0.001", candidates="5", context_features=2)
+    workload = open_workload("dlrm-v2:0.001", candidates="5", context_features=2, varied=False)
     request, features = request_of(workload)
     context = {name for name, feature in features.items() if feature.is_context}
     assert context == {"f20", "f21"}
@@ -82,7 +115,7 @@ def test_a_candidate_feature_must_be_left(count):
 
 def test_a_drawn_workload_needs_rows_for_ids_and_the_length_of_every_bag():
     with pytest.raises(WorkloadError, match=r"'cities'.*'vocabulary'"):
-        SyntheticWorkload("x", api_spec(), {}, Uniform(), Fixed(1))
+        SyntheticWorkload("x", api_spec(), {}, Uniform(), Fixed(1), ragged=True)
     spec = open_workload("dlrm-v2").spec
     with pytest.raises(WorkloadError, match="'f3': hotness None"):
-        SyntheticWorkload("x", spec, {"f0": 1, "f1": 1, "f2": 1}, Uniform(), Fixed(1))
+        SyntheticWorkload("x", spec, {"f0": 1, "f1": 1, "f2": 1}, Uniform(), Fixed(1), ragged=True)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import struct
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.serving_cost.shape import Shape, payloads
 from loadtest.workloads import grpc_payload, json_payload, oip_payload
 from loadtest.workloads.errors import AnswerError, WorkloadError
 from loadtest.workloads.opened import open_workload
-from loadtest.workloads.payloads import APIS, Payloads
+from loadtest.workloads.payloads import APIS, Payloads, changing_headers
+from serving.formats.infer_grpc import InferGrpcCodec
+from serving.formats.infer_http import InferHttpCodec
 from serving.formats.json_writer import encode, rank_document
+from serving.formats.messages import MessageCodec, encode_rank
 from serving.formats.requests import RankAnswer
-from serving.grpc_api.encode import encode_rank
 from serving.limits import RequestLimits
-from serving.oip import encode as oip_encode
-from serving.oip import read_grpc
-from serving.oip.infer_request import InferRequest, RequestedOutput
-from serving.read_proto import read_rank
+from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.serving_api import MODEL
 from shardrank_testing.workloads import MixedWorkload, assert_same_request, read_payload
 
@@ -48,7 +51,7 @@ def test_the_server_s_parser_reads_the_request_back(name, api):
         found = read_payload(workload, api, payload)
         assert_same_request(found, request)
         assert payload.num_candidates == request.num_candidates
-        assert found.deadline == pytest.approx(TIMEOUT_MS / 1000)
+        assert found.timeout_s == pytest.approx(TIMEOUT_MS / 1000)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -71,11 +74,11 @@ def test_a_timeout_is_left_to_the_server_unless_it_is_given():
     workload = small_workload("mixed")
     payload = Payloads(workload, "json", count=1)[0]
     assert "timeout_ms" not in json.loads(payload.body)
-    assert read_payload(workload, "json", payload).deadline == pytest.approx(RequestLimits().default_timeout_ms / 1000)
+    assert read_payload(workload, "json", payload).timeout_s == pytest.approx(RequestLimits().default_timeout_ms / 1000)
 
 
 def test_single_ids_are_written_flat_and_floats_as_short_as_float32_allows():
-    body = json.loads(Payloads(small_workload("dlrm-v2:0.0001"), "json", count=1)[0].body)
+    body = json.loads(Payloads(open_workload("dlrm-v2:0.0001", candidates="5", varied=False), "json", count=1)[0].body)
     candidates = body["candidates"]
     assert all(isinstance(one, int) for one in candidates["sparse"]["f2"])
     assert {len(bag) for bag in candidates["sparse"]["f0"]} == {3}
@@ -88,12 +91,50 @@ def test_the_model_s_name_may_be_another_one():
     assert Payloads(workload, "json", count=1, model="other").path == "/v1/models/other:rank"
     assert Payloads(workload, "json", count=1).path == f"/v1/models/{MODEL}:rank"
     grpc = Payloads(workload, "grpc", count=1, model="other")
-    assert read_rank(grpc[0].body).fields.model == "other"
+    assert MessageCodec("rank").read(grpc[0].body, RequestLimits()).model == "other"
     assert grpc.path == "/shardrank.v1.RankingService/Rank"
     assert Payloads(workload, "oip-http", count=1, model="other").path == "/v2/models/other/infer"
     oip = Payloads(workload, "oip-grpc", count=1, model="other")
-    assert read_grpc.read_infer(oip[0].body).model == "other"
+    assert InferGrpcCodec().read(oip[0].body, RequestLimits()).model == "other"
     assert oip.path == "/inference.GRPCInferenceService/ModelInfer"
+
+
+def test_a_packed_request_is_its_arrays_in_the_order_of_the_schema():
+    workload = open_workload("dlrm-v2:0.0001", candidates="3")
+    request = workload.request(np.random.default_rng(8))
+    made = Payloads(workload, "grpc-packed", count=1, seed=8, model="other", timeout_ms=TIMEOUT_MS)
+    message = ranking_pb2.RankRequest.FromString(made[0].body)
+    assert made.path == "/shardrank.v1.RankingService/Rank"
+    assert message == ranking_pb2.RankRequest(
+        model="other",
+        num_candidates=3,
+        timeout_ms=TIMEOUT_MS,
+        packed=ranking_pb2.PackedFeatures(
+            schema_digest=workload.schema.digest,
+            ids=struct.pack(f"<{request.bags.num_values}q", *request.bags.values.tolist()),
+            lengths=struct.pack(f"<{request.bags.num_bags}i", *request.bags.lengths.tolist()),
+            candidate_dense=struct.pack(f"<{3 * 13}f", *request.candidate_dense.ravel().tolist()),
+        ),
+    )
+
+
+def test_a_packed_request_whose_bags_all_have_one_id_says_no_lengths():
+    shape = Shape(features=4, rows=9, candidates="5", varied=False)
+    message = ranking_pb2.RankRequest.FromString(payloads(shape, "mlp", 1, "grpc-packed", 1)[0].body)
+    assert message.packed.lengths == b""
+    assert len(message.packed.ids) == 8 * 4 * 5
+
+
+def test_headers_are_w3c_traces_and_ids_that_never_come_again():
+    drawn = list(itertools.islice(changing_headers(True, 7), 1000))
+    traces, ids = zip(*(dict(one).values() for one in drawn), strict=True)
+    assert {tuple(dict(one)) for one in drawn} == {("traceparent", "x-request-id")}
+    assert all(re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", one) for one in traces)
+    assert len({one.split("-")[1] for one in traces}) == len({one.split("-")[2] for one in traces}) == 1000
+    assert len(set(ids)) == 1000
+    assert list(itertools.islice(changing_headers(True, 7), 1000)) == drawn
+    assert next(changing_headers(True, 8)) not in drawn
+    assert list(itertools.islice(changing_headers(False, 7), 3)) == [(), (), ()]
 
 
 def test_memory_is_bounded_but_one_payload_is_always_made():
@@ -120,16 +161,20 @@ def answer(num_scores: int) -> RankAnswer:
 def test_scores_are_counted_in_the_server_s_answers(num_scores):
     assert json_payload.count_scores(encode(rank_document(answer(num_scores)))) == num_scores
     assert grpc_payload.count_scores(encode_rank(answer(num_scores))) == num_scores
-    asked = InferRequest("m", None, "", [], outputs=[RequestedOutput("scores", binary=True)])
-    assert oip_payload.count_http_scores(oip_encode.encode_http(asked, answer(num_scores), "id")[0]) == num_scores
-    assert oip_payload.count_grpc_scores(oip_encode.encode_grpc(asked, answer(num_scores), "id")) == num_scores
+    workload = small_workload("mixed")
+    http, grpc = Payloads(workload, "oip-http", count=1)[0], Payloads(workload, "oip-grpc", count=1)[0]
+    over_http = InferHttpCodec(MODEL, "", dict(http.headers)[oip_payload.HEADER_LENGTH])
+    encoded = over_http.read(http.body, RequestLimits()).encode(answer(num_scores)).body
+    assert oip_payload.count_http_scores(encoded) == num_scores
+    encoded = InferGrpcCodec().read(grpc.body, RequestLimits()).encode(answer(num_scores)).body
+    assert oip_payload.count_grpc_scores(encoded) == num_scores
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"scores": "many"}', b"\xff\xff\xff", b'{"outputs": []}'])
 def test_what_is_no_answer_is_not_counted(api, body):
     made = Payloads(small_workload("mixed"), api, count=1)
-    if api == "grpc" and not body:
+    if api in ("grpc", "grpc-packed") and not body:
         # An empty message is one without scores: it is counted, and found to be too few.
         assert made.check(body) == 0
         return

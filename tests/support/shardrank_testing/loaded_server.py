@@ -44,12 +44,14 @@ class LoadedServer:
         port: where it listens.
         requests: that came, so far.
         connections: that are open, by HTTP; most_connections is the most at a time.
+        heads: the headers or metadata of each request.
     """
 
     port: int = 0
     requests: int = 0
     connections: int = 0
     most_connections: int = 0
+    heads: list[dict[str, str]] = field(default_factory=list)
     _stop: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
@@ -78,6 +80,8 @@ class _HttpPeer(asyncio.Protocol):
             return
         assert len(rest) == length, "a request before the answer to the one before it"
         self._received = b""
+        lines = head.decode("latin-1").split("\r\n")[1:]
+        self._server.heads.append(dict(line.split(": ", 1) for line in lines))
         self._answer()
 
     def _answer(self) -> None:
@@ -107,6 +111,7 @@ class _GrpcPeer(grpc.GenericRpcHandler):
 
     async def _answer(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         number, self._server.requests = self._server.requests, self._server.requests + 1
+        self._server.heads.append({str(name): str(value) for name, value in context.invocation_metadata() or ()})
         reply = self._plan(number)
         if reply.then == "hold":
             await asyncio.Event().wait()

@@ -12,12 +12,8 @@ from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.oip import read_grpc, read_http
-from serving.oip.parser import InferParser
-from serving.parse_json import JsonParser
-from serving.parse_proto import ProtoParser
-from serving.read_proto import read_rank
 from shard_node.bags import KeyedBags
+from shardrank_testing.parsing import parse_infer_body, parse_infer_message, parse_json, parse_message
 from shardrank_testing.serving_api import CITIES, api_spec
 
 MAX_HOTNESS = 4
@@ -67,19 +63,15 @@ class MixedWorkload:
 
 
 def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest:
-    """The request as the server's own parser reads it; it has no lease, and arrives at time 0."""
-    limits = RequestLimits()
-    schema = RequestSchema(workload.schema, limits)
+    """The request as the server's own codec reads it."""
+    schema = RequestSchema(workload.schema, RequestLimits())
     if api == "json":
-        return JsonParser(schema).rank(payload.body, None, 0.0)
-    if api == "grpc":
-        return ProtoParser(schema).rank(read_rank(payload.body), None, 0.0)
+        return parse_json(schema, payload.body)
+    if api in ("grpc", "grpc-packed"):
+        return parse_message(schema, payload.body)
     if api == "oip-grpc":
-        return InferParser(schema).rank(read_grpc.read_infer(payload.body), None, 0.0)
-    length = read_http.parse_header_length(dict(payload.headers)[HEADER_LENGTH], len(payload.body))
-    return InferParser(schema).rank(
-        read_http.read_infer(workload.spec.model, None, payload.body, length, limits), None, 0.0
-    )
+        return parse_infer_message(schema, payload.body)
+    return parse_infer_body(schema, payload.body, dict(payload.headers)[HEADER_LENGTH])
 
 
 def assert_same_request(found: RankRequest, expected: WorkloadRequest) -> None:
