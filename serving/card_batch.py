@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serving.merge import MergedBatch
 from serving.models.card_layout import BatchClass, CardLayout
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_model import RankingModel
+from serving.rank.merge import MergedBatch
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.cuda.cards import Graph
 from shard_node.cuda.lane import Lane

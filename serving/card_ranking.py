@@ -17,11 +17,12 @@ from loader.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from router.router import Router
 from serving.card_scorer import CardModel, CardScorer
-from serving.merge import MergedBatch
-from serving.metrics import ServingMetrics
 from serving.models.card_layout import CardLayout
-from serving.ranking import Ranking, RankingParts
-from serving.version_stats import VersionCounter
+from serving.observe.metrics import ServingMetrics
+from serving.observe.statistics import VersionCounter
+from serving.observe.times import BatchTimes
+from serving.rank.merge import MergedBatch
+from serving.rank.ranking import Ranking, RankingParts
 from shard_node.bags import Float32Array
 from shard_node.errors import DeadlineExceededError
 from shard_node.shard import Shard
@@ -76,7 +77,9 @@ class CardRanking(Ranking):
         super().use(parts)
         self._model = self._on_card(parts)
 
-    async def score(self, batch: MergedBatch, deadline: float) -> tuple[Float32Array, RejectedIds]:
+    async def score(
+        self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
+    ) -> tuple[Float32Array, RejectedIds]:
         """As `Ranking.score`.
 
         Raises:
@@ -87,11 +90,11 @@ class CardRanking(Ranking):
         mapped = self.router.map(batch.bags)
         packed = self._scorer.pack(self._model, batch, mapped.bags)
         ready = self._clock()
-        self._metrics.stage(self._model_name, "lookup", ready - began, "rank")
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
         scores = packed.score(batch, mapped.bags)
-        self._metrics.stage(self._model_name, "rank", self._clock() - ready, "rank")
+        if times is not None:
+            times.lookup_s, times.rank_s = ready - began, self._clock() - ready
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)
         return scores, mapped.rejected
 

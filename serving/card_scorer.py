@@ -12,9 +12,9 @@ import torch
 
 from serving.card_batch import CardBatch
 from serving.limits import RequestLimits
-from serving.merge import MergedBatch
 from serving.models.card_layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.models.ranking_model import RankingModel
+from serving.rank.merge import MergedBatch
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane

@@ -21,7 +21,7 @@ from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.models.factory import DtypeChoice
 from serving.rank.answer import answer_in_thread
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import Sharding
 

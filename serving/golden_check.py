@@ -11,8 +11,8 @@ from loader.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from serving.errors import GoldenMismatchError
 from serving.formats.schema import RequestSchema
-from serving.merge import MergedBatch
-from serving.ranking import Ranking, RankingParts
+from serving.rank.merge import MergedBatch
+from serving.rank.ranking import Ranking, RankingParts
 from shard_node.bags import Float32Array, KeyedBags
 
 GOLDEN_TIMEOUT_S = 30.0

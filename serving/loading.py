@@ -24,8 +24,8 @@ from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
 from serving.errors import ServingError
 from serving.models.factory import DtypeChoice
+from serving.rank.service import RankingService
 from serving.served_model import OnRetry, ServedModel, ShardsFactory
-from serving.service import RankingService
 from shard_node.address import Address
 from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet

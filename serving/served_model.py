@@ -17,7 +17,6 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
-from serving.batcher import Batcher
 from serving.card_ranking import CardRanking
 from serving.card_scorer import scorer_on_card
 from serving.description import ModelDescription
@@ -25,14 +24,13 @@ from serving.errors import NotReadyError
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.loop_replica import LoopReplica
-from serving.metrics import ServingMetrics
 from serving.models.factory import DtypeChoice
-from serving.pending import Pending
-from serving.ranking import Ranking
-from serving.replica import Replica
+from serving.observe.metrics import ServingMetrics
+from serving.observe.statistics import VersionCounter
+from serving.rank.batcher import Batcher, Pending
+from serving.rank.ranking import Ranking
+from serving.rank.replica import LoopReplica, Replica
 from serving.version_check import CheckedVersion, check_version, ranking_parts
-from serving.version_stats import VersionCounter
 from shard_node.bags import KeyedBags
 from shard_node.node import NodeInfo
 from shard_node.shard import Shard
@@ -135,7 +133,7 @@ class ServedModel:
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
         checked_with = batcher if loop is None else Batcher(limits, clock)
         name = f"rank-{snapshot.spec.model}-{snapshot.version}"
-        replicas = _started(name, num_replicas, checked_with, ranking, metrics, clock)
+        replicas = _started(name, num_replicas, checked_with, ranking, clock)
         try:
             checked = check_version(snapshot, parts, replicas, dtype, clock)
         except BaseException:
@@ -144,7 +142,7 @@ class ServedModel:
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
         if loop is not None:
-            on_loop = LoopReplica(ranking(0).using(replicas[0].parts), batcher, metrics, loop, clock)
+            on_loop = LoopReplica(ranking(0).using(replicas[0].parts), batcher, loop, clock)
             on_loop.start()
             takers = [on_loop]
             _stop(checked_with, replicas)
@@ -220,7 +218,6 @@ def _started(
     count: int,
     batcher: Batcher,
     ranking: Callable[[int], Ranking],
-    metrics: ServingMetrics,
     clock: Callable[[], float],
 ) -> list[Replica]:
     replicas: list[Replica] = []
@@ -230,8 +227,7 @@ def _started(
             batcher.close("all its ranking replicas have ended")
 
     replicas += [
-        Replica(f"{name}-{number}", batcher, partial(ranking, number), metrics, clock, replica_failed)
-        for number in range(count)
+        Replica(f"{name}-{number}", batcher, partial(ranking, number), clock, replica_failed) for number in range(count)
     ]
     try:
         for replica in replicas:

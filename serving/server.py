@@ -18,7 +18,7 @@ from loader.settled_heap import settle_heap
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.grpc_api.server import GrpcServer
 from serving.http.server import HttpServer
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from router.replica_directory import ReplicaDirectory
 from serving.errors import NotReadyError
 from serving.loading import fleet_shards, local_shards, open_published
 from serving.models.factory import DtypeChoice
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shard_node.available_memory import available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.node_agent import NodeActions

@@ -12,7 +12,7 @@ from loader.errors import RegistryError
 from loader.registry.records import WantedModel
 from loader.registry.typed import FleetRegistry
 from router.replica_directory import ReplicaDirectory
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from serving.serving_agent import LocalRows, ServingActions, ServingConfig
 from shard_node.agent import Agent, AgentConfig, Sleep
 

@@ -21,8 +21,8 @@ from serving.golden_check import dtype_difference, golden_difference
 from serving.models.assembler import InputAssembler
 from serving.models.device_copies import DeviceCopies
 from serving.models.factory import DtypeChoice, choose_dtype, load_model
-from serving.ranking import Ranking, RankingParts
-from serving.replica import Replica
+from serving.rank.ranking import Ranking, RankingParts
+from serving.rank.replica import Replica
 
 logger = logging.getLogger(__name__)
 

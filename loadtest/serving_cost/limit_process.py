@@ -30,11 +30,11 @@ from router.plan import Plan
 from router.router import Router
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.merge import MergedBatch, merge_bags
-from serving.metrics import ServingMetrics
-from serving.ranking import Ranking
+from serving.observe.metrics import ServingMetrics
+from serving.observe.statistics import VersionCounter
+from serving.rank.merge import MergedBatch, merge_bags
+from serving.rank.ranking import Ranking
 from serving.version_check import ranking_parts
-from serving.version_stats import VersionCounter
 from shard_node.bags import Float32Array
 from shard_node.loading import load_tables
 from shard_node.node import ShardNode

@@ -18,9 +18,9 @@ from router.plan import Plan
 from serving.cli.devices import device_arguments, num_replicas, open_card_set
 from serving.fleet.ports import SharedPort
 from serving.limits import RequestLimits
-from serving.profile_file import profiled
+from serving.observe.profile import profiled
+from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, serve_until_signalled
-from serving.service import RankingService
 from serving.serving_agent import LocalRows, ServingConfig
 from serving.serving_node import ServingNode
 from shard_node.agent import AgentConfig

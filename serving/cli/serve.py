@@ -271,9 +271,9 @@ def _run(
 ) -> None:
     from serving.fleet.ports import SharedPort
     from serving.loading import load_when_possible
-    from serving.profile_file import profiled
+    from serving.observe.profile import profiled
+    from serving.rank.service import RankingService
     from serving.server import serve_until_signalled
-    from serving.service import RankingService
 
     # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
     service = RankingService(limits, expected_models=[source.snapshot.parent.name])

@@ -10,7 +10,7 @@ from loader.reader import Snapshot
 from loader.verify import VerifyReport, verify_snapshot
 from serving.cli.dense_check import check_dense_model
 from serving.loading import ModelSource, load_served_model
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 
 class Verification(VerifyReport):

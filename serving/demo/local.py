@@ -12,8 +12,8 @@ from serving.demo.config import DemoConfig
 from serving.fleet.ports import connectable_host
 from serving.fleet.workers import WorkerPorts
 from serving.loading import ModelSource, load_served_model
+from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
-from serving.service import RankingService
 from shard_node.cuda.card_set import CardSet
 
 

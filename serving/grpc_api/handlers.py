@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from serving.call import Call
 from serving.errors import MalformedRequestError
 from serving.formats.codecs import message_codec
 from serving.formats.messages import encode_model
 from serving.grpc_api.call_stream import CallStream, Method
 from serving.grpc_api.unary import RoadMethod, UnaryMethod
+from serving.observe.times import Call
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 SERVICE_NAME = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 

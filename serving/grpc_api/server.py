@@ -18,7 +18,7 @@ from serving.limits import RequestLimits
 from serving.oip.grpc_handlers import SERVICE_NAME as INFERENCE_SERVICE_NAME
 from serving.oip.grpc_handlers import InferHandlers
 from serving.oip.reflected import reflected_services
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 HEALTH_INTERVAL_S = 0.5
 WATCHERS_GRACE_S = 0.1

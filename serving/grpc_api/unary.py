@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import grpc
 
 from loader.errors import ShardrankError
-from serving.call import Call
 from serving.formats.requests import Codec
 from serving.grpc_api.call_head import ERROR_KIND_METADATA
 from serving.grpc_api.call_stream import CallStream
+from serving.observe.times import Call
 from serving.rank.answer import answer
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

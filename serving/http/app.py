@@ -38,7 +38,7 @@ from serving.http.large_work import LargeWork
 from serving.oip.http_endpoints import HEADER_LENGTH_NAME, InferEndpoints
 from serving.oip.http_endpoints import error_reply as oip_error_reply
 from serving.oip.http_routes import INFER_PATHS, add_routes, is_inference_path
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 API_VERSION = "1"
 _ERRORS: dict[int | str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from loader.errors import ShardrankError
-from serving.call import Call
 from serving.formats.codecs import json_codec
 from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
 from serving.formats.requests import Method
@@ -15,9 +14,10 @@ from serving.http.body import content_coding, read_body
 from serving.http.documents import ReadyDocument
 from serving.http.exchange import REQUEST_ID, Body, Exchange, Reply, reply_to
 from serving.http.large_work import LargeWork
-from serving.metrics import CONTENT_TYPE
+from serving.observe.metrics import CONTENT_TYPE
+from serving.observe.times import Call
 from serving.rank.answer import answer
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

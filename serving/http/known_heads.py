@@ -15,7 +15,7 @@ from serving.http.direct import DirectRoute, DirectRoutes
 from serving.http.direct_exchange import DirectExchange
 from serving.http.protocol import BoundedHttpProtocol
 from serving.limits import RequestLimits
-from serving.metrics import ServingMetrics
+from serving.observe.metrics import ServingMetrics
 
 MAX_HEAD_BYTES = 1024
 MAX_HEADS = 256

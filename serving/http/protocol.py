@@ -30,7 +30,7 @@ from serving.http.peer_socket import drop_peer, is_readable
 from serving.http.reading import LongBody
 from serving.http.reply_head import refusal, reply_head
 from serving.limits import RequestLimits
-from serving.metrics import ServingMetrics
+from serving.observe.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from serving.http.large_work import LargeWork
 from serving.http.protocol import BoundedHttpProtocol
 from serving.http.reading import reading_protocol
 from serving.listening_socket import accept_waiting, listening_socket
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 BACKLOG = 1024
 

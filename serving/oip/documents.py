@@ -7,8 +7,8 @@ from typing import Any
 
 from serving.formats.infer import parse_version
 from serving.formats.schema import OUTPUTS, TensorSpec
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shard_node.generation import Generation
 
 SERVER_NAME = "shardrank"
@@ -127,7 +127,7 @@ def _configured(spec: TensorSpec) -> Document:
 
 
 def _statistics(generation: Generation[ServedModel], clock_zero_s: float) -> Document:
-    totals = generation.payload.counter.inference.totals()
+    totals = generation.payload.counter.totals()
     return {
         "name": generation.model,
         "version": str(generation.version),

@@ -7,14 +7,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from serving.call import Call
 from serving.errors import RepositoryControlError
 from serving.formats.codecs import infer_grpc_codec
 from serving.grpc_api.call_stream import CallStream, Method
 from serving.grpc_api.unary import Answer, RoadMethod, UnaryMethod
+from serving.observe.times import Call
 from serving.oip import documents
 from serving.proto.inference import open_inference_pb2 as messages
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from loader.errors import ShardrankError
-from serving.call import Call
 from serving.errors import MalformedRequestError, RepositoryControlError, printable
 from serving.formats.codecs import infer_http_codec
 from serving.formats.infer import parse_version
@@ -18,10 +17,11 @@ from serving.http.body import IDENTITY, as_text, content_coding, read_body
 from serving.http.endpoints import HttpClient
 from serving.http.exchange import Body, Exchange, Reply, reply_to
 from serving.http.large_work import LargeWork
+from serving.observe.times import Call
 from serving.oip import documents
 from serving.oip.body_coding import CODINGS, expand
 from serving.rank.answer import answer
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import concurrent.futures
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
-from serving.call import Call
 from serving.formats.requests import Answer, Buffer, Codec, Encoded, Request, Unparsed
-from serving.pending import Pending
+from serving.observe.times import Call
+from serving.rank.batcher import Pending
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shard_node.generation import Lease
 
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
@@ -41,7 +41,8 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
     Raises:
         ShardrankError: with its HTTP and gRPC status.
     """
-    with service.call(codec.api, codec.method) as call:
+    call = service.begin_call(codec.api, codec.method)
+    try:
         body = await receive()
         unparsed, request, lease = _parsed(service, codec, call, body)
         # A long request's bytes are not needed while it waits.
@@ -52,10 +53,14 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
         loop = asyncio.get_running_loop()
         pending = Pending(request, lease, deadline, call.parsed, loop.create_future(), loop)
         answered = await service.wait(pending, client.watch)
-        began = service.clock()
+        call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
         encoded = unparsed.encode(answered)
-        service.metrics.answer_encoded(call, pending, began, service.clock())
-        return encoded
+        call.encoded = service.clock()
+    except BaseException as error:
+        service.end_call(call, error)
+        raise
+    service.end_call(call)
+    return encoded
 
 
 def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
@@ -67,9 +72,10 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
     with service.call(codec.api, codec.method) as call:
         _, request, lease = _parsed(service, codec, call, body)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        return service.wait_in_thread(
-            Pending(request, lease, call.began + request.timeout_s, call.parsed, future, None)
-        )
+        pending = Pending(request, lease, call.began + request.timeout_s, call.parsed, future, None)
+        answered = service.wait_in_thread(pending)
+        call.queue_s, call.batch = pending.queue_s, pending.batch
+        return answered
 
 
 def _parsed(
@@ -81,10 +87,9 @@ def _parsed(
     unparsed = codec.read(body, service.limits)
     lease = service.lease_for(call, unparsed)
     try:
-        request = unparsed.parse(lease.payload.schema)
+        request = unparsed.parse(lease.generation.payload.schema)
     except BaseException:
         lease.release()
         raise
     call.parsed = service.clock()
-    service.metrics.stage(call.model, "parse", call.parsed - call.leased, call.method)
     return unparsed, request, lease

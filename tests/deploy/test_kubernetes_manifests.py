@@ -149,7 +149,7 @@ def test_no_pod_runs_as_root_or_may_write_its_own_image():
 
 
 def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
-    from serving.metrics import ServingMetrics
+    from serving.observe.metrics import ServingMetrics
 
     scaler = next(one for one in base_documents() if one["kind"] == "HorizontalPodAutoscaler")
     (metric,) = scaler["spec"]["metrics"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import ApiModel, served_service, write_api_model
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from serving import errors
 from serving.limits import RequestLimits
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 API = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 

@@ -6,11 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from serving.batcher import Batcher
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.formats.requests import LookupRequest, RankRequest
 from serving.limits import RequestLimits
-from serving.pending import Pending, finish
+from serving.rank.batcher import Batcher, Pending, finish
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Generations

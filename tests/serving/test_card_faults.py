@@ -12,9 +12,9 @@ import torch
 
 from serving.card_scorer import MAX_FAILED_CAPTURES
 from serving.limits import RequestLimits
-from serving.ranking import Ranking
+from serving.rank.ranking import Ranking
+from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
-from serving.service import RankingService
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError, MemoryBudgetError
 from shardrank_testing.card_engines import OnCards, options_for

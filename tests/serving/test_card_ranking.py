@@ -13,7 +13,7 @@ import torch
 from loader.reader import Snapshot
 from serving.limits import RequestLimits
 from serving.models.card_layout import BatchClass
-from serving.ranking import Ranking
+from serving.rank.ranking import Ranking
 from serving.served_model import ServedModel
 from serving.version_check import ranking_parts
 from shardrank_testing.card_engines import OnCards, engine_params

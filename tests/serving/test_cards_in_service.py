@@ -21,8 +21,8 @@ from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError, UnknownIdError
 from serving.limits import RequestLimits
 from serving.models.factory import bfloat16_is_native
-from serving.ranking import Ranking
-from serving.service import RankingService
+from serving.rank.ranking import Ranking
+from serving.rank.service import RankingService
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.device_choice import DeviceChoice
 from shard_node.errors import DeadlineExceededError, DeviceChoiceError, MemoryBudgetError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from serving.expiry import Expiry
+from serving.rank.batcher import Expiry
 from shard_node.errors import DeadlineExceededError
 
 

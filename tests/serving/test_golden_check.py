@@ -16,8 +16,8 @@ from serving.errors import GoldenMismatchError, ModelOutputError
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model, local_shards
 from serving.models.factory import bfloat16_is_native
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import FILMS, MODEL, api_request, write_api_model
 from shardrank_testing.topologies import make_node

@@ -14,7 +14,7 @@ from router.errors import ShardUnavailableError
 from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model, load_when_possible
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shard_node.address import Address
 from shard_node.server import NodeServer
 from shardrank_testing.golden import golden_of

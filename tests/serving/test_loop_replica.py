@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model, load_when_possible
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shard_node.address import Address
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import MODEL, api_request, run, running_api, write_api_model

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.formats.requests import RankRequest
-from serving.merge import (
+from serving.rank.merge import (
     Merger,
     _Lengths,
     _merge_by_blocks,

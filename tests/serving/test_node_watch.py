@@ -11,9 +11,9 @@ import pytest
 
 from loader.reader import Snapshot
 from router.plan import Plan
-from serving.health import NodeWatch
 from serving.loading import ModelSource, load_served_model
-from serving.service import RankingService
+from serving.observe.watch import NodeWatch
+from serving.rank.service import RankingService
 from shard_node.address import Address
 from shard_node.generation import Generations
 from shard_node.server import NodeServer

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from serving import metrics as metrics_module
 from serving.errors import HistogramLayoutError
-from serving.metrics import ServingMetrics
 from serving.observations import MAX_KEPT, Observations, observe_all
+from serving.observe.metrics import ServingMetrics
 
 
 def test_they_are_in_their_histogram_once_they_are_made_and_by_themselves_when_there_are_many() -> None:

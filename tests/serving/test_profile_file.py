@@ -6,10 +6,9 @@ import threading
 import pytest
 
 from serving.errors import ProfileFileError
-from serving.metrics import ServingMetrics
-from serving.profile_file import ProfileDocument, ProfileFile, profiled
-from serving.stage_account import Served, StageAccount
-from serving.stages import BatchTimes
+from serving.observe.metrics import ServingMetrics
+from serving.observe.profile import ProfileDocument, ProfileFile, Served, StageAccount, profiled
+from serving.observe.times import BatchTimes
 
 RANK = Served("http", "rank", "films")
 

@@ -12,8 +12,8 @@ from loader.reader import Snapshot
 from router.plan import Plan
 from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.limits import RequestLimits
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel, longest_sequence
-from serving.service import RankingService
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, ShardNode

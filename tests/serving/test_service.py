@@ -13,8 +13,8 @@ from router.plan import Plan
 from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.serving_api import (
     MODEL,

@@ -10,7 +10,7 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.records import Canary
-from serving.replica import Replica
+from serving.rank.replica import Replica
 from serving.version_check import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, write_api_model

@@ -6,10 +6,10 @@ import pytest
 
 from router.embeddings import LookupTimes
 from serving.formats.requests import RankRequest
-from serving.metrics import ServingMetrics
-from serving.service import RankingService
-from serving.stage_account import Account, Served, StageAccount
-from serving.stages import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes
+from serving.observe.metrics import ServingMetrics
+from serving.observe.profile import Account, Served, StageAccount
+from serving.observe.times import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes
+from serving.rank.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, gated_service
 
 JSON, GRPC = Served("http", "rank", "films"), Served("grpc", "rank", "films")

@@ -25,7 +25,7 @@ from serving.errors import (
     UnknownFeatureError,
     UnknownIdError,
 )
-from serving.version_stats import VersionCounter, outcome_of
+from serving.observe.statistics import VersionCounter, outcome_of
 from shard_node.errors import DeadlineExceededError
 
 

@@ -22,9 +22,9 @@ from serving.embedded import Ranker
 from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
 from serving.loading import ModelSource, load_served_model
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.rank.service import RankingService
 from serving.read_proto import read_lookup, read_rank
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError
 from shard_node.shard import LocalShard
 from shardrank_testing.serving_api import (

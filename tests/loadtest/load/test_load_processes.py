@@ -27,8 +27,8 @@ from loadtest.load.run import run_load, run_sweep
 from loadtest.workloads.prepared import prepare_workload
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.loading import ModelSource, load_served_model
+from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
-from serving.service import RankingService
 from shardrank_testing.loaded_server import loaded_http_server
 
 WORKLOAD = "merlin-tiny:0.0001"

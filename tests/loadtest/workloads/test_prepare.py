@@ -22,7 +22,7 @@ from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.prepared import prepare_workload
 from serving.loading import ModelSource, load_served_model
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.serving_api import run, running_api
 

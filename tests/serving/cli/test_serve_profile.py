@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.cli import main
-from serving.profile_file import ProfileDocument
+from serving.observe.profile import Account, ProfileDocument
+from serving.observe.times import IN_BATCH, STAGES
 from serving.proto.shardrank.v1 import ranking_pb2_grpc
-from serving.stage_account import Account
-from serving.stages import IN_BATCH, STAGES
 from shardrank_testing.processes import Program, running
 from shardrank_testing.serving_api import MODEL, api_request, api_service, rank_message, running_api
 

@@ -9,7 +9,7 @@ import pytest
 from serving.http.app import create_app
 from serving.http.documents import LOOKUP_EXAMPLE, LOOKUP_SCHEMA, RANK_EXAMPLE, RANK_SCHEMA
 from serving.limits import RequestLimits
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.serving_api import (
     MODEL,
     Gate,

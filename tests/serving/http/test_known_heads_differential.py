@@ -19,7 +19,7 @@ from serving.http.exchange import Exchange, Reply, reply_to
 from serving.http.known_heads import KnownHeadsProtocol, bounded_protocol
 from serving.http.reading import reading_protocol
 from serving.limits import RequestLimits
-from serving.metrics import ServingMetrics
+from serving.observe.metrics import ServingMetrics
 from shardrank_testing.serving_api import run
 
 LIMITS = RequestLimits(max_body_bytes=200_000, max_header_bytes=1024, receive_timeout_s=3600.0)

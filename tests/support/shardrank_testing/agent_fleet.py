@@ -18,7 +18,7 @@ from loader.registry.records import FleetRecord, NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from serving.limits import RequestLimits
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from serving.serving_agent import LocalRows, ServingConfig
 from serving.serving_node import ServingNode
 from shard_node.address import Address

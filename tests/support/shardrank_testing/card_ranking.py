@@ -14,11 +14,11 @@ from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec,
 from serving.card_ranking import CardRanking
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
-from serving.merge import MergedBatch, merge
-from serving.ranking import Ranking
-from serving.replica import Replica
+from serving.rank.merge import MergedBatch, merge
+from serving.rank.ranking import Ranking
+from serving.rank.replica import Replica
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
-from serving.service import RankingService
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.parsing import parse_json

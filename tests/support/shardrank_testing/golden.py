@@ -6,7 +6,7 @@ import numpy as np
 
 from loader.golden import GoldenRequests
 from serving.loading import ModelSource, load_served_model
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import ApiModel, api_request
 

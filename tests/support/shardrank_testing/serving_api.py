@@ -33,9 +33,9 @@ from serving.loading import ModelSource, load_served_model
 from serving.models.factory import build_model
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
+from serving.rank.service import RankingService
 from serving.served_model import ServedModel
 from serving.server import Listening, ServerConfig, running_server
-from serving.service import RankingService
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shard_node.shard import LocalShard

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving.loading import ModelSource, load_when_possible
+from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, serve_until_signalled
-from serving.service import RankingService
 
 
 @dataclass

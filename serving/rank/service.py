@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from loader.errors import ShardrankError
 from loader.registry.records import VersionStats
-from serving.call import Call, CallScope
 from serving.description import ModelDescription
 from serving.errors import ClientGoneError, OverloadedError
-from serving.expiry import Expiry
-from serving.formats.requests import Answer, RankRequest, Unparsed
-from serving.health import NodeWatch
+from serving.formats.requests import Answer, Unparsed
 from serving.limits import RequestLimits
-from serving.metrics import ServingMetrics
-from serving.node_metrics import NodeCollector
-from serving.pending import Pending
+from serving.observe.collectors import NodeCollector, VersionCollector
+from serving.observe.metrics import ServingMetrics
+from serving.observe.statistics import outcome_of
+from serving.observe.times import Call
+from serving.observe.watch import NodeWatch
+from serving.rank.batcher import Expiry, Pending
 from serving.served_model import ServedModel
-from serving.version_metrics import VersionCollector
-from serving.version_stats import VersionCounter, outcome_of
 from serving.versions import ServedVersions
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Generation, Lease
@@ -127,15 +124,64 @@ class RankingService:
         """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
         return self.versions.stats(model, version)
 
-    def call(self, api: str, method: str) -> AbstractContextManager[Call]:
-        """Counts one call in, and out with its status. Everything about it happens inside.
-
-        Until it is admitted it is being received; calls that never become complete take no place from those that are.
+    @contextlib.contextmanager
+    def call(self, api: str, method: str) -> Iterator[Call]:
+        """Counts one call in, and out with its status; everything about it happens in a `with` block.
 
         Raises:
             OverloadedError: on entering, if too many are being received.
         """
-        return CallScope(Call(api, method, self.clock()), self._count_in, self._count_out)
+        call = self.begin_call(api, method)
+        try:
+            yield call
+        except BaseException as error:
+            self.end_call(call, error)
+            raise
+        self.end_call(call)
+
+    def begin_call(self, api: str, method: str) -> Call:
+        """Counts one call in; `end_call` must follow.
+
+        Until it is admitted it is being received; calls that never become complete take no place from those that are.
+
+        Raises:
+            OverloadedError: if too many are being received.
+        """
+        call = Call(api, method, self.clock())
+        with self._lock:
+            is_full = self._receiving >= self.limits.max_receiving
+            self._receiving += not is_full
+        if is_full:
+            limit = self.limits.max_receiving
+            error = OverloadedError(
+                f"too many requests that are not complete yet; the limit is max_receiving = {limit}"
+            )
+            self.metrics.call_ended(call, error.kind, None, call.began)
+            raise error
+        self.metrics.in_flight.inc()
+        return call
+
+    def end_call(self, call: Call, error: BaseException | None = None) -> None:
+        """Counts a call out, with what it ended with."""
+        with self._lock:
+            if call.admitted:
+                self._admitted -= 1
+            else:
+                self._receiving -= 1
+        self.metrics.in_flight.dec()
+        now, status = self.clock(), "ok"
+        if error is not None:
+            status = ClientGoneError.kind if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
+            status = error.kind if isinstance(error, ShardrankError) else status
+        if call.counter is None:
+            self.metrics.call_ended(call, status, None, now)
+            return
+        outcome = outcome_of(error)
+        call.counter.ended(call, outcome, now, is_answered=error is None)
+        self.metrics.call_ended(call, status, outcome, now)
+        # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
+        if outcome is not None and not self.generations.has(call.model, call.version):
+            self._forget(call.model, call.version)
 
     def admit(self, call: Call) -> None:
         """Lets a call in whose request is complete; a second time changes nothing.
@@ -144,7 +190,7 @@ class RankingService:
             OverloadedError: at once, if too many are in flight.
         """
         with self._lock:
-            if call.admitted or call.ended:
+            if call.admitted:
                 return
             if self._admitted < self.limits.max_in_flight:
                 self._receiving -= 1
@@ -171,10 +217,10 @@ class RankingService:
         """
         lease = self.versions.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
         call.model, call.version = lease.generation.model, lease.version
-        call.counter, call.leased = lease.payload.counter, self.clock()
+        call.counter, call.leased = lease.generation.payload.counter, self.clock()
         return lease
 
-    async def wait(self, pending: Pending, watch_client: WatchClient | None = None) -> Answer:
+    async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
         """Has a request answered by a replica, on the calling event loop.
 
         Args:
@@ -189,13 +235,12 @@ class RankingService:
             RouterError, ShardNodeError: if the shards can't answer.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
-        counter = self._submit(pending)
+        self._submit(pending)
         expiry = self._expiry_on(future.get_loop())
         expiry.add(future, pending.deadline - pending.arrived)
-        if watch_client is not None:
-            watch_client(partial(_leave_early, future))
+        watch_client(pending.leave)
         try:
-            return _executed(counter, pending, await future)
+            return await future
         finally:
             expiry.discard(future)
             pending.abandoned = True
@@ -203,9 +248,9 @@ class RankingService:
     def wait_in_thread(self, pending: Pending) -> Answer:
         """Has a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
         future = cast("concurrent.futures.Future[Answer]", pending.future)
-        counter = self._submit(pending)
+        self._submit(pending)
         try:
-            return _executed(counter, pending, future.result(max(0.0, pending.deadline - self.clock())))
+            return future.result(max(0.0, pending.deadline - self.clock()))
         except TimeoutError:
             if future.done():
                 raise
@@ -239,46 +284,8 @@ class RankingService:
         """Calls being received or handled."""
         return self._receiving + self._admitted
 
-    def _count_in(self, call: Call) -> None:
-        with self._lock:
-            is_full = self._receiving >= self.limits.max_receiving
-            self._receiving += not is_full
-        if is_full:
-            error = OverloadedError(
-                f"too many requests that are not complete yet; the limit is max_receiving = {self.limits.max_receiving}"
-            )
-            self._count(call, error)
-            raise error
-        self.metrics.in_flight.inc()
-
-    def _count_out(self, call: Call, error: BaseException | None) -> None:
-        with self._lock:
-            call.ended = True
-            if call.admitted:
-                self._admitted -= 1
-            else:
-                self._receiving -= 1
-        self.metrics.in_flight.dec()
-        self._count(call, error)
-
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)
-
-    def _count(self, call: Call, error: BaseException | None) -> None:
-        now, status = self.clock(), _status_of(error)
-        self.metrics.answered(call.api, call.method, call.model, status)
-        if error is not None:
-            self.metrics.failed(call.api, call.method, status)
-        self.metrics.stage(call.model, "total", now - call.began, call.method)
-        outcome = outcome_of(error)
-        if call.counter is not None and call.method == "rank":
-            call.counter.inference.ended(now - call.began, now, is_answered=error is None)
-        if call.counter is not None and outcome is not None:
-            call.counter.count(outcome, now - call.leased)
-            self.metrics.version_answered(call.model, call.version, outcome)
-            # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
-            if not self.generations.has(call.model, call.version):
-                self._forget(call.model, call.version)
 
     def _expiry_on(self, loop: asyncio.AbstractEventLoop) -> Expiry:
         """That of a loop, which runs on this thread."""
@@ -287,31 +294,9 @@ class RankingService:
             expiry = self._of_thread.expiry = Expiry(loop)
         return expiry
 
-    def _submit(self, pending: Pending) -> VersionCounter:
-        # Once it is submitted the lease may end at any moment, and what it is on with it.
-        counter = pending.lease.payload.counter
+    def _submit(self, pending: Pending) -> None:
         try:
-            pending.lease.payload.submit(pending)
+            pending.lease.generation.payload.submit(pending)
         except BaseException:
             pending.lease.release()
             raise
-        return counter
-
-
-def _executed(counter: VersionCounter, pending: Pending, answer: Answer) -> Answer:
-    if isinstance(pending.request, RankRequest):
-        counter.inference.executed(pending)
-    return answer
-
-
-def _status_of(error: BaseException | None) -> str:
-    if error is None:
-        return "ok"
-    if isinstance(error, ShardrankError):
-        return error.kind
-    return ClientGoneError.kind if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
-
-
-def _leave_early(future: asyncio.Future[Answer]) -> None:
-    if not future.done():
-        future.set_exception(ClientGoneError("the client closed the connection"))

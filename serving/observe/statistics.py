@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ from serving.errors import (
     UnknownFeatureError,
     UnknownIdError,
 )
-from serving.inference_counter import InferenceCounter
+from serving.observe.times import Call
 from shard_node.bags import Float32Array
 
 Outcome: TypeAlias = Literal["ok", "error"]
@@ -51,34 +52,84 @@ def outcome_of(error: BaseException | None) -> Outcome | None:
     return "error" if is_fault else None
 
 
-class VersionCounter:
-    """Counts of one version in this process; they only grow. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class InferenceTotals:
+    """Sums over rank requests, whatever API they came by.
 
     Attributes:
-        inference: what ranking has cost.
+        succeeded, succeeded_s: requests that were answered, from arrival to answer.
+        failed, failed_s: requests that were not, after their version was chosen.
+        executed: requests that have been in a batch with an answer, to which the following belong.
+        queue_s: waiting for a replica.
+        input_s: joined with others of their batch.
+        infer_s: rows looked up, candidates scored.
+        output_s: scores checked and sorted, answers made.
+        batches: in which they were; one in which some request failed counts for those that were answered.
+        last: when the last one ended, monotonic seconds; None if there was none.
     """
 
+    succeeded: int = 0
+    succeeded_s: float = 0.0
+    failed: int = 0
+    failed_s: float = 0.0
+    executed: int = 0
+    queue_s: float = 0.0
+    input_s: float = 0.0
+    infer_s: float = 0.0
+    output_s: float = 0.0
+    batches: int = 0
+    last: float | None = None
+
+
+class VersionCounter:
+    """Counts of one version in this process; they only grow. Thread-safe."""
+
     def __init__(self) -> None:
-        self.inference = InferenceCounter()
         self._lock = threading.Lock()
         self._errors = 0
         self._latency_counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)
         self._score_count = 0
         self._score_sum = 0.0
         self._score_square_sum = 0.0
+        self._succeeded = self._failed = self._executed = 0
+        self._succeeded_s = self._failed_s = 0.0
+        self._queue_s = self._input_s = self._infer_s = self._output_s = 0.0
+        self._batches = 0.0
+        self._last: float | None = None
 
-    def count(self, outcome: Outcome, seconds: float) -> None:
-        """Counts one request.
+    def ended(self, call: Call, outcome: Outcome | None, now: float, *, is_answered: bool) -> None:
+        """Count a call whose version was chosen.
 
         Args:
+            call: as it ended.
             outcome: from `outcome_of`.
-            seconds: from its lease to its answer or error.
+            now: monotonic seconds.
+            is_answered: with scores or embeddings.
         """
         # Bounds are upper ones, and inclusive.
-        bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * seconds)
+        bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
+        seconds, batch = now - call.began, call.batch
         with self._lock:
-            self._errors += outcome == "error"
-            self._latency_counts[bucket] += 1
+            if outcome is not None:
+                self._errors += outcome == "error"
+                self._latency_counts[bucket] += 1
+            if call.method != "rank":
+                return
+            self._last = now
+            if not is_answered:
+                self._failed += 1
+                self._failed_s += seconds
+                return
+            self._succeeded += 1
+            self._succeeded_s += seconds
+            if batch is not None:
+                self._executed += 1
+                self._queue_s += call.queue_s
+                self._input_s += batch.merge_s
+                self._infer_s += batch.lookup_s + batch.rank_s
+                self._output_s += batch.answer_s
+                # Each request of a batch is its share of it.
+                self._batches += 1 / batch.num_requests
 
     def scored(self, scores: Float32Array) -> None:
         """Adds the scores of a batch.
@@ -105,4 +156,21 @@ class VersionCounter:
                 score_count=self._score_count,
                 score_sum=self._score_sum,
                 score_square_sum=self._score_square_sum,
+            )
+
+    def totals(self) -> InferenceTotals:
+        """Sums over rank requests as of one moment."""
+        with self._lock:
+            return InferenceTotals(
+                succeeded=self._succeeded,
+                succeeded_s=self._succeeded_s,
+                failed=self._failed,
+                failed_s=self._failed_s,
+                executed=self._executed,
+                queue_s=self._queue_s,
+                input_s=self._input_s,
+                infer_s=self._infer_s,
+                output_s=self._output_s,
+                batches=round(self._batches),
+                last=self._last,
             )

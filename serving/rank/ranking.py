@@ -21,14 +21,14 @@ from serving.errors import ModelOutputError, UnknownIdError
 from serving.formats.checks import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
-from serving.merge import MergedBatch, merge, rank_order
-from serving.metrics import ServingMetrics
 from serving.models.assembler import InputAssembler
 from serving.models.device_copies import CPU, DeviceCopies
 from serving.models.ranking_model import RankingModel
-from serving.pending import Pending
-from serving.stages import BatchTimes
-from serving.version_stats import VersionCounter
+from serving.observe.metrics import ServingMetrics
+from serving.observe.statistics import VersionCounter
+from serving.observe.times import BatchTimes
+from serving.rank.batcher import Pending
+from serving.rank.merge import MergedBatch, merge, rank_order
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo
@@ -87,7 +87,6 @@ class Ranking:
         self._counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
-        self._times: BatchTimes | None = None
         self._columns = parts.assembler.buffer()
 
     @property
@@ -150,14 +149,9 @@ class Ranking:
         began = self._clock()
         requests = [cast(RankRequest, pending.request) for pending in waiting]
         batch = merge(requests)
-        self._metrics.batch(self._model_name, len(requests), int(batch.candidate_starts[-1]))
-        merged, self._times = self._clock(), None
-        scores, rejected = await self.score(batch, max(pending.deadline for pending in waiting))
-        # Nothing else runs on this loop between the end of `score` and here, so the times are of this batch.
-        times, scored = self._times, self._clock()
-        if times is None:
-            times = BatchTimes(rank_s=scored - merged)
-        times.num_requests, times.merge_s = len(requests), merged - began
+        times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), merge_s=self._clock() - began)
+        scores, rejected = await self.score(batch, max([pending.deadline for pending in waiting]), times)
+        scored = self._clock()
         outcomes = self._outcomes(requests, batch, scores, rejected)
         self._tell_times(times, scored, waiting, "rank")
         return outcomes
@@ -167,8 +161,9 @@ class Ranking:
     ) -> list[RankAnswer | Exception]:
         order = rank_order(scores, batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
+        model, version = self._model_name, self.parts.version
         outcomes: list[RankAnswer | Exception] = [
-            self._answer(request, scores[start:end], order[start:end])
+            RankAnswer(model, version, scores[start:end], order[start:end][: request.top_k], request.request_id)
             for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True)
         ]
         # A sum is finite only if all of them are, and one number is asked faster than many.
@@ -191,8 +186,15 @@ class Ranking:
         self._count(scores, batch, outcomes)
         return outcomes
 
-    async def score(self, batch: MergedBatch, deadline: float) -> tuple[Float32Array, RejectedIds]:
+    async def score(
+        self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
+    ) -> tuple[Float32Array, RejectedIds]:
         """Scores a batch.
+
+        Args:
+            batch: the requests.
+            deadline: when nobody waits any more, monotonic seconds.
+            times: is told how long the parts took.
 
         Returns:
             float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing.
@@ -204,13 +206,11 @@ class Ranking:
         began = self._clock()
         embeddings = await self.router.lookup(self._model_name, self.parts.version, batch.bags, deadline)
         routed = self._clock()
-        self._metrics.stage(self._model_name, "lookup", routed - began, "rank")
         if routed >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")
         scores = self.score_rows(batch, embeddings)
-        rank_s = self._clock() - routed
-        self._metrics.stage(self._model_name, "rank", rank_s, "rank")
-        self._times = BatchTimes(lookup=embeddings.times, rank_s=rank_s)
+        if times is not None:
+            times.lookup, times.lookup_s, times.rank_s = embeddings.times, routed - began, self._clock() - routed
         return scores, embeddings.rejected
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
@@ -227,7 +227,6 @@ class Ranking:
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         embeddings = await self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
         routed = self._clock()
-        self._metrics.stage(self._model_name, "lookup", routed - began, "lookup")
         if len(embeddings.rejected):
             bag = int(embeddings.rejected.bag[0])
             raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, bag, lookup=True)
@@ -239,7 +238,8 @@ class Ranking:
             for key in request.bags.keys.tolist()
         }
         answer = LookupAnswer(self._model_name, version, found, request.request_id)
-        self._tell_times(BatchTimes(lookup=embeddings.times), routed, [waiting], "lookup")
+        times = BatchTimes(lookup=embeddings.times, lookup_s=routed - began)
+        self._tell_times(times, routed, [waiting], "lookup")
         return answer
 
     def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
@@ -262,15 +262,11 @@ class Ranking:
         times.answer_s = times.ended - answering
         for pending in waiting:
             pending.batch = times
-        self._metrics.batch_times(self._model_name, times, method)
+        self._metrics.batch_ended(self._model_name, times, method)
 
     def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:
         is_answered = np.fromiter((isinstance(one, RankAnswer) for one in outcomes), np.bool_, count=len(outcomes))
         self._counter.scored(scores[is_answered[batch.request_of_candidate]])
-
-    def _answer(self, request: RankRequest, scores: Float32Array, order: Int64Array) -> RankAnswer:
-        top = order if request.top_k is None else order[: request.top_k]
-        return RankAnswer(self._model_name, self.parts.version, scores, top, request.request_id)
 
     def _owners(self, batch: MergedBatch, rejected: RejectedIds) -> Int64Array:
         """int64 [k], the request that each refused id belongs to."""

@@ -1,4 +1,4 @@
-"""The queue between the APIs and the ranking replicas of one model version.
+"""Requests that wait: the queue between the APIs and the ranking replicas of one model version, and their deadlines.
 
 A request goes at once to a replica that is idle. While all are busy requests wait, and the next free replica takes as
 many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it. All
@@ -7,22 +7,72 @@ requests in a batcher are for one version, so a batch can't mix versions.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from serving.errors import OverloadedError, ShuttingDownError
-from serving.formats.requests import LookupRequest
+from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
+from serving.formats.requests import Answer, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
-from serving.pending import Pending, finish
+from serving.observe.times import BatchTimes
 from shard_node.errors import DeadlineExceededError
+from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
+# A loop may fire up to its clock's resolution early.
+_RESOLUTION_S = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One admitted request.
+
+    Attributes:
+        request: what is asked.
+        lease: on the version that answers; `finish` releases it.
+        deadline: when nobody waits any more, monotonic seconds.
+        arrived: when it was queued, monotonic seconds.
+        future: gets the answer or the error.
+        loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
+        longest_sequence: ids in the longest bag of a feature that is not pooled.
+        abandoned: set when nobody waits any more; what has not begun by then is dropped.
+        queue_s: how long it waited for a replica; set by that.
+        batch: where the time of its batch went; set by the replica once it has an answer.
+    """
+
+    request: Request
+    lease: Lease[Any]
+    deadline: float
+    arrived: float
+    future: asyncio.Future[Any] | concurrent.futures.Future[Any]
+    loop: asyncio.AbstractEventLoop | None
+    longest_sequence: int = 0
+    abandoned: bool = False
+    queue_s: float = 0.0
+    batch: BatchTimes | None = None
+
+    def leave(self) -> None:
+        """Have it fail: its client has gone. Only on the loop that its future belongs to."""
+        if not self.future.done():
+            self.future.set_exception(ClientGoneError("the client closed the connection"))
+
+    @property
+    def method(self) -> str:
+        """`rank` or `lookup`, for metrics."""
+        return "rank" if isinstance(self.request, RankRequest) else "lookup"
+
+    def is_dead(self, now: float) -> bool:
+        """Whether its answer would come to nobody."""
+        return self.abandoned or self.deadline <= now
 
 
 class Batcher:
@@ -158,3 +208,85 @@ def _wake(wake: Wake) -> bool:
 
 def _expired() -> DeadlineExceededError:
     return DeadlineExceededError("the deadline passed while the request waited for a ranking replica")
+
+
+class Expiry:
+    """Fails futures when their time has come. Belongs to one event loop.
+
+    A timer of its own for each request would be made and cancelled thousands of times a second, and hardly ever fire.
+    So the loop has one, for the deadline that comes first; one that is taken off leaves it where it is.
+
+    Args:
+        loop: that the futures belong to.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._due: dict[asyncio.Future[Any], float] = {}
+        self._armed_until = math.inf
+        self._handle: asyncio.TimerHandle | None = None
+
+    def add(self, future: asyncio.Future[Any], delay_s: float) -> None:
+        """Has a future fail with DeadlineExceededError after `delay_s` seconds, unless it is done by then."""
+        due = self._due[future] = self.loop.time() + delay_s
+        if due < self._armed_until:
+            if self._handle is not None:
+                self._handle.cancel()
+            self._arm(due)
+
+    def discard(self, future: asyncio.Future[Any]) -> None:
+        """Forgets a future."""
+        self._due.pop(future, None)
+
+    def _arm(self, due: float) -> None:
+        self._armed_until = due
+        self._handle = self.loop.call_later(max(0.0, due - self.loop.time()), self._fire)
+
+    def _fire(self) -> None:
+        self._handle, self._armed_until = None, math.inf
+        latest = self.loop.time() + _RESOLUTION_S
+        for future in [one for one, due in self._due.items() if due <= latest]:
+            del self._due[future]
+            if not future.done():
+                future.set_exception(DeadlineExceededError("the deadline passed before the answer was complete"))
+        if self._due:
+            self._arm(min(self._due.values()))
+
+
+def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
+    """Releases the leases and hands out answers and errors: to each event loop in one call.
+
+    Must be called exactly once for each request that was admitted, from any thread, when nothing uses its version's
+    payload any more.
+    """
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
+    for pending, outcome in outcomes:
+        pending.lease.release()
+        if pending.loop is None:
+            _settle(pending.future, outcome)
+        else:
+            by_loop[pending.loop].append((pending.future, outcome))
+    here = asyncio._get_running_loop() if by_loop else None
+    for loop, settled in by_loop.items():
+        if loop is here:
+            _settle_all(settled)
+            continue
+        try:
+            loop.call_soon_threadsafe(_settle_all, settled)
+        except RuntimeError:
+            # The loop was closed: whoever waited on it is gone, and there is nobody left to tell.
+            continue
+
+
+def _settle_all(settled: list[tuple[Any, Answer | BaseException]]) -> None:
+    for future, outcome in settled:
+        _settle(future, outcome)
+
+
+def _settle(future: Any, outcome: Answer | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

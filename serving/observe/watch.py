@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from loader.errors import ShardrankError
-from serving.node_metrics import ReportedNode
-from serving.staleness import degraded_reason
+from serving.observe.collectors import ReportedNode, degraded_reason
 from shard_node.card_watch import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
 from shard_node.generation import Generations

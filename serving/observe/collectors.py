@@ -1,15 +1,15 @@
-"""What shard nodes told of themselves, as metrics."""
+"""What shard nodes told of themselves and which versions are here, as metrics; and how old rows may be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serving.staleness import staleness_s
-from shard_node.node import NodeInfo
+from serving.versions import ServedVersions
+from shard_node.node import NodeInfo, ServedVersion
 
 _NODE_LABELS = ("model", "version", "shard", "replica")
 
@@ -108,3 +108,82 @@ def _deltas(nodes: Sequence[ReportedNode], now: float) -> list[Metric]:
             if seconds is not None:
                 staleness.add_metric(labels, seconds)
     return [sequence, lag, staleness]
+
+
+class VersionCollector(Collector):
+    """Live, staged, draining and canary versions as they are now; what has been freed is not told any more.
+
+    Args:
+        versions: of the process.
+        degraded: why rows are older than they may be, by model.
+    """
+
+    def __init__(self, versions: ServedVersions, degraded: Callable[[], Mapping[str, str]]) -> None:
+        self._versions = versions
+        self._degraded = degraded
+
+    def collect(self) -> Iterable[Metric]:
+        """Five families."""
+        live = GaugeMetricFamily("shardrank_live_version", "The version that answers requests.", labels=("model",))
+        state = GaugeMetricFamily(
+            "shardrank_version_state",
+            "1 for each version that is here, with its state: live, staged or draining.",
+            labels=("model", "version", "state"),
+        )
+        leases = GaugeMetricFamily(
+            "shardrank_version_leases", "Requests that use a version now.", labels=("model", "version")
+        )
+        canary = GaugeMetricFamily(
+            "shardrank_canary_share", "Share of the requests that the canary gets.", labels=("model", "version")
+        )
+        degraded = GaugeMetricFamily(
+            "shardrank_degraded", "1 if rows are older than max_staleness_s allows, else 0.", labels=("model",)
+        )
+        reasons = self._degraded()
+        for one in self._versions.generations.all():
+            labels = [one.model, str(one.version)]
+            state.add_metric([*labels, one.state], 1.0)
+            leases.add_metric(labels, one.leases)
+        # All as of one moment: a scrape during a flip must not find a model without a live version.
+        for model, version in self._versions.live_versions().items():
+            live.add_metric([model], version)
+            degraded.add_metric([model], float(model in reasons))
+            choice = self._versions.canary(model)
+            if choice is not None:
+                canary.add_metric([model, str(choice.version)], choice.share)
+        return [live, state, leases, canary, degraded]
+
+
+def staleness_s(told: ServedVersion, now: float) -> float | None:
+    """How old the newest change may be that a node has not applied, in seconds; None while it does not know.
+
+    It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
+    while nothing is published, and grows while the registry can't be reached.
+
+    Args:
+        told: one version of a node.
+        now: seconds since the epoch.
+    """
+    return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
+
+
+def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
+    """Why a version's rows are older than they may be; "" if they are not.
+
+    Args:
+        told: what each node of its shards told of it, at least one.
+        max_staleness_s: the limit.
+        now: seconds since the epoch.
+    """
+    version = told[0].version
+    ages = [staleness_s(one, now) for one in told]
+    known = [age for age in ages if age is not None]
+    if len(known) < len(ages):
+        return f"{len(ages) - len(known)} of {len(ages)} nodes with version {version} have not looked for deltas"
+    if max(known) <= max_staleness_s:
+        return ""
+    late = sum(age > max_staleness_s for age in known)
+    return (
+        f"rows of version {version} are {max(known):.1f} s behind on {late} of {len(known)} nodes; "
+        f"max_staleness_s = {max_staleness_s:g}"
+    )
