@@ -16,6 +16,7 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loader.settled_heap import settle_heap
+from serving.errors import ListenError
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.grpc_api.server import GrpcServer
 from serving.http.server import HttpServer

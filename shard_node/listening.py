@@ -91,10 +91,14 @@ class TlsAcceptor:
                     await asyncio.sleep(NO_DESCRIPTORS_PAUSE_S)
                     continue
                 if len(self._handshakes) >= MAX_HANDSHAKES:
-                    next(iter(self._handshakes)).cancel()
+                    oldest = next(iter(self._handshakes))
+                    del self._handshakes[oldest]
+                    oldest.cancel()
                 task = self._loop.create_task(self._shake_hands(sock, peer[0]))
                 self._handshakes[task] = None
-                task.add_done_callback(self._handshakes.pop)
+                task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+                # Accepting what is in the queue already does not wait: as long as more came, the loop would stand.
+                await asyncio.sleep(0)
 
     async def _shake_hands(self, sock: socket.socket, host: str) -> None:
         peer_address.set(host)
