@@ -10,11 +10,9 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from shard_node.address import Address
 from shard_node.client import ShardClient
@@ -23,15 +21,12 @@ from shard_node.errors import (
     MissingCertificateError,
     NodeUnavailableError,
     PlainTextError,
-    TlsConfigError,
     TlsHandshakeError,
     UntrustedCertificateError,
 )
 from shard_node.listening import MAX_HANDSHAKES, listen
 from shard_node.server import NodeServer
 from shard_node.tls import (
-    MAX_LINES_PER_MINUTE,
-    Refusals,
     ReloadingContext,
     TlsClientConfig,
     TlsConfig,
@@ -72,14 +67,12 @@ class Papers:
     expired_node: Pair
     foreign: Pair
     elsewhere: Pair
-    encrypted: Path
 
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory) -> Papers:
     ca = Authority(tmp_path_factory.mktemp("ca"))
     other = Authority(tmp_path_factory.mktemp("other"), "other-ca")
-    encrypted = ca.encrypted_key("encrypted")
     return Papers(
         ca,
         other,
@@ -89,7 +82,6 @@ def papers(tmp_path_factory) -> Papers:
         ca.issue("expired-node", days=-1),
         other.issue("foreign"),
         ca.issue("elsewhere", host="elsewhere.example"),
-        encrypted,
     )
 
 
@@ -290,78 +282,21 @@ def test_a_client_shows_its_renewed_certificate_when_it_connects_again(place, pa
     place.run(scenario())
 
 
-def test_a_half_written_file_keeps_the_certificate_before_it_and_warns_once(papers, tmp_path, caplog):
-    mine = Pair(tmp_path / "mine.crt", tmp_path / "mine.key")
-    mine.replace(papers.node)
-    config = TlsConfig(cert=mine.cert, key=mine.key)
-    context = server_context(config, interval_s=0.0)
-    whole = papers.elsewhere.cert.read_bytes()
+@on_every_loop
+def test_with_tls_1_2_too_a_client_without_a_certificate_is_refused_and_told(place, papers):
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.load_verify_locations(papers.ca.cert)
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    context = node_context(papers)
 
-    def serial() -> str:
-        """Of the certificate that a new handshake shows, by way of two ends in memory."""
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = client_context(TlsClientConfig(ca=papers.ca.cert)).wrap_bio(
-            to_client, to_server, server_hostname="127.0.0.1"
-        )
-        server = context.wrap_bio(to_server, to_client, server_side=True)
-        for _ in range(4):
-            for end in (client, server):
-                try:
-                    end.do_handshake()
-                except ssl.SSLWantReadError:
-                    continue
-        return str(client.getpeercert()["serialNumber"])
+    async def scenario() -> None:
+        async with tls_serving(context) as server, connected(server.addresses[0], tls=older) as client:
+            error = await refusal(client)
+            assert type(error) is TlsHandshakeError
+            assert "HANDSHAKE_FAILURE" in str(error)
 
-    first = serial()
-    mine.cert.write_bytes(whole[: len(whole) // 2])
-    assert [serial(), serial(), serial()] == [first] * 3
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert str(mine.cert) in warning
-    assert "stays in use" in warning
-    # The certificate is whole, its key not there yet: one more state of the files, one more line.
-    mine.cert.write_bytes(papers.router.cert.read_bytes())
-    assert [serial(), serial()] == [first] * 2
-    assert "the key does not belong" in caplog.records[1].getMessage()
-    mine.key.write_bytes(papers.router.key.read_bytes())
-    assert serial() != first
-    assert len(caplog.records) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "named", "message"),
-    [
-        ({"cert": "missing"}, "missing", "No such file"),
-        ({"key": "missing"}, "missing", "No such file"),
-        ({"client_ca": "missing"}, "missing", "No such file"),
-        ({"cert": "rubbish"}, "rubbish", "no usable certificate"),
-        ({"key": "rubbish"}, "rubbish", "no usable private key"),
-        ({"client_ca": "rubbish"}, "rubbish", "no usable certificate"),
-        ({"client_ca": "empty"}, "empty", "no usable certificate"),
-        ({"client_ca": "leaf"}, "leaf", "none of its certificates is of a CA"),
-        ({"key": "router_key"}, "router_key", "does not belong to the certificate"),
-        ({"key": "encrypted"}, "encrypted", "the key is encrypted"),
-        ({"cert": "folder"}, "folder", "directory"),
-        ({"cert": "long"}, "long", "longer than 1048576 bytes"),
-    ],
-)
-def test_files_that_do_not_fit_are_refused_at_the_start_by_name(change, named, message, papers, tmp_path):
-    (tmp_path / "rubbish").write_text("-----BEGIN CERTIFICATE-----\nMIIB\n")
-    (tmp_path / "empty").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "long").write_bytes(b"x" * ((1 << 20) + 1))
-    (tmp_path / "leaf").write_bytes(papers.node.cert.read_bytes())
-    (tmp_path / "router_key").write_bytes(papers.router.key.read_bytes())
-    (tmp_path / "encrypted").write_bytes(papers.encrypted.read_bytes())
-    good = {"cert": papers.node.cert, "key": papers.node.key, "client_ca": papers.ca.cert}
-    config = TlsConfig(**good | {name: tmp_path / file for name, file in change.items()})
-    with pytest.raises(TlsConfigError, match=message) as caught:
-        server_context(config)
-    assert str(tmp_path / named) in str(caught.value)
-
-
-def test_a_client_has_a_certificate_and_its_key_or_neither(papers):
-    with pytest.raises(ValidationError, match="both, or none"):
-        TlsClientConfig(ca=papers.ca.cert, cert=papers.router.cert)
+    place.run(scenario())
+    assert context.refusals.counts == {MissingCertificateError.kind: 1}
 
 
 @on_every_loop
@@ -421,20 +356,3 @@ def _is_free(address: Address) -> bool:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:
         return probe.connect_ex((address.host, address.port)) != 0
-
-
-def test_of_many_refusals_few_are_logged_and_all_are_counted(caplog):
-    now = [0.0]
-    refusals = Refusals(lambda: now[0])
-    for number in range(5000):
-        refusals.add(f"10.0.{number % 50}.1", PlainTextError("no TLS"))
-    assert refusals.counts == {"tls_plain_text": 5000}
-    assert len(caplog.records) == MAX_LINES_PER_MINUTE
-    now[0] = 61.0
-    for number in range(5000):
-        refusals.add(f"10.0.{number % 5}.1", PlainTextError("no TLS"))
-    # Those five were told a minute ago.
-    assert len(caplog.records) == MAX_LINES_PER_MINUTE
-    now[0] = 700.0
-    refusals.add("10.0.0.1", PlainTextError("no TLS"))
-    assert len(caplog.records) == MAX_LINES_PER_MINUTE + 1
