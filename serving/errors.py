@@ -13,6 +13,8 @@ ServingError
 │   └── LimitExceededError      400                      more than a configured limit; the message names it
 │       ├── TooManyEntriesError 400                      more than can be within the limits; not decoded at all
 │       └── BodyTooLargeError   413
+├── UnauthenticatedError        401 UNAUTHENTICATED      no token, or one that is not known
+├── PermissionDeniedError       403 PERMISSION_DENIED    a token whose scope is too narrow
 ├── ModelNotFoundError          404 NOT_FOUND            no such model here, or not that version of it
 ├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the HTTP API does not have
 ├── MethodNotAllowedError       405 UNIMPLEMENTED
@@ -26,6 +28,7 @@ ServingError
 ├── CanaryShareError            400 INVALID_ARGUMENT     a share of requests that is none
 ├── GoldenMismatchError         422 FAILED_PRECONDITION  a version that does not give its own golden scores
 ├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
+├── TokensFileError             400 INVALID_ARGUMENT     a file of tokens that can't be read, or not be added to
 ├── ListenError                 500 INTERNAL             a port can't be bound
 └── ProfileFileError            500 INTERNAL             the file of `--profile` can't be written
 ```
@@ -154,6 +157,22 @@ class SchemaDigestError(BadRequestError):
         super().__init__("packed.schema_digest", f"{got!r}; that of model {model!r} is {wanted!r}")
 
 
+class UnauthenticatedError(ServingError):
+    """No token came with the request, or one that is not known."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    kind = "unauthenticated"
+
+
+class PermissionDeniedError(ServingError):
+    """A token whose scope does not reach as far as the request."""
+
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    kind = "permission_denied"
+
+
 class ModelNotFoundError(ServingError):
     """No such model here, or not that version of it."""
 
@@ -277,6 +296,14 @@ class RepositoryControlError(ServingError):
 
     def __init__(self) -> None:
         super().__init__("models are not loaded or unloaded by clients; versions come and go by rollouts")
+
+
+class TokensFileError(ServingError):
+    """A file of tokens that can't be read, or that an entry can't be added to. The message names the file."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "tokens_file"
 
 
 class ListenError(ServingError):

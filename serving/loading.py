@@ -32,6 +32,7 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.loading import load_tables
 from shard_node.node import Sharding, ShardNode
 from shard_node.shard import LocalShard, Shard
+from shard_node.tls import ReloadingContext, TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class ModelSource(Frozen):
     Attributes:
         snapshot: its folder.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
+        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: cards of each shard.
         sharding: how tables are divided; all nodes must have been given the same.
@@ -62,6 +64,7 @@ class ModelSource(Frozen):
 
     snapshot: Path
     shards: tuple[tuple[Address, ...], ...] = ()
+    node_tls: TlsClientConfig | None = None
     local_shards: int = Field(default=1, ge=1, le=64)
     cards: int = Field(default=1, ge=1, le=64)
     sharding: Sharding = "hash"
@@ -103,6 +106,7 @@ def load_served_model(
 
     Raises:
         SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.
+        TlsConfigError: a file of `node_tls` can't be read or does not fit.
         ShardUnavailableError and other errors with status 503 or 504: its shards can't be asked now.
     """
     if source.num_replicas == 0 and loop is None:
@@ -114,7 +118,7 @@ def load_served_model(
     try:
         if not source.shards:
             nodes.extend(_load_node(snapshot, plan, index, source, progress) for index in range(count))
-        factory = local_shards(nodes) if nodes else partial(_remote_shards, source, snapshot, plan, service)
+        factory = local_shards(nodes) if nodes else _remote_shards(source, snapshot, plan, service)
         return ServedModel.load(
             snapshot,
             plan,
@@ -182,13 +186,17 @@ def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
 
 
 def fleet_shards(
-    snapshot: Snapshot, plan: Plan, directory: ReplicaDirectory, clock: Callable[[], float]
+    snapshot: Snapshot,
+    plan: Plan,
+    directory: ReplicaDirectory,
+    clock: Callable[[], float],
+    tls: ReloadingContext | None = None,
 ) -> ShardsFactory:
     """The shards of a fleet whose nodes come and go: whoever tells that it has the version ready is asked."""
     model, version = snapshot.spec.model, snapshot.version
 
     def connect(address: Address) -> ShardClient:
-        return ShardClient(address, clock=clock)
+        return ShardClient(address, clock=clock, tls=tls)
 
     def shards(on_retry: OnRetry) -> list[Shard]:
         return [
@@ -229,17 +237,20 @@ def open_published(
     return snapshot
 
 
-def _remote_shards(
-    source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService, on_retry: OnRetry
-) -> list[Shard]:
-    return [
-        ReplicatedShard(
-            plan,
-            index,
-            snapshot.identity,
-            [ShardClient(address, clock=service.clock) for address in replicas],
-            on_retry,
-            service.clock,
-        )
-        for index, replicas in enumerate(source.shards)
-    ]
+def _remote_shards(source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService) -> ShardsFactory:
+    clock, tls = service.clock, None if source.node_tls is None else client_context(source.node_tls)
+
+    def shards(on_retry: OnRetry) -> list[Shard]:
+        return [
+            ReplicatedShard(
+                plan,
+                index,
+                snapshot.identity,
+                [ShardClient(address, clock=clock, tls=tls) for address in replicas],
+                on_retry,
+                clock,
+            )
+            for index, replicas in enumerate(source.shards)
+        ]
+
+    return shards

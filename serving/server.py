@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import uvloop
@@ -15,10 +16,12 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loader.settled_heap import settle_heap
+from serving.errors import ListenError
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.grpc_api.server import GrpcServer
 from serving.http.server import HttpServer
 from serving.rank.service import RankingService
+from shard_node.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class ServerConfig(Frozen):
         shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.
+        tls: what clients of both ports must speak; None for plain text. A probe port never speaks it.
+        tokens: the file of those who are let in, as of `serving.tokens`; None to let everybody in.
     """
 
     host: str = "127.0.0.1"
@@ -45,6 +50,8 @@ class ServerConfig(Frozen):
     grpc_port: int = Field(default=8081, ge=0, le=65535)
     shutdown_delay_s: float = Field(default=0.5, ge=0, le=600)
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
+    tls: TlsConfig | None = None
+    tokens: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,9 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     Raises:
         ListenError: if a port can't be bound.
     """
+    if config.tls is not None or config.tokens is not None:
+        # These listeners know neither: whoever asked for protection must not be served without.
+        raise ListenError("TLS and tokens are not served by this release's listeners yet")
     http, grpc = HttpServer(service, config.drain_timeout_s), GrpcServer(service)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:

@@ -44,6 +44,7 @@ from serving.served_model import ServedModel
 from shard_node.available_memory import available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.node_agent import NodeActions
+from shard_node.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class ServingConfig(Frozen):
         num_replicas: ranking replicas of each version, each a thread.
         dtype: of dense models.
         stage_cpu_share: of one core, at most, that checking files takes.
+        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
     """
 
     node_id: NodeId
@@ -71,6 +73,7 @@ class ServingConfig(Frozen):
     num_replicas: int = Field(default=1, ge=1, le=64)
     dtype: DtypeChoice = "auto"
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
+    node_tls: TlsClientConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,9 @@ class ServingActions:
         local: rows in this process; None if they are on shard nodes.
         sleep: waits.
 
+    Raises:
+        TlsConfigError: a file of `config.node_tls` can't be read or does not fit.
+
     Attributes:
         address: where it is asked, HTTP; to be set before it is announced.
     """
@@ -117,6 +123,7 @@ class ServingActions:
         self._fleet = fleet
         self._directory = directory
         self._config = config
+        self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
         self._sleep = sleep
         self._memory: tuple[float, int] = (float("-inf"), 0)
@@ -290,7 +297,7 @@ class ServingActions:
             plan = Plan.make(
                 snapshot.spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes
             )
-            shards = fleet_shards(snapshot, plan, self._directory, service.clock)
+            shards = fleet_shards(snapshot, plan, self._directory, service.clock, self._node_tls)
         return ServedModel.load(
             snapshot,
             plan,

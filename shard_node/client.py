@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from pydantic import Field
 from loader.manifest import Frozen
 from shard_node.address import Address
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.client_connection import ClientConnection
+from shard_node.client_connection import ClientConnection, Ended
 from shard_node.connector import Connector, Sleep
 from shard_node.errors import (
     DeadlineExceededError,
@@ -63,6 +64,7 @@ class ShardClient:
         clock: monotonic seconds; deadlines are on it.
         limits: what is sent and taken.
         sleep: waits for that many seconds, between attempts to connect.
+        tls: speaks TLS to a TCP address, as `shard_node.tls.client_context` makes it; None for plain text.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class ShardClient:
         clock: Callable[[], float] = time.monotonic,
         limits: ClientLimits | None = None,
         sleep: Sleep = asyncio.sleep,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
         self._clock = clock
         self._limits = limits or ClientLimits()
         self._in_flight = 0
         self._connector = Connector(
-            address, self._make_connection, connect_timeout_s, self._limits.max_backoff_ms / 1e3, sleep
+            address, self._make_connection, connect_timeout_s, self._limits.max_backoff_ms / 1e3, sleep, tls
         )
 
     @property
@@ -106,6 +109,7 @@ class ShardClient:
         Raises:
             DeadlineExceededError: when the deadline passes, wherever the request is then.
             NodeUnavailableError: if there is no connection, or it was lost. Another replica may be asked.
+            TlsHandshakeError: as NodeUnavailableError, whose subclass it is; its subclasses say why.
             NodeOverloadedError: if the node, or this client, has too many requests in flight.
             FrameTooLargeError: if request or answer is longer than `max_frame_bytes`.
             RemoteError: if the node failed, or its answer does not fit the request.
@@ -171,8 +175,6 @@ class ShardClient:
             raise FrameTooLargeError(f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent")
         return await connection.exchange(request_id, buffers, timeout_s)
 
-    def _make_connection(
-        self, going_away: Callable[[ClientConnection], None], ended: Callable[[ClientConnection, str], None]
-    ) -> ClientConnection:
+    def _make_connection(self, going_away: Callable[[ClientConnection], None], ended: Ended) -> ClientConnection:
         limits = self._limits
         return ClientConnection(self.address, limits.max_frame_bytes, limits.max_unsent_bytes, going_away, ended)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from shard_node.address import Address
 from shard_node.connection import FrameConnection
@@ -17,12 +18,17 @@ from shard_node.errors import (
     WireError,
 )
 from shard_node.frame import Frame, FrameType
+from shard_node.tls import connection_failure
 from shard_node.wire import Buffer, decode_error
 
 logger = logging.getLogger(__name__)
 
 # A node whose host has vanished acknowledges nothing; the kernel's own limit is a quarter of an hour.
 UNACKNOWLEDGED_TIMEOUT_MS = 2000
+
+
+Ended: TypeAlias = "Callable[[ClientConnection, type[NodeUnavailableError], str], None]"
+"""Told that a connection is gone, as what kind of error, and why."""
 
 
 class ClientConnection(FrameConnection):
@@ -33,7 +39,7 @@ class ClientConnection(FrameConnection):
         max_frame_bytes: longest answer.
         max_unsent_bytes: above this, `writable` waits.
         going_away: told when the node wants no new requests on this connection.
-        ended: told once when the connection is gone, and why.
+        ended: told once when the connection is gone.
     """
 
     def __init__(
@@ -42,7 +48,7 @@ class ClientConnection(FrameConnection):
         max_frame_bytes: int,
         max_unsent_bytes: int,
         going_away: Callable[[ClientConnection], None],
-        ended: Callable[[ClientConnection, str], None],
+        ended: Ended,
     ) -> None:
         super().__init__(max_frame_bytes, max_unsent_bytes)
         self._address = address
@@ -147,13 +153,12 @@ class ClientConnection(FrameConnection):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Fails everything that waits."""
-        reason = self._refusal or error or "closed by the node"
+        kind, reason = connection_failure(self._refusal or error or ConnectionError("closed by the node"))
         for answer in self._waiting.values():
             if not answer.done():
-                lost = NodeUnavailableError(f"{self._address}: connection lost before the answer came: {reason}")
-                answer.set_exception(lost)
+                answer.set_exception(kind(f"{self._address}: connection lost before the answer came: {reason}"))
         self.resume_writing()
-        self._ended(self, str(reason))
+        self._ended(self, kind, reason)
 
     def _expire(self, request_id: int) -> None:
         answer = self._waiting.get(request_id)

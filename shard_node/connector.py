@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 
 from shard_node.address import Address
-from shard_node.client_connection import ClientConnection
+from shard_node.client_connection import ClientConnection, Ended
 from shard_node.errors import DeadlineExceededError, NodeUnavailableError
+from shard_node.tls import SHUTDOWN_TIMEOUT_S, connection_failure
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Connector:
         connect_timeout_s: how long an attempt may take.
         max_backoff_s: longest pause between two attempts.
         sleep: waits for that many seconds.
+        tls: spoken to a TCP address; None for plain text.
 
     Attributes:
         num_made: connections made so far.
@@ -42,19 +45,18 @@ class Connector:
     def __init__(
         self,
         address: Address,
-        make: Callable[
-            [Callable[[ClientConnection], None], Callable[[ClientConnection, str], None]],
-            ClientConnection,
-        ],
+        make: Callable[[Callable[[ClientConnection], None], Ended], ClientConnection],
         connect_timeout_s: float,
         max_backoff_s: float,
         sleep: Sleep,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._address = address
         self._make = make
         self._connect_timeout_s = connect_timeout_s
         self._max_backoff_s = max_backoff_s
         self._sleep = sleep
+        self._tls = tls
         self._connection: ClientConnection | None = None
         # Every connection that has not ended, those that are going away included.
         self._open: set[ClientConnection] = set()
@@ -62,6 +64,7 @@ class Connector:
         self._first_attempt: asyncio.Future[None] | None = None
         self._failures = 0
         self._failure = "not connected yet"
+        self._failed_as = NodeUnavailableError
         self._is_closed = False
         self.num_made = 0
 
@@ -81,7 +84,7 @@ class Connector:
         """Waits for the connection if it is being made for the first time since it last worked.
 
         Raises:
-            NodeUnavailableError: if the attempt fails, or has failed before.
+            NodeUnavailableError: if the attempt fails, or has failed before; a TlsHandshakeError if that is why.
             DeadlineExceededError: if it takes longer than `timeout_s`.
         """
         if not self._is_closed and self._connecting is None and self._connection is None:
@@ -94,13 +97,13 @@ class Connector:
             raise DeadlineExceededError(f"{self._address}: deadline passed while connecting") from None
         connection = self.usable()
         if connection is None:
-            raise NodeUnavailableError(f"{self._address}: not connected: {self._failure}")
+            raise self._failed_as(f"{self._address}: not connected: {self._failure}")
         return connection
 
     async def close(self) -> None:
         """Cuts every connection and makes no new one. Idempotent."""
         self._is_closed = True
-        self._failure = "the client is closed"
+        self._fail("the client is closed")
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
@@ -157,18 +160,24 @@ class Connector:
 
         try:
             async with asyncio.timeout(self._connect_timeout_s):
+                host, port = self._address.host, self._address.port
                 if self._address.is_unix:
                     _, connection = await loop.create_unix_connection(make, self._address.path)
+                elif self._tls is None:
+                    _, connection = await loop.create_connection(make, host, port)
                 else:
-                    _, connection = await loop.create_connection(make, self._address.host, self._address.port)
+                    _, connection = await loop.create_connection(
+                        make, host, port, ssl=self._tls, ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S
+                    )
         except TimeoutError:
-            self._failure = f"no connection within {self._connect_timeout_s} s"
+            self._fail(f"no connection within {self._connect_timeout_s} s")
         except OSError as error:
-            self._failure = str(error)
+            kind, reason = connection_failure(error)
+            self._fail(reason, kind)
         except Exception as error:
             # Not the network's doing, so not expected here: the log says where it came from.
             logger.exception("connecting to %s failed", self._address)
-            self._failure = f"{type(error).__name__}: {error}"
+            self._fail(f"{type(error).__name__}: {error}")
         else:
             return connection
         finally:
@@ -186,15 +195,19 @@ class Connector:
         """The node drains: the connection lives until its answers are there, but takes no new requests."""
         if self._connection is connection:
             self._connection = None
-            self._failure = "the node is draining"
+            self._fail("the node is draining")
             self._failures = 0
             self._start(self._next_pause_s())
 
-    def _ended(self, connection: ClientConnection, reason: str) -> None:
+    def _fail(self, reason: str, kind: type[NodeUnavailableError] = NodeUnavailableError) -> None:
+        """Keeps why there is no connection, for calls that want one."""
+        self._failure, self._failed_as = reason, kind
+
+    def _ended(self, connection: ClientConnection, kind: type[NodeUnavailableError], reason: str) -> None:
         self._open.discard(connection)
         # An attempt that goes on while one ends: it was made and lost before the attempt could say so.
         if not self._is_closed and (self._connection is connection or self._connecting is not None):
-            self._failure = f"connection lost: {reason}"
+            self._fail(f"connection lost: {reason}", kind)
         if self._connection is not connection:
             return
         self._connection = None

@@ -3,12 +3,18 @@
 ```
 ShardNodeError
 ├── AddressError              400 INVALID_ARGUMENT   an address that can't be read, or can't be listened on
+├── TlsConfigError            400 INVALID_ARGUMENT   a certificate, key or CA that can't be read or does not fit
 ├── InvalidBagsError          400 INVALID_ARGUMENT   flat arrays that do not describe bags, or a row outside its table
 ├── WireError                 400 INVALID_ARGUMENT   a frame that breaks the protocol
 │   └── FrameTooLargeError    413 RESOURCE_EXHAUSTED
 ├── GenerationNotFoundError   404 NOT_FOUND          no such model or version on this node
 ├── GenerationStateError      409 FAILED_PRECONDITION  stage, flip or retire out of order
 ├── NodeUnavailableError      503 UNAVAILABLE        no connection to the node
+│   └── TlsHandshakeError     503                    no TLS connection between the two sides
+│       ├── PlainTextError                           the other side does not speak TLS
+│       ├── UntrustedCertificateError                of another CA, or for another host
+│       ├── ExpiredCertificateError                  outside its time
+│       └── MissingCertificateError                  a client without a certificate, where one is needed
 ├── NodeOverloadedError       503 RESOURCE_EXHAUSTED the node's queue is full
 ├── StagingBusyError          503 UNAVAILABLE        as many stagings run in the fleet as may
 ├── DeadlineExceededError     504 DEADLINE_EXCEEDED
@@ -45,6 +51,14 @@ class InvalidBagsError(ShardNodeError):
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
     kind = "invalid_bags"
+
+
+class TlsConfigError(ShardNodeError):
+    """A certificate, key or CA that can't be read or does not fit. The message names the file."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "tls_config"
 
 
 class WireError(ShardNodeError):
@@ -85,6 +99,36 @@ class NodeUnavailableError(ShardNodeError):
     http_status = 503
     grpc_status = "UNAVAILABLE"
     kind = "node_unavailable"
+
+
+class TlsHandshakeError(NodeUnavailableError):
+    """Two sides could not agree on a TLS connection. Whoever notices it raises it, or counts it under this kind."""
+
+    kind = "tls_handshake"
+
+
+class PlainTextError(TlsHandshakeError):
+    """The other side does not speak TLS."""
+
+    kind = "tls_plain_text"
+
+
+class UntrustedCertificateError(TlsHandshakeError):
+    """A certificate that none of the trusted CAs has issued, or that is for another host."""
+
+    kind = "tls_untrusted_certificate"
+
+
+class ExpiredCertificateError(TlsHandshakeError):
+    """A certificate that is not valid any more, or not yet."""
+
+    kind = "tls_expired_certificate"
+
+
+class MissingCertificateError(TlsHandshakeError):
+    """A client that shows no certificate to a server that asks for one."""
+
+    kind = "tls_missing_certificate"
 
 
 class NodeOverloadedError(ShardNodeError):

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from shard_node.errors import FrameTooLargeError, WireError
 
 MAGIC = b"SHRK"
+# Type and major version of a TLS record that begins a handshake.
+TLS_HANDSHAKE = b"\x16\x03"
 PROTOCOL_VERSION = 1
 DEFAULT_MAX_FRAME_BYTES = 64 << 20
 MAX_BODY_BYTES = 2**32 - 1
@@ -83,7 +85,8 @@ def unpack_header(data: memoryview) -> FrameHeader:
     """
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise WireError(f"magic is {magic!r}, a frame begins with {MAGIC!r}")
+        told = "; it is a TLS handshake, and this address speaks plain text" if magic[:2] == TLS_HANDSHAKE else ""
+        raise WireError(f"magic is {magic!r}, a frame begins with {MAGIC!r}{told}")
     return FrameHeader(*fields)
 
 

@@ -13,6 +13,7 @@ from shard_node.listening import Listener, listen
 from shard_node.node import ShardNode
 from shard_node.request_handler import RequestHandler, ServerLimits
 from shard_node.server_connection import ServerConnection
+from shard_node.tls import ReloadingContext
 from shard_node.wire import encode_error
 
 __all__ = ["NodeServer", "ServerLimits"]
@@ -27,13 +28,19 @@ class NodeServer:
         node: what pools. Stays open when the server closes: it belongs to whoever made it.
         limits: what peers may ask for.
         clock: monotonic seconds.
+        tls: what TCP connections must speak; None for plain text. Unix sockets never speak it.
     """
 
     def __init__(
-        self, node: ShardNode, limits: ServerLimits | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        node: ShardNode,
+        limits: ServerLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tls: ReloadingContext | None = None,
     ) -> None:
         self._limits = limits or ServerLimits()
         self._clock = clock
+        self._tls = tls
         self._handler = RequestHandler(node, self._limits, clock)
         self._listeners: list[Listener] = []
         self._connections: set[ServerConnection] = set()
@@ -63,7 +70,7 @@ class NodeServer:
         """
         try:
             for address in addresses:
-                self._listeners.append(await listen(address, self._make_connection))
+                self._listeners.append(await listen(address, self._make_connection, tls=self._tls))
         except BaseException:
             self._stop_listening()
             raise

@@ -19,7 +19,8 @@ def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Re
     Args:
         url: a directory, as a path or `file:///path`; or
             `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]`, `rediss://…` (TLS) or `unix:///path/to/socket`, with the
-            options `?fleet=NAME` (several fleets can share a Redis), `ssl_ca_certs=FILE` and `password_file=FILE`.
+            options `?fleet=NAME` (several fleets can share a Redis) and `password_file=FILE`; for TLS
+            `ssl_ca_certs=FILE`, and `ssl_certfile=FILE` with `ssl_keyfile=FILE` to show a certificate.
         clock: seconds since the epoch; of a directory. Redis has its own.
 
     Raises:

@@ -33,6 +33,16 @@ _log = logging.getLogger(__name__)
 _FINAL = (AuthenticationError, AuthorizationError, BusyLoadingError)
 
 
+class _TlsConnection(SSLConnection):
+    """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
+
+    async def connect(self) -> None:
+        """As in redis-py."""
+        if not self.is_connected:
+            self.ssl_context.context = None
+        await super().connect()  # type: ignore[no-untyped-call]
+
+
 class RedisLink:
     """Runs scripts and commands. Belongs to the event loop that it is first used on."""
 
@@ -40,7 +50,7 @@ class RedisLink:
         """A link to the Redis that a URL names. Connects when it is first used."""
         self._url = url
         self._call_timeout_s = call_timeout_s
-        kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": SSLConnection}
+        kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
         pool = BlockingConnectionPool(
             connection_class=kinds.get(url.scheme, Connection),
             max_connections=max_connections,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +13,9 @@ from loader.errors import RegistryRecordError, cut
 
 REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
 DEFAULT_PORT: Final = 6379
-_OPTIONS: Final = ("fleet", "ssl_ca_certs", "password_file")
+_TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+"""Options of `rediss://`, by the names of redis-py."""
+_OPTIONS: Final = ("fleet", *_TLS_FILES, "password_file")
 _FLEET = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
 
 
@@ -112,12 +115,30 @@ def _credentials(name: str, parts: SplitResult, options: dict[str, str]) -> dict
 
 
 def _tls(name: str, parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
-    certificates = options.get("ssl_ca_certs")
+    files = {option: options[option] for option in _TLS_FILES if option in options}
     if parts.scheme != "rediss":
-        if certificates is not None:
-            raise RegistryRecordError(f"registry URL {cut(name)}: ssl_ca_certs is only for rediss://")
+        if files:
+            raise RegistryRecordError(f"registry URL {cut(name)}: {', '.join(files)}: only for rediss://")
         return {}
-    if certificates is not None and not Path(certificates).is_file():
-        raise RegistryRecordError(f"registry URL {cut(name)}: ssl_ca_certs {cut(certificates)}: there is no such file")
+    for option, path in files.items():
+        if not Path(path).is_file():
+            raise RegistryRecordError(f"registry URL {cut(name)}: {option} {cut(path)}: there is no such file")
     checks = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    return checks | ({"ssl_ca_certs": certificates} if certificates is not None else {})
+    return checks | files | _client_certificate(name, files.get("ssl_certfile"), files.get("ssl_keyfile"))
+
+
+def _client_certificate(name: str, cert: str | None, key: str | None) -> dict[str, Any]:
+    if (cert is None) != (key is None):
+        raise RegistryRecordError(f"registry URL {cut(name)}: ssl_certfile and ssl_keyfile belong together")
+    if cert is None:
+        return {}
+    # Without a password OpenSSL would ask for one at the terminal.
+    password = {"ssl_password": ""}
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password["ssl_password"])
+    except OSError as error:
+        reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error
+        raise RegistryRecordError(
+            f"registry URL {cut(name)}: ssl_certfile {cut(cert)} with ssl_keyfile {cut(key)}: {reason}"
+        ) from None
+    return password

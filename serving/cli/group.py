@@ -32,6 +32,7 @@ COMMANDS = {
     "rollout": "serving.cli.rollout:rollout",
     "rollback": "serving.cli.rollback:rollback",
     "coordinator": "serving.cli.coordinator:coordinator",
+    "token": "serving.cli.token:token",
 }
 
 

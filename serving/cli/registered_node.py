@@ -20,6 +20,7 @@ from loader.registry.records import FleetRecord, NodeId
 from serving.cli.options import Sharding
 from shard_node.address import Address
 from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.tls import TlsConfig, server_context
 
 if TYPE_CHECKING:
     from loader.manifest import ModelSpec
@@ -52,6 +53,7 @@ class RegisteredNodeConfig(Frozen):
         verify: compare SHA-256 of row files.
         device: where rows lie, as `--device` has it.
         card_options: what a version may take of the cards, if that is not the CPU.
+        tls: what routers at TCP addresses must speak; None for plain text.
         memory_cap_bytes, memory_budget_bytes, stage_cpu_share, stage_bytes_per_s: as of `NodeConfig`.
     """
 
@@ -70,6 +72,7 @@ class RegisteredNodeConfig(Frozen):
     verify: bool
     device: str = "cpu"
     card_options: CardOptions = CardOptions()
+    tls: TlsConfig | None = None
     memory_cap_bytes: int | None
     memory_budget_bytes: int | None
     stage_cpu_share: float
@@ -82,6 +85,7 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
     Raises:
         FleetMismatchError: it divides rows otherwise than its fleet.
         AddressError: it can't listen.
+        TlsConfigError: a file of `tls` can't be read or does not fit.
         ShardNodeError: the devices can't be had.
         RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
         CardError: the cards have failed; only a new process can use them.
@@ -122,7 +126,8 @@ async def _program(config: RegisteredNodeConfig, node: ShardNode, card_set: Card
     # Where a disk or a card may have to be waited for, the event loop never pools by itself.
     mapped = {} if config.memory_budget_bytes is None and card_set is None else {"max_inline_bytes": 0}
     registry = open_registry(config.registry)
-    server = NodeServer(node, ServerLimits(threads=config.threads, **mapped))
+    tls = None if config.tls is None else server_context(config.tls)
+    server = NodeServer(node, ServerLimits(threads=config.threads, **mapped), tls=tls)
     try:
         await server.start(config.listen)
         for address in server.addresses:

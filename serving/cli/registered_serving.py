@@ -27,6 +27,7 @@ from shard_node.agent import AgentConfig
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode
 from shard_node.node_agent import NodeActions, NodeConfig
+from shard_node.tls import TlsClientConfig
 
 ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 _WORKER_FLAGS = (
@@ -40,6 +41,7 @@ def run_registered(
     options: dict[str, Any],
     limits: RequestLimits,
     config: ServerConfig,
+    node_tls: TlsClientConfig | None,
     say: Callable[[Listening], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
@@ -48,6 +50,7 @@ def run_registered(
         options: the flags of `shardrank serve`, by name.
         limits: of requests.
         config: where to listen.
+        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
         say: told the ports, once the process is ready.
 
     Raises:
@@ -68,13 +71,17 @@ def run_registered(
         card_set = open_card_set(options)
     serving = ServingConfig.model_validate(
         {name: options[name] for name in ("store", "verify", "dtype", "stage_cpu_share")}
-        | {"node_id": node_id, "num_replicas": num_replicas(options["ranking_replicas"], card_set)}
+        | {
+            "node_id": node_id,
+            "node_tls": node_tls,
+            "num_replicas": num_replicas(options["ranking_replicas"], card_set),
+        }
     )
     local = _local_rows(options, fleet, node_id, card_set) if options["local"] else None
     node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
 
     def on_listening(listening: Listening) -> None:
-        node.actions.address = options["advertise"] or advertised(listening)
+        node.actions.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
 
     if options["probe_port"] is None:
         for port in (config.http_port, config.grpc_port):
@@ -110,10 +117,10 @@ def default_node_id(config: ServerConfig) -> str:
     return _default_node_id(config.http_port)
 
 
-def advertised(listening: Listening) -> str:
+def advertised(listening: Listening, scheme: str = "http") -> str:
     """Where others reach it over HTTP: every interface stands for this host's name."""
     host = socket.gethostname() if listening.host in ANY_HOST else listening.host
-    return f"http://[{host}]:{listening.http_port}" if ":" in host else f"http://{host}:{listening.http_port}"
+    return f"{scheme}://[{host}]:{listening.http_port}" if ":" in host else f"{scheme}://{host}:{listening.http_port}"
 
 
 def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,14 @@ from serving.cli.options import (
     sharding_option,
     verify_option,
 )
+from serving.cli.protection import (
+    Protection,
+    node_tls_options,
+    protection_arguments,
+    tls_options,
+    tokens_option,
+    warn_if_open,
+)
 from serving.cli.snapshots import SnapshotChoice
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ if TYPE_CHECKING:
     from serving.limits import RequestLimits
     from serving.loading import ModelSource
     from serving.server import Listening, ServerConfig
+    from shard_node.tls import TlsClientConfig
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +114,11 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
     help="With --registry: of one core, for loading a version beside the live one.",
 )
 @port_options(8080, 8081)
+@tls_options(
+    "Let in only clients with a certificate of these CAs, over HTTP and gRPC. They also are the default of --node-ca."
+)
+@node_tls_options
+@tokens_option
 @click.option(
     "--workers",
     type=click.IntRange(1, 64),
@@ -148,7 +163,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     the same --sharding, --replicate-bytes and number of shards; without, everything is in this process and nothing is
     serialised. It is ready once the version is loaded and gives its golden scores.
 
-    SIGTERM ends the requests in flight and exits 0.
+    SIGTERM ends the requests in flight and exits 0. docs/tls-and-tokens.md is about keeping strangers out.
 
     Examples:
       shardrank serve --registry redis://10.0.0.9/0 --store models --host 0.0.0.0
@@ -156,12 +171,19 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --store models --model films
       shardrank serve --store models --model films --shard 10.0.0.7:7000,10.0.0.8:7000 --shard 10.0.0.9:7000
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
+      shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
     from serving.cli.limits import limit_arguments, read_limits
 
     is_registered = _is_registered(ctx)
     limits = read_limits(options["limits_file"], options["limit"])
-    arguments = limit_arguments(options["limits_file"], options["limit"])
+    arguments = limit_arguments(options["limits_file"], options["limit"]) + protection_arguments(options)
+    protection = Protection.of(options)
+    server_config = _server_config(options, protection)
+    if options["probe_port"] is None:
+        # Of several workers the supervisor says it, once.
+        warn_if_open(options["host"], protection)
+    say = partial(_say, protection.scheme)
     if is_registered:
         from serving.cli.registered_serving import run_registered, worker_arguments, worker_node_ids
 
@@ -172,9 +194,9 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
             )
             environment = {REGISTRY_VARIABLE: options["registry"]}
             config = _workers_config(ctx, worker_arguments(options) + arguments, own, environment)
-            _run_workers(config, options["http_port"], options["grpc_port"])
+            _run_workers(config, options["http_port"], options["grpc_port"], protection.scheme)
         else:
-            run_registered(options, limits, _server_config(options), _say)
+            run_registered(options, limits, server_config, protection.node_tls, say)
         return
     folder = _static_folder(ctx)
     if options["workers"] > 1:
@@ -184,12 +206,13 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         Snapshot.open(folder, verify=False)
         own = _worker_profiles(options["profile"], options["workers"])
         config = _workers_config(ctx, _worker_arguments(options, folder) + arguments, own)
-        _run_workers(config, options["http_port"], options["grpc_port"])
+        _run_workers(config, options["http_port"], options["grpc_port"], protection.scheme)
         return
-    _run(_source(options, folder), limits, _server_config(options), options["probe_port"], options["profile"])
+    source = _source(options, folder, protection.node_tls)
+    _run(source, limits, server_config, options["probe_port"], options["profile"], say)
 
 
-def _source(options: dict[str, Any], folder: Path) -> ModelSource:
+def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
     """Raises as `open_card_set`, and AddressError."""
     from serving.loading import ModelSource
 
@@ -202,7 +225,7 @@ def _source(options: dict[str, Any], folder: Path) -> ModelSource:
     replicas = num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait)
     return ModelSource.model_validate(
         {name: options[name] for name in same}
-        | {"snapshot": folder, "shards": shards, "num_replicas": replicas}
+        | {"snapshot": folder, "shards": shards, "node_tls": node_tls, "num_replicas": replicas}
         | {"memory_budget_bytes": None if budget_gb is None else int(budget_gb * 1e9), "card_set": card_set}
     )
 
@@ -247,15 +270,16 @@ def _static_folder(ctx: click.Context) -> Path:
     return SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder().resolve()
 
 
-def _server_config(options: dict[str, Any]) -> ServerConfig:
+def _server_config(options: dict[str, Any], protection: Protection) -> ServerConfig:
     from serving.server import ServerConfig
 
     names = ("host", "http_port", "grpc_port", "shutdown_delay_s")
-    return ServerConfig.model_validate({name: options[name] for name in names})
+    protected = {"tls": protection.tls, "tokens": protection.tokens}
+    return ServerConfig.model_validate({name: options[name] for name in names} | protected)
 
 
-def _say(listening: Listening) -> None:
-    click.echo(f"HTTP: http://{listening.host}:{listening.http_port}/docs")
+def _say(scheme: str, listening: Listening) -> None:
+    click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
     click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
 
 
@@ -267,7 +291,12 @@ def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
 
 
 def _run(
-    source: ModelSource, limits: RequestLimits, config: ServerConfig, probe_port: int | None, profile: Path | None
+    source: ModelSource,
+    limits: RequestLimits,
+    config: ServerConfig,
+    probe_port: int | None,
+    profile: Path | None,
+    say: Callable[[Listening], None],
 ) -> None:
     from serving.fleet.ports import SharedPort
     from serving.loading import load_when_possible
@@ -282,7 +311,7 @@ def _run(
             # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
             SharedPort(config.host, port).close()
     with profiled(profile, service.metrics):
-        serve_until_signalled(service, config, lambda: load_when_possible(source, service), _say, probe_port)
+        serve_until_signalled(service, config, lambda: load_when_possible(source, service), say, probe_port)
 
 
 def _worker_profiles(profile: Path | None, workers: int) -> tuple[tuple[str, ...], ...]:
@@ -325,7 +354,7 @@ def _workers_config(
     )
 
 
-def _run_workers(config: WorkersConfig, http_port: int, grpc_port: int) -> None:
+def _run_workers(config: WorkersConfig, http_port: int, grpc_port: int, scheme: str) -> None:
     from serving.fleet.local_fleet import supervised
     from serving.fleet.signals import StopRequestedError, run_until_signalled
     from serving.fleet.supervisor import SupervisionConfig
@@ -336,7 +365,7 @@ def _run_workers(config: WorkersConfig, http_port: int, grpc_port: int) -> None:
             async with supervised(SupervisionConfig()) as supervisor:
                 await start_workers(config, ports, supervisor)
                 click.echo(f"logs: {supervisor.run_directory}")
-                click.echo(f"HTTP: http://{config.host}:{ports.http}/docs")
+                click.echo(f"HTTP: {scheme}://{config.host}:{ports.http}/docs")
                 click.echo(f"gRPC: {config.host}:{ports.grpc}")
                 await asyncio.Event().wait()
 

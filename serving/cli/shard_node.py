@@ -22,6 +22,7 @@ from serving.cli.options import (
     sharding_option,
     verify_option,
 )
+from serving.cli.protection import Protection, tls_options, warn_if_node_is_open
 from serving.cli.snapshots import SnapshotChoice
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shard_node.address import Address
     from shard_node.node import ShardNode
     from shard_node.server import ServerLimits
+    from shard_node.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
     envvar="SHARDRANK_NODE_ID",
     help="With --registry: the node's name, the same after a restart. Default: made of shard, host and port.",
 )
+@tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
 @cards_option(1)
 @sharding_option
 @replicate_option
@@ -108,19 +111,24 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     `shardrank serve` must be told its address.
 
     All nodes and `shardrank serve` must be given the same --sharding, --replicate-bytes and number of shards; a
-    node that does not fit is refused, not asked. The protocol has no password: listen on a private network or a
-    Unix socket. SIGTERM ends the requests in flight and exits 0.
+    node that does not fit is refused, not asked. TCP addresses speak TLS with certificates on both sides if
+    --tls-cert, --tls-key and --tls-client-ca are given; without, listen on a private network or a Unix socket. SIGTERM
+    ends the requests in flight and exits 0.
 
     Examples:
       shardrank shard-node --registry redis://10.0.0.9/0 --store models --shard 0/2 --listen 0.0.0.0:7000
       shardrank shard-node --store models --model films --shard 0/2 --listen unix:/run/shardrank/0.sock
       shardrank shard-node --store models --model films --shard 1/2 --listen 10.0.0.7:7000 --cards 4
+      shardrank shard-node --store m --shard 0/1 --listen 10.0.0.7:7000 --tls-cert crt --tls-key key --tls-client-ca ca
       shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
     """
+    tls = _tls(options)
     if _is_registered(ctx):
         from serving.cli.registered_node import run_registered_node
 
-        run_registered_node(_registered(options))
+        config = _registered(options, tls)
+        warn_if_node_is_open(config.listen, tls)
+        run_registered_node(config)
         return
     from shard_node.address import Address
 
@@ -130,8 +138,9 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     addresses = [Address.parse(text) for text in options["listen"]]
     model = models[0] if models else None
     folder = SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder()
+    warn_if_node_is_open(addresses, tls)
     node = _load(folder, options)
-    _serve(node, addresses, options["threads"])
+    _serve(node, addresses, options["threads"], tls)
 
 
 def _is_registered(ctx: click.Context) -> bool:
@@ -153,7 +162,15 @@ def _flags(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def _registered(options: dict[str, Any]) -> RegisteredNodeConfig:
+def _tls(options: dict[str, Any]) -> TlsConfig | None:
+    """Raises UsageError if nobody would be kept out, and TlsConfigError."""
+    tls = Protection.of(options).tls
+    if tls is not None and tls.client_ca is None:
+        raise click.UsageError("--tls-cert needs --tls-client-ca: certificates are all that keeps strangers out here.")
+    return tls
+
+
+def _registered(options: dict[str, Any], tls: TlsConfig | None) -> RegisteredNodeConfig:
     """Raises AddressError and UsageError, naming what can't be."""
     from pydantic import ValidationError
 
@@ -177,6 +194,7 @@ def _registered(options: dict[str, Any]) -> RegisteredNodeConfig:
     settings = {name: options[name] for name in (*same, "stage_cpu_share")} | {
         "shard_index": index,
         "num_shards": count,
+        "tls": tls,
         "listen": tuple(Address.parse(text) for text in options["listen"]),
         "advertise": None if advertise is None else Address.parse(advertise),
         "memory_cap_bytes": _bytes(options["max_memory_gb"]),
@@ -228,7 +246,7 @@ def _limits(node: ShardNode, threads: int) -> ServerLimits:
     return ServerLimits(threads=threads)
 
 
-def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
+def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
     """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time.
 
     Raises:
@@ -242,13 +260,14 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int) -> None:
     from serving.fleet.signals import StopRequestedError, run_until_signalled
     from shard_node.card_watch import watch_cards
     from shard_node.server import NodeServer
+    from shard_node.tls import server_context
 
     # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
     # processes on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
 
     async def program() -> None:
-        server = NodeServer(node, _limits(node, threads))
+        server = NodeServer(node, _limits(node, threads), tls=None if tls is None else server_context(tls))
         try:
             await server.start(addresses)
             settle_heap()

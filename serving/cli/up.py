@@ -22,6 +22,7 @@ from serving.cli.options import (
     sharding_option,
     verify_option,
 )
+from serving.cli.protection import Protection, protection_arguments, tls_options, tokens_option, warn_if_open
 
 if TYPE_CHECKING:
     from serving.fleet.beginning import Beginning
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
     "before it is loaded. Default: what is available.",
 )
 @port_options(8080, 8081)
+@tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
+@tokens_option
 @ranking_options
 @verify_option
 @click.pass_context
@@ -93,10 +96,13 @@ def up(ctx: click.Context, /, **options: Any) -> None:
       shardrank up --store models
       shardrank up --store models --model films --version 3 --shards 2 --replicas 2 --cards 2 --workers 2
       shardrank up --snapshot models/films/3 --http-port 0 --grpc-port 0
+      shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
     from serving.cli.limits import limit_arguments
     from serving.fleet.config import FleetConfig
 
+    protection = Protection.of(options)
+    warn_if_open(options["host"], protection)
     max_memory_gb, replicas = options["max_memory_gb"], options["ranking_replicas"]
     # Refuses what needs rows in the serving process itself.
     num_replicas(replicas, None)
@@ -113,9 +119,10 @@ def up(ctx: click.Context, /, **options: Any) -> None:
             *(() if replicas is None else ("--ranking-replicas", str(replicas))),
             *("--dtype", options["dtype"]),
             *limit_arguments(options["limits_file"], options["limit"]),
+            *protection_arguments(options),
         ),
     }
-    _run(FleetConfig.model_validate(settings))
+    _run(FleetConfig.model_validate(settings), protection.scheme)
 
 
 def _what(store: Path | None, models: tuple[str, ...], version: int | None, snapshot: Path | None) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _root_parameter(ctx: click.Context, name: str) -> object:
     return ctx.find_root().params.get(name, "info")
 
 
-def _run(config: FleetConfig) -> None:
+def _run(config: FleetConfig, scheme: str) -> None:
     from serving.fleet.local_fleet import running_fleet
     from serving.fleet.signals import StopRequestedError, run_until_signalled
 
@@ -157,7 +164,7 @@ def _run(config: FleetConfig) -> None:
         async with running_fleet(config, on_ready, on_begin=_tell) as fleet:
             click.echo(f"logs: {fleet.supervisor.run_directory}")
             click.echo(f"registry: {fleet.registry.name}")
-            click.echo(f"HTTP: http://{fleet.host}:{fleet.http_port}/docs")
+            click.echo(f"HTTP: {scheme}://{fleet.host}:{fleet.http_port}/docs")
             click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
             await asyncio.Event().wait()
 

@@ -95,7 +95,7 @@ def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
     threads = torch.get_num_threads()
     try:
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
-            _serve(node, [Address.parse(f"unix:{tmp_path}/node.sock")], threads=1)
+            _serve(node, [Address.parse(f"unix:{tmp_path}/node.sock")], threads=1, tls=None)
     finally:
         torch.set_num_threads(threads)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 
 import pytest
 
 from loader.errors import RegistryConflictError, RegistryUnavailableError, StreamSequenceError
 from loader.registry.redis_registry import PAGE_ENTRIES, TRIM_ENTRIES, RedisRegistry
 from loader.registry.registry import StreamBounds, StreamEntry
-from shardrank_testing.redis_proxy import make_certificate, redis_proxy
+from shard_node.tls import TlsConfig, server_context
+from shardrank_testing.certificates import Authority, needs_openssl
+from shardrank_testing.redis_proxy import redis_proxy
 from shardrank_testing.registries import redis_server
 
 # Well above what an answer takes, far below the default: tests wait for it.
@@ -335,19 +336,20 @@ def test_the_password_opens_redis_and_a_wrong_one_is_unavailable_and_neither_is_
     assert "falsch" not in caplog.text
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+@needs_openssl
 def test_rediss_trusts_the_certificate_that_is_named_and_no_other(tmp_path):
-    trusted, tls = make_certificate(tmp_path, "127.0.0.1")
-    other, _ = make_certificate(tmp_path, "localhost")
+    ca, other = Authority(tmp_path), Authority(tmp_path, "other")
+    redis = ca.issue("redis")
+    tls = server_context(TlsConfig(cert=redis.cert, key=redis.key))
 
     async def program(server):
         async with redis_proxy(server, tls) as proxy:
             place = f"rediss://:geheim@127.0.0.1:{proxy.port}/0"
-            registry = RedisRegistry(f"{place}?ssl_ca_certs={trusted}", **QUICK)
+            registry = RedisRegistry(f"{place}?ssl_ca_certs={ca.cert}", **QUICK)
             revision = await registry.put("a", b"1", 0)
             assert (await registry.get("a")).revision == revision
             await registry.close()
-            for wrong in (f"{place}?ssl_ca_certs={other}", place):
+            for wrong in (f"{place}?ssl_ca_certs={other.cert}", place):
                 registry = RedisRegistry(wrong, **QUICK)
                 with pytest.raises(RegistryUnavailableError, match="certificate"):
                     await registry.get("a")
@@ -358,4 +360,37 @@ def test_rediss_trusts_the_certificate_that_is_named_and_no_other(tmp_path):
             await plain.close()
 
     with redis_server(tmp_path, settings={"requirepass": "geheim"}) as server:
+        asyncio.run(asyncio.wait_for(program(server), WAIT_S))
+
+
+@needs_openssl
+def test_rediss_shows_its_certificate_and_reads_a_renewed_one_when_it_connects_again(tmp_path):
+    (tmp_path / "other").mkdir()
+    ca, other = Authority(tmp_path), Authority(tmp_path / "other", "other")
+    mine, good, foreign = ca.issue("mine"), ca.issue("good"), other.issue("foreign")
+    redis = ca.issue("redis")
+    tls = server_context(TlsConfig(cert=redis.cert, key=redis.key, client_ca=ca.cert))
+
+    async def program(server):
+        async with redis_proxy(server, tls) as proxy:
+            place = f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={ca.cert}"
+            bare = RedisRegistry(place, **QUICK)
+            with pytest.raises(RegistryUnavailableError):
+                await bare.get("a")
+            await bare.close()
+            assert set(tls.refusals.counts) == {"tls_missing_certificate"}
+            registry = RedisRegistry(f"{place}&ssl_certfile={mine.cert}&ssl_keyfile={mine.key}", **QUICK)
+            revision = await registry.put("a", b"1", 0)
+            mine.replace(foreign)
+            # The connection that is open stays, whatever the files say.
+            assert (await registry.get("a")).revision == revision
+            await proxy.close()
+            with pytest.raises(RegistryUnavailableError):
+                await registry.get("a")
+            assert tls.refusals.counts["tls_untrusted_certificate"] >= 1
+            mine.replace(good)
+            assert (await registry.get("a")).revision == revision
+            await registry.close()
+
+    with redis_server(tmp_path) as server:
         asyncio.run(asyncio.wait_for(program(server), WAIT_S))

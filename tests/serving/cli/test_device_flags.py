@@ -122,13 +122,13 @@ def test_flags_for_rows_are_refused_where_no_rows_are(api_model: ApiModel, flag:
 
 def test_serving_with_rows_of_its_own_has_them_on_the_cards(api_model: ApiModel, emulated) -> None:
     given = ["--snapshot", str(api_model.path), "--cards", "2", *FLAGS]
-    source = _source(serve.make_context("serve", given).params, api_model.path)
+    source = _source(serve.make_context("serve", given).params, api_model.path, None)
     assert emulated == [("cuda:0,1", 2)]
     assert source.card_set is not None
     assert source.card_set.options == OPTIONS
     assert source.num_replicas == 2
     remote = ["--snapshot", str(api_model.path), "--shard", "h:1"]
-    assert _source(serve.make_context("serve", remote).params, api_model.path).card_set is None
+    assert _source(serve.make_context("serve", remote).params, api_model.path, None).card_set is None
     assert len(emulated) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_non
 
 def test_a_registered_shard_node_is_configured_with_device_and_options() -> None:
     given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
-    config = _registered(shard_node.make_context("shard-node", given).params)
+    config = _registered(shard_node.make_context("shard-node", given).params, None)
     assert (config.device, config.card_options) == ("cuda:0,1", OPTIONS)
 
 
@@ -165,7 +165,7 @@ def test_workers_with_rows_are_told_the_devices_and_those_without_are_not(tmp_pa
 
 def test_the_shard_nodes_of_a_fleet_are_told_the_devices(api_model: ApiModel, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = []
-    monkeypatch.setattr("serving.cli.up._run", configs.append)
+    monkeypatch.setattr("serving.cli.up._run", lambda config, scheme: configs.append(config))
     assert CliRunner().invoke(up, ["--snapshot", str(api_model.path), *FLAGS]).exit_code == 0
     arguments = list(configs[0].shard_node_arguments)
     assert card_options(rows.make_context("rows", arguments).params) == OPTIONS

@@ -25,7 +25,14 @@ from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import running
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = ["README.md", "CONTRIBUTING.md", "deploy/README.md", "docs/serving-your-own-model.md", "docs/nvlink.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "deploy/README.md",
+    "docs/serving-your-own-model.md",
+    "docs/nvlink.md",
+    "docs/tls-and-tokens.md",
+]
 GUIDE = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8")
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from shardrank_testing.registries import RedisServer
 
@@ -71,22 +68,3 @@ async def redis_proxy(server: RedisServer, tls: ssl.SSLContext | None = None) ->
     finally:
         listener.close()
         await proxy.close()
-
-
-def make_certificate(folder: Path, name: str) -> tuple[Path, ssl.SSLContext]:
-    """A self-signed certificate of a host: the file that a client has to trust, and what a server needs."""
-    program = shutil.which("openssl")
-    assert program is not None, "no openssl on this machine"
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    kind = "IP" if name[0].isdigit() else "DNS"
-    subprocess.run(
-        [
-            *(program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"),
-            *("-addext", f"subjectAltName={kind}:{name}", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return certificate, context

@@ -28,11 +28,14 @@ from loader.manifest import (
 from loader.reader import Snapshot
 from router.hashing import hashed_rows
 from router.plan import Plan
+from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.requests import Answer, Buffer, Encoded, Method
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.models.factory import build_model
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
+from serving.rank.answer import answer
 from serving.rank.service import RankingService
 from serving.served_model import ServedModel
 from serving.server import Listening, ServerConfig, running_server
@@ -251,6 +254,49 @@ async def running_api(service: RankingService) -> AsyncIterator[Api]:
             grpc.aio.insecure_channel(f"{listening.host}:{listening.grpc_port}") as channel,
         ):
             yield Api(service, listening, http, channel)
+
+
+class _Kept(JsonCodec):
+    """Reads as the HTTP API does, and keeps the answer as it was before it is encoded."""
+
+    def __init__(self, method: Method, model: str) -> None:
+        super().__init__(method, model, "embedded")
+        self.answers: list[Answer] = []
+
+    def read(self, body: Buffer, limits: RequestLimits) -> Any:
+        unparsed: Any = super().read(body, limits)
+        encode = unparsed.encode
+
+        def keep(answer: Answer) -> Encoded:
+            self.answers.append(answer)
+            return encode(answer)
+
+        unparsed.encode = keep
+        return unparsed
+
+
+@dataclass
+class Waiting:
+    """Whoever waits for an answer."""
+
+    watch: Any = field(default=lambda callback: None)
+    timeout_s: float | None = None
+
+    def time_remaining(self) -> float | None:
+        return self.timeout_s
+
+
+async def ask(
+    service: RankingService, request: Any, method: Method = "rank", watch: Any = None, model: str = MODEL
+) -> Any:
+    """The answer to a request in the JSON form, as the one road gives it to any API."""
+    codec = _Kept(method, model)
+
+    async def receive() -> bytes:
+        return request if isinstance(request, bytes) else encode_request(request)
+
+    await answer(service, codec, receive, Waiting() if watch is None else Waiting(watch))
+    return codec.answers[0]
 
 
 class Gate:

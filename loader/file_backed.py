@@ -1,0 +1,85 @@
+"""Values that are made from files, and made again when the files change: certificates, tokens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from loader.errors import ShardrankError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_INTERVAL_S: Final = 1.0
+"""How often files are looked at, at most: what was written is in use this long after it at the latest."""
+
+_Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+
+class FileBacked(Generic[T]):
+    """A value made from files. Whoever asks for it gets what the files say now.
+
+    There is no task that watches: the files are looked at when the value is asked for, so it needs no loop, may be
+    asked from any thread, and nobody waits for the next look. While the files can't be read, the last value stays, and
+    one warning says so for each state that they are in; a file that is half written is read again when it is whole.
+
+    Args:
+        paths: the files.
+        read: makes the value. Raises ShardrankError, naming the file, if it can't.
+        clock: monotonic seconds.
+        interval_s: files are looked at no more often than this.
+
+    Raises:
+        ShardrankError: as `read`, the first time.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        clock: Callable[[], float] = time.monotonic,
+        interval_s: float = LOOK_INTERVAL_S,
+    ) -> None:
+        self._paths = tuple(paths)
+        self._read = read
+        self._clock = clock
+        self._interval_s = interval_s
+        self._looked_at = clock()
+        # Taken before the files are read: what changes while they are is seen at the next look.
+        self._stamp = _stamp_of(self._paths)
+        self._value = read()
+
+    def get(self) -> T:
+        """The value, read again if the files have changed."""
+        now = self._clock()
+        if now - self._looked_at < self._interval_s:
+            return self._value
+        self._looked_at = now
+        stamp = _stamp_of(self._paths)
+        if stamp == self._stamp:
+            return self._value
+        self._stamp = stamp
+        try:
+            self._value = self._read()
+        except ShardrankError as error:
+            logger.warning("%s; what was read before stays in use", error)
+        else:
+            logger.info("read again: %s", ", ".join(map(str, self._paths)))
+        return self._value
+
+
+def _stamp_of(paths: Sequence[Path]) -> _Stamp:
+    return tuple(map(_stamp, paths))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

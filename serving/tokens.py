@@ -1,0 +1,191 @@
+"""Tokens of the public APIs: the file that lists them, who may do what, and how one is made.
+
+The file is JSON, `{"tokens": [{"name": "shop", "sha256": "<64 hex digits>", "scope": "rank"}, ...]}`. It holds the
+SHA-256 of each token and not the token. That is enough, without salt or a slow hash, because a token is 256 random
+bits: nobody can guess one from its hash. A client sends `Authorization: Bearer <token>`, over gRPC as metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self, TypeAlias
+
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from loader.file_backed import LOOK_INTERVAL_S, FileBacked
+from loader.manifest import Frozen
+from serving.errors import PermissionDeniedError, TokensFileError, UnauthenticatedError
+
+Scope: TypeAlias = Literal["rank", "describe", "admin"]
+"""What a token is good for. `describe`: models' descriptions, metadata and statistics. `rank`: rank, lookup and infer,
+and `describe`. `admin`: everything, metrics too. Health probes need no token."""
+
+SCOPES: Final[tuple[Scope, ...]] = ("rank", "describe", "admin")
+MAX_TOKENS: Final = 256
+MAX_FILE_BYTES: Final = 1 << 18
+MAX_HEADER_CHARS: Final = 1024
+PREFIX: Final = "shardrank_"
+"""By which programs that look for leaked secrets, and people, know what it is."""
+FILE_MODE: Final = 0o600
+
+_ALLOWS: Final[dict[Scope, frozenset[Scope]]] = {
+    "rank": frozenset({"rank", "describe"}),
+    "describe": frozenset({"describe"}),
+    "admin": frozenset({"rank", "describe", "admin"}),
+}
+
+
+class TokenEntry(Frozen):
+    """One token, without itself.
+
+    Attributes:
+        name: whose it is, for people and logs; unique.
+        sha256: of the token's ASCII bytes, in lower-case hexadecimal.
+        scope: what it is good for.
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    scope: Scope
+
+
+class TokenFile(Frozen):
+    """What the file says.
+
+    Attributes:
+        tokens: whoever is let in.
+    """
+
+    tokens: tuple[TokenEntry, ...] = Field(max_length=MAX_TOKENS)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for what in ("name", "sha256"):
+            found = [getattr(entry, what) for entry in self.tokens]
+            if len(set(found)) < len(found):
+                raise ValueError(f"two tokens have the same {what}")
+        return self
+
+
+class Tokens:
+    """The tokens of a file, which is read again when it changes. May be asked from any thread.
+
+    Args:
+        path: the file.
+        clock: monotonic seconds.
+        interval_s: the file is looked at no more often than this.
+
+    Raises:
+        TokensFileError: the file can't be read. Later that keeps the tokens of before, and logs one warning.
+    """
+
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, interval_s: float = LOOK_INTERVAL_S
+    ) -> None:
+        self._entries = FileBacked([path], lambda: _decoded(read_tokens(path)), clock, interval_s)
+
+    def check(self, authorization: str | None, scope: Scope) -> str:
+        """Lets a request pass, or not.
+
+        Args:
+            authorization: the value of the header or metadata `authorization`; None without one.
+            scope: what the request needs.
+
+        Returns:
+            The name of the token.
+
+        Raises:
+            UnauthenticatedError: no token, or one that is not known.
+            PermissionDeniedError: its scope is too narrow.
+        """
+        if authorization is None:
+            raise UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
+        scheme, _, token = authorization[:MAX_HEADER_CHARS].partition(" ")
+        if scheme.lower() != "bearer":
+            raise UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
+        digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
+        found: TokenEntry | None = None
+        # All of them, so that how long it takes says nothing of which one it is, or nearly was.
+        for known, entry in self._entries.get():
+            if hmac.compare_digest(known, digest):
+                found = entry
+        if found is None:
+            raise UnauthenticatedError("the token is not known here")
+        if scope not in _ALLOWS[found.scope]:
+            raise PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
+        return found.name
+
+
+def read_tokens(path: Path) -> TokenFile:
+    """Reads a file of tokens. Raises TokensFileError, naming the file and what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TokensFileError(f"{path}: {error.strerror or error}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise TokensFileError(f"{path}: longer than {MAX_FILE_BYTES} bytes")
+    try:
+        return TokenFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise TokensFileError(f"{path}: {place}: {first['msg']}") from None
+
+
+def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
+    """Makes a random token of 256 bits, and the entry for its file."""
+    token = PREFIX + secrets.token_urlsafe(32)
+    return token, TokenEntry(name=name, sha256=hashlib.sha256(token.encode()).hexdigest(), scope=scope)
+
+
+def add_token(path: Path, entry: TokenEntry) -> None:
+    """Writes an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
+
+    Raises:
+        TokensFileError: the file can't be read or written, or has that name already.
+    """
+    # Where a link leads to, not the link, is replaced.
+    path = path.resolve()
+    before = read_tokens(path).tokens if path.exists() else ()
+    if any(one.name == entry.name for one in before):
+        raise TokensFileError(
+            f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name"
+        )
+    if len(before) >= MAX_TOKENS:
+        raise TokensFileError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
+    text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
+    try:
+        _replace(path, text.encode())
+    except OSError as error:
+        raise TokensFileError(f"{path}: can't be written: {error.strerror or error}") from None
+
+
+def _replace(path: Path, text: bytes) -> None:
+    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, FILE_MODE)
+            with contextlib.suppress(FileNotFoundError):
+                # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
+                owner = path.stat()
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def _decoded(file: TokenFile) -> tuple[tuple[bytes, TokenEntry], ...]:
+    return tuple((bytes.fromhex(entry.sha256), entry) for entry in file.tokens)

@@ -1,0 +1,239 @@
+"""TLS and tokens on the command line: real nodes and serving processes, what is refused, and what is warned about."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from loader.publishing import register
+from loader.reader import Snapshot
+from loader.registry.opening import open_registry
+from loader.registry.records import WantedModel
+from loader.registry.typed import FleetRegistry
+from serving.cli import main
+from serving.cli.protection import (
+    Protection,
+    is_loopback,
+    protection_arguments,
+    warn_if_node_is_open,
+    warn_if_open,
+)
+from serving.demo.prepare import train_version
+from serving.tokens import add_token, new_token
+from shard_node.address import Address
+from shard_node.tls import TlsClientConfig, TlsConfig
+from shardrank_testing.certificates import Authority, Pair, needs_openssl
+from shardrank_testing.movielens import small_interactions
+from shardrank_testing.processes import Program, running
+
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--shutdown-delay-s", "0")
+REQUEST = {
+    "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
+    "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    train_version(small_interactions(num_ratings=2000), folder, seed=0, epochs=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def node(ca: Authority) -> Pair:
+    return ca.issue("node")
+
+
+@pytest.fixture(scope="module")
+def router(ca: Authority) -> Pair:
+    return ca.issue("router")
+
+
+def tls_flags(pair: Pair, ca: Authority) -> tuple[str, ...]:
+    return ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(ca.cert))
+
+
+def node_flags(pair: Pair, ca: Authority) -> tuple[str, ...]:
+    return ("--node-ca", str(ca.cert), "--node-cert", str(pair.cert), "--node-key", str(pair.key))
+
+
+def rank(program: Program) -> list[float]:
+    url = program.read_until(r"HTTP: (http://127.0.0.1:\d+)")[1]
+    answer = httpx.post(f"{url}/v1/models/films:rank", json=REQUEST, timeout=20)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["scores"])
+
+
+@needs_openssl
+def test_a_serving_process_reaches_nodes_over_mutual_tls_and_one_with_an_expired_certificate_does_not(
+    store: Path, ca: Authority, node: Pair, router: Pair
+) -> None:
+    shard = ("--store", str(store), "--model", "films", "--shard", "0/1", "--listen", "127.0.0.1:0")
+    with running("shard-node", *shard, *tls_flags(node, ca)) as node_program:
+        address = node_program.read_until(r"listens on tcp://(\S+)")[1]
+        serve = ("serve", "--store", str(store), "--model", "films", "--shard", address, *ANY_PORTS)
+        with running(*serve, *node_flags(router, ca)) as program:
+            assert len(rank(program)) == 2
+            assert program.stop() == 0
+        with running(*serve, *node_flags(ca.issue("expired", days=-1), ca)) as program:
+            program.read_until("can't be served yet: .*tls_expired_certificate")
+        with running(*serve) as program:
+            program.read_until("can't be served yet: .*node_unavailable")
+        assert node_program.stop() == 0
+    assert node_program.output.count("refused a connection from 127.0.0.1: tls_expired_certificate") == 1
+    assert node_program.output.count("refused a connection from 127.0.0.1: tls_plain_text") == 1
+    assert "Traceback" not in node_program.output
+
+
+@needs_openssl
+def test_a_fleet_of_a_registry_speaks_mutual_tls(
+    store: Path, ca: Authority, node: Pair, router: Pair, tmp_path: Path
+) -> None:
+    async def want() -> None:
+        registry = open_registry(str(tmp_path / "registry"))
+        fleet = FleetRegistry(registry)
+        await register(fleet, Snapshot.open(store / "films" / "1"), clock=time.time)
+        await fleet.update_wanted("films", lambda _: WantedModel(model="films", epoch=1, live=1, hold=(1,), serve=(1,)))
+        await registry.close()
+
+    asyncio.run(want())
+    member = ("--registry", str(tmp_path / "registry"), "--store", str(store))
+    listen = ("--shard", "0/1", "--listen", "127.0.0.1:0")
+    with (
+        running("shard-node", *member, *listen, *tls_flags(node, ca)) as node_program,
+        running("serve", *member, *ANY_PORTS, *node_flags(router, ca)) as program,
+    ):
+        assert len(rank(program)) == 2
+        assert program.stop() == 0
+        assert node_program.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("serve", ("--tls-cert", "a"), "--tls-cert and --tls-key belong together"),
+        ("serve", ("--tls-client-ca", "a"), "--tls-client-ca needs both"),
+        ("serve", ("--node-ca", "a", "--node-cert", "b"), "--node-cert and --node-key belong together"),
+        ("serve", ("--node-cert", "a", "--node-key", "b"), "--node-cert needs --node-ca or --tls-client-ca"),
+        ("up", ("--tls-key", "a"), "--tls-cert and --tls-key belong together"),
+        ("shard-node", ("--shard", "0/1", "--listen", "h:1", "--tls-cert", "a"), "belong together"),
+    ],
+)
+def test_flags_that_belong_together_are_asked_for(command: str, flags: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(main, [command, "--store", "models", *flags])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+@needs_openssl
+def test_a_node_with_a_certificate_asks_for_a_ca_of_its_routers(store: Path, node: Pair) -> None:
+    flags = ("--shard", "0/1", "--listen", "127.0.0.1:0", "--tls-cert", str(node.cert), "--tls-key", str(node.key))
+    done = CliRunner().invoke(main, ["shard-node", "--store", str(store), *flags])
+    assert done.exit_code == 2
+    assert "--tls-cert needs --tls-client-ca" in done.output
+
+
+@needs_openssl
+@pytest.mark.parametrize("command", ["serve", "up", "shard-node"])
+def test_a_file_that_can_t_be_used_ends_the_command_with_its_name(
+    store: Path, node: Pair, router: Pair, ca: Authority, command: str
+) -> None:
+    more = ("--shard", "0/1", "--listen", "127.0.0.1:0") if command == "shard-node" else ANY_PORTS[:4]
+    pair = Pair(node.cert, router.key)
+    done = CliRunner().invoke(main, [command, "--store", str(store), *more, *tls_flags(pair, ca)])
+    assert done.exit_code == 1
+    assert f"error: {router.key}: the key does not belong to the certificate in {node.cert}" in done.output
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_file_of_tokens_that_can_t_be_read_ends_the_command_with_its_name(
+    store: Path, tmp_path: Path, command: str
+) -> None:
+    done = CliRunner().invoke(
+        main, [command, "--store", str(store), *ANY_PORTS[:4], "--tokens", str(tmp_path / "none")]
+    )
+    assert done.exit_code == 1
+    assert f"error: {tmp_path}/none: No such file or directory" in done.output
+
+
+@needs_openssl
+def test_options_are_read_and_passed_on_to_children(ca: Authority, node: Pair, router: Pair, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    add_token(tokens, new_token("shop", "rank")[1])
+    options = {"tls_cert": node.cert, "tls_key": node.key, "tls_client_ca": ca.cert, "tokens": tokens}
+    protection = Protection.of(options)
+    assert protection.tls == TlsConfig(cert=node.cert, key=node.key, client_ca=ca.cert)
+    assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
+    assert (protection.tokens, protection.scheme) == (tokens, "https")
+    assert protection_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
+    private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key}
+    assert Protection.of(private).node_tls == TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key)
+    assert protection_arguments(private)[6:12] == list(node_flags(router, ca))
+    none = dict.fromkeys(private)
+    assert Protection.of(none) == Protection(None, None, None)
+    assert protection_arguments(none) == []
+
+
+CERTIFICATE = TlsConfig(cert=Path("c"), key=Path("k"))
+MUTUAL = TlsConfig(cert=Path("c"), key=Path("k"), client_ca=Path("ca"))
+TOKENS = Path("tokens.json")
+
+
+@pytest.mark.parametrize(
+    ("host", "tls", "tokens", "missing"),
+    [
+        ("127.0.0.1", None, None, None),
+        ("localhost", None, None, None),
+        ("::1", None, None, None),
+        ("0.0.0.0", None, None, "without TLS (--tls-cert) and without tokens (--tokens) or client certificates"),
+        ("::", None, TOKENS, "without TLS (--tls-cert):"),
+        ("ranker.example", CERTIFICATE, None, "without tokens (--tokens) or client certificates (--tls-client-ca):"),
+        ("0.0.0.0", CERTIFICATE, TOKENS, None),
+        ("0.0.0.0", MUTUAL, None, None),
+    ],
+)
+def test_apis_that_others_reach_unprotected_are_warned_about_once(
+    host: str, tls: TlsConfig | None, tokens: Path | None, missing: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_open(host, Protection(tls, None, tokens))
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == (missing is not None)
+    assert missing is None or (missing in told[0] and host in told[0])
+
+
+def test_a_node_that_others_reach_without_tls_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    open_ones = [Address.parse(text) for text in ("10.0.0.7:7000", "[fe80::1]:7000", "127.0.0.1:7000", "unix:/run/n")]
+    warn_if_node_is_open(open_ones, MUTUAL)
+    warn_if_node_is_open(open_ones[2:], None)
+    assert caplog.records == []
+    warn_if_node_is_open(open_ones, None)
+    (record,) = caplog.records
+    assert "tcp://10.0.0.7:7000, tcp://[fe80::1]:7000 without TLS" in record.getMessage()
+
+
+def test_loopback_is_known_by_its_addresses() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "", "10.0.0.1", "fe80::1%eth0", "example.org"))
+
+
+def test_workers_say_it_once_together(store: Path) -> None:
+    flags = ("--store", str(store), "--host", "0.0.0.0", "--workers", "2")
+    with running("serve", *flags, *ANY_PORTS) as program:
+        logs = Path(program.read_until(r"logs: (\S+)")[1])
+        program.read_until("gRPC: ")
+        children = "".join(path.read_text() for path in logs.glob("*.log"))
+        assert program.stop() == 0
+    assert program.output.count("for a private network only") == 1
+    assert "for a private network only" not in children
