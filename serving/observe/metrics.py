@@ -27,6 +27,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_KEPT = 256
 CALL_STAGES = (*BEFORE_BATCH, *AFTER_BATCH, "total")
 BATCH_STAGES = (*IN_BATCH, "lookup")
+# On cards a lookup is not told apart further.
+CARD_STAGES = ("merge", "lookup", "rank", "answer")
 _SIZES = ("requests", "candidates")
 
 _SECONDS = (
@@ -144,14 +146,13 @@ class ServingMetrics:
 
     def batch_ended(self, model: str, times: BatchTimes, method: str) -> None:
         """Observe the size and the stages of a batch."""
-        histograms = self._histograms(BATCH_STAGES, model, method)
-        seconds = (*times.seconds(), times.lookup_s)
         if times.num_candidates:
             self._observe(self._sizes(model), (times.num_requests, times.num_candidates))
         if times.lookup is None:
-            # On cards there is only the whole of a lookup; lookups of the API are no ranking.
-            histograms, seconds = (histograms[0], *histograms[5:]), (seconds[0], *seconds[5:])
-        self._observe(histograms, seconds)
+            seconds: tuple[float, ...] = (times.merge_s, times.lookup_s, times.rank_s, times.answer_s)
+            self._observe(self._histograms(CARD_STAGES, model, method), seconds)
+        else:
+            self._observe(self._histograms(BATCH_STAGES, model, method), (*times.seconds(), times.lookup_s))
 
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error of what is no call, such as a connection."""

@@ -50,8 +50,8 @@ class BatchTimes:
         """By stage, in the order of `IN_BATCH`."""
         times = self.lookup
         if times is None:
-            # On cards the parts of a lookup are not told apart.
-            return (self.merge_s, self.lookup_s, 0.0, 0.0, 0.0, self.rank_s, self.answer_s)
+            # On cards ids are mapped and packed by whoever ranks, and no shard is asked.
+            return (self.merge_s, 0.0, 0.0, 0.0, 0.0, self.lookup_s + self.rank_s, self.answer_s)
         return (
             self.merge_s,
             times.map_s,

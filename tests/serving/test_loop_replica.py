@@ -15,7 +15,7 @@ from serving.loading import ModelSource, load_served_model, load_when_possible
 from serving.rank.service import RankingService
 from shard_node.address import Address
 from shardrank_testing.golden import golden_of
-from shardrank_testing.serving_api import MODEL, api_request, run, running_api, write_api_model
+from shardrank_testing.serving_api import MODEL, api_request, ask, ask_in_thread, run, running_api, write_api_model
 
 
 async def loaded(model, limits: RequestLimits | None = None) -> RankingService:
@@ -24,9 +24,7 @@ async def loaded(model, limits: RequestLimits | None = None) -> RankingService:
     return service
 
 
-async def rank(service: RankingService, request: dict):
-    with service.call("embedded", "rank") as call:
-        return await service.rank(service.parse_rank(call, MODEL, request))
+rank = ask
 
 
 async def closed(service: RankingService) -> None:
@@ -121,8 +119,7 @@ def test_threads_that_wait_are_answered_by_the_loop(api_model):
         service = await loaded(api_model)
 
         def from_thread(seed: int) -> np.ndarray:
-            with service.call("embedded", "rank") as call:
-                return service.rank_in_thread(service.parse_rank(call, MODEL, api_request(seed))).scores
+            return ask_in_thread(service, api_request(seed)).scores
 
         answers = await asyncio.gather(*(asyncio.to_thread(from_thread, seed) for seed in range(8)))
         for seed, scores in enumerate(answers):
@@ -154,12 +151,10 @@ def test_readiness_is_told_while_there_is_always_a_next_batch(api_model):
 def test_what_waits_is_refused_when_the_version_is_closed(api_model):
     async def main():
         service = await loaded(api_model)
-        with service.call("embedded", "rank") as call:
-            request = service.parse_rank(call, MODEL, api_request())
-            served = request.lease.payload
-            served._batcher.close("it is being unloaded")
-            with pytest.raises(ShuttingDownError):
-                await service.rank(request)
+        with service.lease(MODEL) as lease:
+            lease.payload._batcher.close("it is being unloaded")
+        with pytest.raises(ShuttingDownError):
+            await rank(service, api_request())
         await closed(service)
 
     run(main())

@@ -17,7 +17,7 @@ from serving.rank.service import RankingService
 from shard_node.address import Address
 from shard_node.generation import Generations
 from shard_node.server import NodeServer
-from shardrank_testing.serving_api import MODEL, api_request, run
+from shardrank_testing.serving_api import MODEL, api_request, ask, run
 from shardrank_testing.topologies import make_node
 
 
@@ -76,8 +76,7 @@ def test_each_replica_of_a_shard_counts_its_rows_for_itself(api_model, addresses
         service.install(await asyncio.to_thread(load_served_model, source, service))
         seen: list[dict[str, float]] = []
         for seed in range(6):
-            with service.call("embedded", "rank") as call:
-                await service.rank(service.parse_rank(call, MODEL, api_request(seed) | {"timeout_ms": 10_000}))
+            await ask(service, api_request(seed) | {"timeout_ms": 10_000})
             await service.watch.refresh()
             seen.append(rows_by_replica(service, "users"))
         for before, after in itertools.pairwise(seen):

@@ -7,14 +7,12 @@ import pytest
 
 from serving.errors import ProfileFileError
 from serving.observe.metrics import ServingMetrics
-from serving.observe.profile import ProfileDocument, ProfileFile, Served, StageAccount, profiled
-from serving.observe.times import BatchTimes
-
-RANK = Served("http", "rank", "films")
+from serving.observe.profile import ProfileDocument, ProfileFile, StageAccount, profiled
+from serving.observe.times import BatchTimes, Call
 
 
 def add_one(account: StageAccount) -> None:
-    account.add(RANK, (0.0,) * 4, BatchTimes(rank_s=1.0), (0.0, 0.0), 1.0)
+    account.add(Call("http", "rank", 0.0, "films", batch=BatchTimes(rank_s=1.0)), 1.0)
 
 
 def test_a_file_always_has_the_whole_account(tmp_path) -> None:

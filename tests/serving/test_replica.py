@@ -18,7 +18,7 @@ from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, ShardNode
 from shard_node.shard import LocalShard
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask, ask_in_thread, run
 from shardrank_testing.topologies import make_node
 
 NUM_WAITING = 100
@@ -60,9 +60,7 @@ def served_over(api_model: ApiModel, service: RankingService, make_shard, **opti
     )
 
 
-async def rank(service: RankingService, request: dict):
-    with service.call("embedded", "rank") as call:
-        return await service.rank(service.parse_rank(call, MODEL, request))
+rank = ask
 
 
 def test_a_replica_that_never_runs_out_of_work_still_tells_what_its_shards_say(api_model):
@@ -139,10 +137,8 @@ def test_a_batch_whose_requests_expired_during_the_lookup_is_not_scored(api_mode
 
     service = RankingService(clock=lambda: now)
     service.install(served_over(api_model, service, LateShard))
-    with service.call("embedded", "rank") as call:
-        request = service.parse_rank(call, MODEL, api_request(0) | {"timeout_ms": 5000})
-        with pytest.raises(DeadlineExceededError, match="while the rows were looked up"):
-            service.rank_in_thread(request)
+    with pytest.raises(DeadlineExceededError, match="while the rows were looked up"):
+        ask_in_thread(service, api_request(0) | {"timeout_ms": 5000})
     assert (
         'shardrank_stage_seconds_count{method="rank",model="films",stage="rank"}'
         not in service.metrics.render().decode()

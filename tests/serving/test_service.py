@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,16 +10,21 @@ from loader.reader import Snapshot
 from router.errors import PlanError
 from router.plan import Plan
 from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
+from serving.formats.json_reader import JsonCodec, encode_request
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
+from serving.rank.answer import answer
 from serving.rank.service import RankingService
 from serving.served_model import ServedModel
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.serving_api import (
     MODEL,
     Gate,
+    Waiting,
     api_request,
     api_service,
+    ask,
+    ask_in_thread,
     gated_service,
     run,
     write_api_model,
@@ -36,8 +40,7 @@ def ranking_threads() -> int:
 
 
 async def rank(service: RankingService, request: dict, watch=None):
-    with service.call("embedded", "rank") as call:
-        return await service.rank(service.parse_rank(call, MODEL, request), watch)
+    return await ask(service, request, watch=watch)
 
 
 def metric(service: RankingService, line: str) -> float:
@@ -261,13 +264,11 @@ def test_several_replicas_and_threads_give_everyone_the_right_scores(api_model):
     answers: dict[int, np.ndarray] = {}
     with api_service_with_two_replicas(api_model) as service:
 
-        def ask(numbers: range) -> None:
+        def ask_some(numbers: range) -> None:
             for number in numbers:
-                with service.call("embedded", "rank") as call:
-                    parsed = service.parse_rank(call, MODEL, requests[number])
-                    answers[number] = service.rank_in_thread(parsed).scores
+                answers[number] = ask_in_thread(service, requests[number]).scores
 
-        threads = [threading.Thread(target=ask, args=(range(start, 24, 3),)) for start in range(3)]
+        threads = [threading.Thread(target=ask_some, args=(range(start, 24, 3),)) for start in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -282,19 +283,25 @@ def api_service_with_two_replicas(api_model):
 
 def test_a_thread_that_waits_is_told_when_its_deadline_passes(api_model):
     gate = Gate()
-    with gated_service(api_model, gate) as service, service.call("embedded", "rank") as call:
-        request = service.parse_rank(call, MODEL, api_request(0) | {"timeout_ms": 20})
-        with pytest.raises(DeadlineExceededError):
-            service.rank_in_thread(request)
+    with gated_service(api_model, gate) as service, pytest.raises(DeadlineExceededError):
+        ask_in_thread(service, api_request(0) | {"timeout_ms": 20})
 
 
 def test_the_deadline_is_counted_from_arrival(api_model):
     gate = Gate()
-    with gated_service(api_model, gate) as service, service.call("embedded", "rank") as call:
-        call.began = time.monotonic() - 100
-        parsed = service.parse_rank(call, MODEL, api_request(0))
-        with pytest.raises(DeadlineExceededError):
-            service.rank_in_thread(parsed)
+
+    async def late() -> bytes:
+        await asyncio.sleep(0.05)
+        return encode_request(api_request(0) | {"timeout_ms": 40})
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            with pytest.raises(DeadlineExceededError):
+                await answer(service, JsonCodec("rank", MODEL), late, Waiting())
+            # It had no time left when it was complete, so it was never run.
+            assert metric(service, 'shardrank_batch_requests_sum{model="films"}') == 0
+
+    run(main())
 
 
 def test_a_replica_that_can_not_be_made_is_an_error_of_loading_and_leaves_no_thread(api_model):

@@ -5,12 +5,11 @@ import asyncio
 import pytest
 
 from router.embeddings import LookupTimes
-from serving.formats.requests import RankRequest
 from serving.observe.metrics import ServingMetrics
 from serving.observe.profile import Account, Served, StageAccount
-from serving.observe.times import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes
+from serving.observe.times import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes, Call
 from serving.rank.service import RankingService
-from shardrank_testing.serving_api import MODEL, Gate, api_request, gated_service
+from shardrank_testing.serving_api import Gate, api_request, ask, gated_service
 
 JSON, GRPC = Served("http", "rank", "films"), Served("grpc", "rank", "films")
 
@@ -24,12 +23,28 @@ def busy(account: Account) -> dict[str, float]:
 
 
 def batch_of(num_requests: int) -> BatchTimes:
-    return BatchTimes(num_requests, 1.0, LookupTimes(2.0, 3.0, 4.0, 5.0), 6.0, 7.0)
+    return BatchTimes(num_requests, 3, 1.0, LookupTimes(2.0, 3.0, 4.0, 5.0), 14.0, 6.0, 7.0)
+
+
+def call_of(served: Served, before: tuple[float, ...], batch: BatchTimes, after: tuple[float, ...]) -> Call:
+    receive, decode, parse, queue = before
+    hand_back, encode = after
+    answered = batch.ended + hand_back
+    return Call(
+        *(served.api, served.method, 0.0, served.model),
+        received=receive,
+        leased=receive + decode,
+        parsed=receive + decode + parse,
+        queue_s=queue,
+        batch=batch,
+        answered=answered,
+        encoded=answered + encode,
+    )
 
 
 def test_every_stage_stands_in_its_place() -> None:
     account = StageAccount()
-    account.add(JSON, (10.0, 11.0, 12.0, 13.0), batch_of(1), (14.0, 15.0), 105.0)
+    account.add(call_of(JSON, (10.0, 11.0, 12.0, 13.0), batch_of(1), (14.0, 15.0)), 105.0)
     (told,) = account.accounts()
     before, after = {"receive": 10, "decode": 11, "parse": 12, "queue": 13}, {"hand_back": 14, "encode": 15}
     inside = {"merge": 1, "map": 2, "split": 3, "shard_wait": 4, "add": 5, "rank": 6, "answer": 7}
@@ -45,7 +60,7 @@ def test_every_stage_stands_in_its_place() -> None:
 def test_a_batch_s_time_is_waited_for_by_each_request_and_worked_once() -> None:
     account, batch = StageAccount(), batch_of(4)
     for served in (JSON, JSON, JSON, GRPC):
-        account.add(served, (0.5,) * 4, batch, (0.25,) * 2, 30.5)
+        account.add(call_of(served, (0.5,) * 4, batch, (0.25,) * 2), 30.5)
     grpc, json = account.accounts()
     assert (grpc.api, grpc.requests, grpc.batches) == ("grpc", 1, 0.25)
     assert (json.api, json.requests, json.batches) == ("http", 3, 0.75)
@@ -58,7 +73,8 @@ def test_a_batch_s_time_is_waited_for_by_each_request_and_worked_once() -> None:
 
 def test_on_cards_a_lookup_is_a_part_of_ranking() -> None:
     account = StageAccount()
-    account.add(JSON, (0.0,) * 4, BatchTimes(merge_s=1.0, rank_s=2.0, answer_s=3.0), (0.0, 0.0), 6.0)
+    times = BatchTimes(merge_s=1.0, lookup_s=0.5, rank_s=1.5, answer_s=3.0)
+    account.add(call_of(JSON, (0.0,) * 4, times, (0.0, 0.0)), 6.0)
     (told,) = account.accounts()
     assert seconds(told) | {"merge": 1, "rank": 2, "answer": 3} == seconds(told)
     assert told.unaccounted_s == 0
@@ -66,16 +82,14 @@ def test_on_cards_a_lookup_is_a_part_of_ranking() -> None:
 
 def test_requests_of_one_batch_have_its_times_and_each_its_own_wait(api_model) -> None:
     gate = Gate()
-    parsed: list[RankRequest] = []
+    calls: list[Call] = []
 
     async def rank(service: RankingService, seed: int) -> None:
-        with service.call("embedded", "rank") as call:
-            request = service.parse_rank(call, MODEL, api_request(seed))
-            parsed.append(request)
-            await service.rank(request)
+        await ask(service, api_request(seed))
 
     async def main() -> None:
         with gated_service(api_model, gate) as service:
+            service.metrics.on_answered = lambda call, whole_s: calls.append(call)
             first = asyncio.create_task(rank(service, 0))
             await gate.wait_until_busy()
             others = [asyncio.create_task(rank(service, seed)) for seed in (1, 2, 3)]
@@ -86,7 +100,7 @@ def test_requests_of_one_batch_have_its_times_and_each_its_own_wait(api_model) -
             await asyncio.gather(first, *others)
 
     asyncio.run(main())
-    alone, *together = parsed
+    alone, *together = calls
     assert alone.batch is not None
     assert together[0].batch is not None
     assert alone.batch.num_requests == 1
@@ -102,7 +116,7 @@ def test_requests_of_one_batch_have_its_times_and_each_its_own_wait(api_model) -
 
 def test_stages_of_batches_are_in_the_metrics_without_an_account() -> None:
     metrics = ServingMetrics()
-    metrics.batch_times("films", batch_of(2), "rank")
+    metrics.batch_ended("films", batch_of(2), "rank")
     text = metrics.render().decode()
     for stage, value in {"merge": 1.0, "map": 2.0, "split": 3.0, "shard_wait": 4.0, "add": 5.0, "answer": 7.0}.items():
         assert f'shardrank_stage_seconds_sum{{method="rank",model="films",stage="{stage}"}} {value}' in text

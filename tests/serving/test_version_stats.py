@@ -26,7 +26,13 @@ from serving.errors import (
     UnknownIdError,
 )
 from serving.observe.statistics import VersionCounter, outcome_of
+from serving.observe.times import Call
 from shard_node.errors import DeadlineExceededError
+
+
+def ended(counter: VersionCounter, outcome: str, seconds: float) -> None:
+    call = Call("http", "rank", 0.0, "films", 1, counter)
+    counter.ended(call, outcome, seconds, is_answered=outcome == "ok")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_what_a_request_counts_as(error, outcome):
 def test_latencies_are_counted_by_their_bounds_whether_a_request_failed_or_not(requests):
     counter = VersionCounter()
     for outcome, seconds in requests:
-        counter.count(outcome, seconds)
+        ended(counter, outcome, seconds)
     stats = counter.stats()
     assert stats.requests == len(requests)
     assert stats.errors == sum(outcome == "error" for outcome, _ in requests)
@@ -70,8 +76,8 @@ def test_latencies_are_counted_by_their_bounds_whether_a_request_failed_or_not(r
 
 def test_a_latency_on_a_bound_is_below_it_and_one_above_all_bounds_has_a_place():
     counter = VersionCounter()
-    counter.count("ok", LATENCY_BOUNDS_MS[3] / 1000)
-    counter.count("ok", 1e6)
+    ended(counter, "ok", LATENCY_BOUNDS_MS[3] / 1000)
+    ended(counter, "ok", 1e6)
     counts = counter.stats().latency_counts
     assert [index for index, count in enumerate(counts) if count] == [3, len(LATENCY_BOUNDS_MS)]
 
@@ -97,7 +103,7 @@ def test_threads_lose_no_count():
 
     def work() -> None:
         for number in range(500):
-            counter.count("error" if number % 2 else "ok", 0.001)
+            ended(counter, "error" if number % 2 else "ok", 0.001)
             counter.scored(np.ones(3, np.float32))
 
     threads = [threading.Thread(target=work) for _ in range(4)]

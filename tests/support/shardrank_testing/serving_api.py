@@ -35,7 +35,7 @@ from serving.loading import ModelSource, load_served_model
 from serving.models.factory import build_model
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
-from serving.rank.answer import answer
+from serving.rank.answer import answer, answer_in_thread
 from serving.rank.service import RankingService
 from serving.served_model import ServedModel
 from serving.server import Listening, ServerConfig, running_server
@@ -297,6 +297,11 @@ async def ask(
 
     await answer(service, codec, receive, Waiting() if watch is None else Waiting(watch))
     return codec.answers[0]
+
+
+def ask_in_thread(service: RankingService, request: Any, method: Method = "rank", model: str = MODEL) -> Any:
+    """As `ask`, while the calling thread waits."""
+    return answer_in_thread(service, JsonCodec(method, model, "embedded"), encode_request(request))
 
 
 class Gate:
