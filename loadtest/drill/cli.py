@@ -23,9 +23,9 @@ class DrillGroup(WithExamples, click.Group):
 def drill() -> None:
     """Put a real fleet on this machine through swaps, crashes and broken snapshots, or a server through attacks.
 
-    In all but `hostile` the fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in version B, so a bag of n
-    ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load in a process of its own
-    asks at a fixed rate over HTTP and gRPC and checks every answer. Exit code 1 if anything was not as it must be.
+    In all but `hostile` the fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
+    version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load in
+    a process of its own asks at a fixed rate over HTTP and gRPC and checks every answer. Exit code 1 if anything was not as it must be.
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
@@ -205,24 +205,36 @@ def broken(
 
 
 @drill.command()
-@click.option("--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model.")
+@click.option(
+    "--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model."
+)
 @click.option("--grpc", metavar="HOST:PORT", help="Its gRPC port.")
 @click.option("--pid", "process_id", type=click.IntRange(1), metavar="PID", help="Its process, for its memory.")
-@click.option("--seconds", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Of each flood. Default: 30.")
+@click.option(
+    "--seconds", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Of each flood. Default: 30."
+)
 @click.option("--only", multiple=True, metavar="NAME", help="Only this attack; repeatable. Leaves the fuzzing out.")
 @click.option("--list", "lists", is_flag=True, help="Print the attacks and end.")
 @click.option("--quick", is_flag=True, help="Floods of 3 s, 50 refused messages, 20,000 mutations: a rough look.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of what is drawn.")
-@click.option("--refused", type=click.IntRange(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000.")
+@click.option(
+    "--refused", type=click.IntRange(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000."
+)
 @click.option("--repeats", type=click.IntRange(1, 100), metavar="N", help="Of each single message. Default: 3.")
 @click.option("--mutations", type=click.IntRange(0), metavar="N", help="Requests to mutate. Default: 1,000,000.")
 @click.option("--skip-fuzz", is_flag=True, help="Mutate none.")
 @click.option("--fuzz-only", is_flag=True, help="Mutate, and don't attack.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Valid requests a second. Default: 40.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Valid requests a second. Default: 40."
+)
 @click.option("--steady-s", type=click.FloatRange(0, 600, min_open=True), metavar="S", help="Time without attacks.")
 @click.option("--settle-s", type=click.FloatRange(0, 600), metavar="S", help="For memory to come back. Default: 10.")
-@click.option("--rows", type=click.IntRange(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report.")
+@click.option(
+    "--rows", type=click.IntRange(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
+)
 @click.option(
     "--keep", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", help="Keep logs in this empty folder."
 )

@@ -1,7 +1,7 @@
 """One attack, in a process of its own on one core.
 
-`python -m loadtest.drill.hostile.attack_process CONFIG` with a file that holds an `AttackConfig` as JSON. Its one line on
-stdout is a `Tally`.
+`python -m loadtest.drill.hostile.attack_process CONFIG` with a file that holds an `AttackConfig` as JSON. Its one
+line on stdout is a `Tally`.
 """
 
 from __future__ import annotations

@@ -319,4 +319,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return "reset"
     return str(error) or type(error).__name__
-

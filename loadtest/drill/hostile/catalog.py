@@ -26,8 +26,8 @@ class Attack:
     Attributes:
         name: of it.
         row: of the first table in docs/drills.md that it belongs to; `own` for ideas beside it.
-        kind: `message` is one message, sent a few times; `flood` goes on for `--seconds`; `refused` is a large message that
-            is sent `--refused` times and must leave nothing behind.
+        kind: `message` is one message, sent a few times; `flood` goes on for `--seconds`; `refused` is a large message
+            that is sent `--refused` times and must leave nothing behind.
         run: what the attacking process does.
         outcome: of messages: refused (4xx and its like), served (200, OK), or whatever the server prefers.
         limit_ms: of messages: how long the loop may stand.

@@ -1,4 +1,4 @@
-"""Single bodies over HTTP: JSON that is long, deep or wrong at its end, and infer requests that lie about their parts."""
+"""Single bodies over HTTP: JSON that is long, deep or wrong at its end, infer requests that lie about their parts."""
 
 from __future__ import annotations
 

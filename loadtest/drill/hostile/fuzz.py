@@ -72,7 +72,7 @@ class Responses:
     def feed(self, data: bytes) -> list[int]:
         """The statuses of responses that are whole now. Raises ValueError."""
         self._in += data
-        found = []
+        found: list[int] = []
         while True:
             head, end, rest = self._in.partition(b"\r\n\r\n")
             if not end:
@@ -84,7 +84,7 @@ class Responses:
                 if line.startswith(b"content-length:"):
                     length = int(line[len(b"content-length:") :])
             if b"transfer-encoding: chunked" in head.lower():
-                body, end, rest = rest.partition(b"0\r\n\r\n")
+                _, end, rest = rest.partition(b"0\r\n\r\n")
                 if not end:
                     return found
             elif len(rest) < length:

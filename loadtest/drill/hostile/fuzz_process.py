@@ -1,7 +1,7 @@
 """Sends mutated requests of one kind, in a process of its own.
 
-`python -m loadtest.drill.hostile.fuzz_process CONFIG` with a file that holds a `FuzzConfig` as JSON. Its one line on stdout is
-a `FuzzTally`.
+`python -m loadtest.drill.hostile.fuzz_process CONFIG` with a file that holds a `FuzzConfig` as JSON. Its one line on
+stdout is a `FuzzTally`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 
 # What lengths and numbers become: the edges of one, two, four and eight bytes, and a little beyond.
-EDGES = tuple(sorted({value for bits in (7, 8, 15, 16, 24, 31, 32, 63, 64) for value in (2**bits - 1, 2**bits)} | {0, 1}))
+EDGES = tuple(
+    sorted({value for bits in (7, 8, 15, 16, 24, 31, 32, 63, 64) for value in (2**bits - 1, 2**bits)} | {0, 1})
+)
 _DIGITS = re.compile(rb"\d+")
 _MAX_INSERTED = 16
 _MAX_REPEATED = 64

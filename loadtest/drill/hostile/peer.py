@@ -1,4 +1,4 @@
-"""A client's end of HTTP/2 that sends the frames it is told to, right or wrong (RFC 9113). No I/O: bytes in, bytes out."""
+"""A client's end of HTTP/2 that sends the frames it is told to, right or wrong (RFC 9113). No I/O."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ DEFAULT_WINDOW = 65_535
 FRAME_BYTES = 16_384
 LARGEST_WINDOW = 2**31 - 1
 KEPT_BODY_BYTES = 1 << 20
+# By number, https://grpc.io/docs/guides/status-codes/
 STATUS_NAMES = (
-    "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED "
-    "RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS "
-    "UNAUTHENTICATED"
-).split()
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

@@ -1,7 +1,7 @@
-"""How long does the server's loop stand? Two connections, each with one tiny request every 5 ms, in a process of their own.
+"""How long does the server's loop stand? Two connections, each with a tiny request every 5 ms, in their own process.
 
-`python -m loadtest.drill.hostile.probe CONFIG` with a file that holds a `WatchConfig` as JSON. An answer's latency is an upper
-bound of what the loop stood: this process and the server wait for a core too.
+`python -m loadtest.drill.hostile.probe CONFIG` with a file that holds a `WatchConfig` as JSON. An answer's latency is
+an upper bound of what the loop stood: this process and the server wait for a core too.
 """
 
 from __future__ import annotations

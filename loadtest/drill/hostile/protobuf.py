@@ -1,13 +1,12 @@
-"""Single gRPC messages that are small on the wire or within every limit in bytes, and dear to whoever builds objects of them.
+"""Single gRPC messages that are small on the wire, or within all limits in bytes, and dear to who makes objects.
 
-Written as protobuf's encoding (https://protobuf.dev/programming-guides/encoding), without its library: most could not be
-made with it in reasonable time. Each function gives one message, not compressed and without gRPC's prefix.
+Written as protobuf's encoding (https://protobuf.dev/programming-guides/encoding), without its library: most could not
+be made with it in reasonable time. Each function gives one message, not compressed and without gRPC's prefix.
 """
 
 from __future__ import annotations
 
 import gzip
-import struct
 import zlib
 from collections.abc import Callable, Mapping
 

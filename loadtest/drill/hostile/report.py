@@ -82,8 +82,8 @@ class AttackResult(Frozen):
 
     Attributes:
         name, row, kind: the attack's.
-        bytes_sent, messages, ended_by, longest_stall_ms, valid_requests, valid_failures, valid_p99_ms, memory_before_bytes,
-            memory_peak_bytes, memory_after_bytes: as in `Seen`.
+        bytes_sent, messages, ended_by, longest_stall_ms, valid_requests, valid_failures, valid_p99_ms,
+            memory_before_bytes, memory_peak_bytes, memory_after_bytes: as in `Seen`.
         steady_p99_ms: of the valid clients before the attacks, with the attackers' core busy.
         passed: whether there are no problems.
         problems: what is not as it must be.
@@ -219,7 +219,7 @@ def _problems(attack: Attack, seen: Seen, steady_p99_ms: float) -> Sequence[str]
         elif seen.valid_p99_ms > MAX_RATIO_P99 * steady_p99_ms:
             ratio = seen.valid_p99_ms / steady_p99_ms
             found.append(f"p99 is {ratio:.1f} times that of steady, allowed are {MAX_RATIO_P99:g}")
-        if attack.must_end and not seen.ends and not any(_is_refusal(answer) for answer in seen.answers):
+        if attack.must_end and not seen.ends and not any(_turns_away(answer) for answer in seen.answers):
             found.append("the source was never ended or refused")
     found += memory_problems(seen.memory_before_bytes, seen.memory_after_bytes)
     if seen.tracebacks:
@@ -252,6 +252,11 @@ def _fits(attack: Attack, answer: str) -> bool:
 def _is_refusal(answer: str) -> bool:
     is_4xx = answer.startswith("HTTP 4") and len(answer) == len("HTTP 4xx")
     return is_4xx or answer in REFUSED or answer in _PROTOCOL_ERRORS
+
+
+def _turns_away(answer: str) -> bool:
+    """Whether an answer to a flood refuses its source, not just a call as anybody's would be refused."""
+    return answer.startswith("HTTP 4") or answer in ("HTTP 503", "RESOURCE_EXHAUSTED", "closed")
 
 
 def memory_problems(before: int, after: int) -> list[str]:

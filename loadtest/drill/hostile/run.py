@@ -17,8 +17,8 @@ from pydantic import Field
 from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
 from loadtest.drill.errors import LoadProcessError
-from loadtest.drill.hostile.attacker import AttackConfig, Tally
 from loadtest.drill.hostile.attack_process import child_environment
+from loadtest.drill.hostile.attacker import AttackConfig, Tally
 from loadtest.drill.hostile.catalog import ATTACKS, Attack, attack_named
 from loadtest.drill.hostile.fuzz_run import run_fuzz
 from loadtest.drill.hostile.probe import GRPC_PROBE, HTTP_PROBE
@@ -52,7 +52,7 @@ class HostileDrillConfig(Frozen):
 
     Attributes:
         shape: of the model that is served.
-        http, grpc, process_id: a server that runs already, `HOST:PORT` each and the id of its process; None to start one.
+        http, grpc, process_id: a server that runs already, `HOST:PORT` each and its process; None to start one.
         seconds: of each flood.
         only: names of attacks; none for all.
         refused: large messages of each kind that must leave nothing behind.
@@ -87,7 +87,7 @@ class _Watch:
     """What valid clients and probes have logged so far."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
-        self._logs = {path: 0 for path in logs}
+        self._logs = dict.fromkeys(logs, 0)
         self._records: npt.NDArray[np.void] = np.empty(0, RECORD)
 
     def read(self) -> npt.NDArray[np.void]:
@@ -170,7 +170,7 @@ class _Drill:
 
     async def warmed_up(self) -> None:
         """Waits until valid requests are answered and the memory of the process does not grow by them any more."""
-        deadline = time.monotonic() + WARM_UP_S
+        deadline = time.monotonic() + min(WARM_UP_S, 3 * self._config.steady_s)
         memory = self._target.memory_bytes()
         while time.monotonic() < deadline:
             begin = time.monotonic()
@@ -182,7 +182,9 @@ class _Drill:
 
     async def steady(self) -> tuple[int, float, float]:
         """(requests, p99 in ms, longest stall in ms) with the attackers' core kept busy and nobody attacking."""
-        code = f"import os\nos.sched_setaffinity(0, {{{self._core}}})\nwhile True: pass" if self._core is not None else ""
+        code = (
+            f"import os\nos.sched_setaffinity(0, {{{self._core}}})\nwhile True: pass" if self._core is not None else ""
+        )
         spinner = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", code or "while True: pass"), env=child_environment()
         )
@@ -394,4 +396,3 @@ async def _child(name: str, config: WatchConfig, folder: Path) -> AsyncIterator[
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-

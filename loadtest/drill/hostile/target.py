@@ -20,16 +20,20 @@ class TargetConfig(Protocol):
     """Of a drill's settings, what this file needs; `HostileDrillConfig` says what they are."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        """Of the model."""
 
     @property
-    def http(self) -> str | None: ...
+    def http(self) -> str | None:
+        """HOST:PORT of a server that runs."""
 
     @property
-    def grpc(self) -> str | None: ...
+    def grpc(self) -> str | None:
+        """Likewise, its gRPC port."""
 
     @property
-    def process_id(self) -> int | None: ...
+    def process_id(self) -> int | None:
+        """Of its process."""
 
 
 class Target:
@@ -94,7 +98,9 @@ class Target:
 
     def log_marks(self) -> tuple[int, int]:
         """(lines, tracebacks) that the drill's own server has written so far, before restarts too."""
-        logs = [self._log(number).read_text(encoding="utf-8", errors="replace") for number in range(1, self._starts + 1)]
+        logs = [
+            self._log(number).read_text(encoding="utf-8", errors="replace") for number in range(1, self._starts + 1)
+        ]
         return sum(text.count("\n") for text in logs), sum(text.count("Traceback (most recent") for text in logs)
 
     def _log(self, number: int) -> Path:

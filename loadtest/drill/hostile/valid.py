@@ -1,7 +1,7 @@
 """Valid clients, in a process of their own: varied requests at a fixed rate, open loop, each answer checked.
 
-`python -m loadtest.drill.hostile.valid CONFIG` with a file that holds a `WatchConfig` as JSON. It prints `ready`, and goes
-on until it is killed. Latency counts from when a request was due.
+`python -m loadtest.drill.hostile.valid CONFIG` with a file that holds a `WatchConfig` as JSON. It prints `ready`, and
+goes on until it is killed. Latency counts from when a request was due.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from loadtest.grpc_channels import as_it_is, open_channels
 from loadtest.http_connection import post_request
 from loadtest.serving_cost.shape import Shape, model_spec
 from loadtest.workloads.errors import AnswerError
-from loadtest.workloads.ids import Uniform
 from loadtest.workloads.payloads import Api, Payload, Payloads
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
@@ -61,7 +60,7 @@ class WatchConfig(Frozen):
     rate: float = Field(gt=0)
     log: Path
     timeout_ms: int = 1000
-    requests_each: int = Field(default=64, ge=1)
+    requests_each: int = Field(default=32, ge=1)
     seed: int = 0
 
 
