@@ -1,6 +1,6 @@
 """How much code does one warm JSON rank request go through?
 
-    python scripts/count_calls.py [--json]
+    python scripts/count_calls.py [--same] [--json]
 
 Serves a small model in this process, warms it up with requests over one kept HTTP connection, and counts the `call`
 events of `sys.setprofile` on the loop's thread for one more: of functions whose file lies in loader, shard_node,
@@ -24,7 +24,7 @@ import uvloop
 
 from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.http_connection import post_request
-from loadtest.serving_cost.shape import Shape, model_spec
+from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.payloads import Payloads
 from serving.loading import ModelSource, load_served_model
@@ -94,7 +94,7 @@ def ask(sock: socket.socket, request: bytes) -> None:
         body += sock.recv(1 << 16)
 
 
-async def count(folder: Path) -> dict[str, object]:
+async def count(folder: Path, *, same: bool) -> dict[str, object]:
     """Serves, warms up and counts a few requests: that with the fewest calls had no periodic work beside it."""
     spec = model_spec(SHAPE, "mlp")
     snapshot = write_random_snapshot(spec, folder)
@@ -106,7 +106,8 @@ async def count(folder: Path) -> dict[str, object]:
         service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
         config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
         async with running_server(service, config) as listening:
-            pool = Payloads(VariedWorkload(SHAPE), "json", count=32, seed=3)
+            varied = Payloads(VariedWorkload(SHAPE), "json", count=32, seed=3)
+            pool = payloads(SHAPE, "mlp", 1, "json", 32) if same else varied
             place = (listening.host, listening.http_port)
             requests = [post_request(*place, pool.path, dict(one.headers), one.body) for one in pool]
             sock = await asyncio.to_thread(socket.create_connection, place, 30)
@@ -134,10 +135,13 @@ def main() -> None:
     """The program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all as JSON")
-    as_json = parser.parse_args().json
+    parser.add_argument(
+        "--same", action="store_true", help="always 100 candidates with one id a bag, not varied requests"
+    )
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = uvloop.run(count(Path(folder)))
-    if as_json:
+        found = uvloop.run(count(Path(folder), same=arguments.same))
+    if arguments.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     by_file = found.pop("by_file")

@@ -168,10 +168,10 @@ def bomb(members: int) -> bytes:
 
 
 def deflate_bomb() -> bytes:
-    """A gigabyte of zeros as one zlib stream of about a megabyte."""
+    """256 MB of zeros as one zlib stream of 256 KB."""
     packer = zlib.compressobj(9)
     block = bytes(1 << 24)
-    return b"".join([*(packer.compress(block) for _ in range(64)), packer.flush()])
+    return b"".join([*(packer.compress(block) for _ in range(16)), packer.flush()])
 
 
 # By name: the method, what is sent, and whether as it is too.

@@ -150,17 +150,17 @@ class _Drill:
         self._config, self._folder, self._target, self._watch = config, folder, target, watch
         self._core = attack_core()
 
-    def attack_config(self, name: str, source: int) -> AttackConfig:
+    def attack_config(self, attack: Attack, source: int) -> AttackConfig:
         target, config = self._target, self._config
         return AttackConfig(
-            name=name,
+            name=attack.name,
             host=target.host,
             http_port=target.http_port,
             grpc_port=target.grpc_port,
             model=target.model,
             features=target.features,
             dense=config.shape.dense,
-            seconds=config.seconds,
+            seconds=max(config.seconds, attack.least_s),
             repeats=config.repeats,
             refused=config.refused,
             core=self._core,
@@ -209,8 +209,9 @@ class _Drill:
         log_before = target.log_marks()
         before = peak = target.memory_bytes()
         begin = time.monotonic()
-        process = await self._start(self.attack_config(attack.name, source))
-        allowed_s = self._config.seconds + ATTACK_SLACK_S
+        attack_config = self.attack_config(attack, source)
+        process = await self._start(attack_config)
+        allowed_s = attack_config.seconds + ATTACK_SLACK_S
         if attack.kind == "refused":
             allowed_s += REFUSED_S_EACH * self._config.refused
         told = asyncio.create_task(process.communicate())
@@ -229,7 +230,11 @@ class _Drill:
                     process.kill()
                 break
         output, _ = await told
-        tally = self._tally(attack, process, output, stopped, begin)
+        if process.returncode and not stopped:
+            stopped = f"the attacker failed: {self._attacker_log(attack)}"
+        tally = Tally(messages=1) if stopped else Tally.model_validate_json(output)
+        if not tally.spans:
+            tally.spans.append((begin, time.monotonic()))
         begin, end = tally.spans[0][0], tally.spans[-1][1]
         if target.alive():
             await watch.caught_up(end + AFTER_S)
@@ -271,17 +276,8 @@ class _Drill:
                 start_new_session=True,
             )
 
-    def _tally(
-        self, attack: Attack, process: asyncio.subprocess.Process, output: bytes, stopped: str, begin: float
-    ) -> Tally:
-        if process.returncode == 0:
-            tally = Tally.model_validate_json(output)
-        elif stopped:
-            tally = Tally(messages=1)
-        else:
-            log = (self._folder / f"{attack.name}.attack.log").read_text(encoding="utf-8", errors="replace")
-            raise LoadProcessError(f"{attack.name}: the attacker ended with {process.returncode}: {log[-2000:]}")
-        return tally if tally.spans else tally.model_copy(update={"spans": [(begin, time.monotonic())]})
+    def _attacker_log(self, attack: Attack) -> str:
+        return (self._folder / f"{attack.name}.attack.log").read_text(encoding="utf-8", errors="replace")[-500:]
 
     async def _settled(self, before: int, peak: int, end: float) -> tuple[int, int]:
         """(highest, last) memory, until it is back or `settle_s` after the end."""
@@ -327,6 +323,8 @@ async def run_hostile_drill(
             for number, attack in enumerate(attacks):
                 result = await drill.attack(attack, number, p99_ms)
                 results.append(result)
+                with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(result.model_dump_json() + "\n")
                 progress("attacks", number + 1, len(attacks))
                 grown = result.memory_after_bytes - result.memory_before_bytes > MAX_MEMORY_GROWTH_BYTES
                 if grown or not target.alive():
