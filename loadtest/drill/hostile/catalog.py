@@ -222,6 +222,7 @@ def _floods() -> Iterator[Attack]:
         yield Attack(name, row, "flood", run, must_end=True, least_s=10.0 if name in _SLOW else 0.0)
     # Each of these is answered as it asks to be: load, which is to be held back and need not be ended.
     yield Attack("http1-pipelined", "3", "flood", http1.pipelined(reads=True))
+    yield Attack("http1-reconnect-get", "own", "flood", http1.reconnect_get)
     yield Attack("http1-metrics", "10", "flood", http1.metrics)
 
 

@@ -173,7 +173,12 @@ def _is_whole(got: bytearray) -> bool:
 
 
 def reconnect(attacker: Attacker) -> None:
-    """Row 11: a connection for each GET, as fast as they come."""
+    """Row 11: connections that begin a request and leave, as fast as they come."""
+    _reconnect(attacker, GET[:-4], waits=False)
+
+
+def reconnect_get(attacker: Attacker) -> None:
+    """A connection for each GET, as fast as they are answered."""
     _reconnect(attacker, GET)
 
 
@@ -182,7 +187,7 @@ def malformed(attacker: Attacker) -> None:
     _reconnect(attacker, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 not HTTP\r\n\r\n")
 
 
-def _reconnect(attacker: Attacker, request: bytes) -> None:
+def _reconnect(attacker: Attacker, request: bytes, *, waits: bool = True) -> None:
     attacker.until = time.monotonic() + attacker.config.seconds
     with attacker.span():
         while attacker.goes_on():
@@ -191,6 +196,8 @@ def _reconnect(attacker: Attacker, request: bytes) -> None:
                     sock.settimeout(2)
                     attacker.send(sock, request)
                     attacker.tally.messages += 1
+                    if not waits:
+                        continue
                     got = sock.recv(4096)
                     attacker.answered(f"HTTP {got[9:12].decode('latin-1')}" if got else "closed")
             except (EndedError, OSError) as error:

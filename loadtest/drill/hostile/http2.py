@@ -35,7 +35,8 @@ def flood(frames: Frames, each: int) -> Callable[[Attacker], None]:
         def chunks() -> Iterator[bytes]:
             peer = Http2Peer()
             now[:] = [peer]
-            yield peer.begin()
+            # Windows stay as they are: their updates are an attack of their own.
+            yield h2.PREFACE + h2.settings({})
             yield from frames(attacker, peer)
 
         def on_data(data: bytes) -> bytes:
