@@ -254,7 +254,10 @@ class RawHttp2:
         """As `Channel.feed`."""
         self._peer.feed(data)
         ended = [stream for stream, reply in self._peer.replies.items() if reply.ended]
-        return [(str(self._peer.replies.pop(stream)), self._sent) for stream in ended]
+        found = [(str(self._peer.replies.pop(stream)), self._sent) for stream in ended]
+        if self._peer.goaway is not None:
+            found.append((f"GOAWAY {self._peer.goaway}", self._sent))
+        return found
 
     def out(self) -> bytes:
         """As `Channel.out`."""

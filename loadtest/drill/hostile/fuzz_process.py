@@ -55,9 +55,9 @@ SHARES: dict[Surface, float] = {
     "wire": 0.04,
     "wire-bytes": 0.01,
 }
-CONNECTIONS: dict[Surface, int] = {"http1-bytes": 64, "http2-bytes": 32, "wire-bytes": 32}
+CONNECTIONS: dict[Surface, int] = {"http1-bytes": 64, "http2-bytes": 32, "wire-bytes": 64}
 CORPUS = 12
-ANSWER_S, RAW_ANSWER_S = 10.0, 0.5
+ANSWER_S, RAW_ANSWER_S = 10.0, 0.25
 MAX_EXAMPLES = 5
 POOLED_TABLE = 0
 

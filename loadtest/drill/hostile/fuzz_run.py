@@ -25,8 +25,9 @@ from loadtest.drill.hostile.target import Target, memory_of
 from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.grpc_channels import as_it_is
 from loadtest.serving_cost.shape import Shape
-from loadtest.workloads.payloads import APIS, Payloads
+from loadtest.workloads.payloads import APIS, Api, Payloads
 from serving.fleet.child import shardrank_command
+from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER
 
@@ -35,7 +36,6 @@ ASK_TIMEOUT_S = 30.0
 SETTLE_S = 10.0
 NODE_TIMEOUT_S = 60.0
 FIRST_SOURCE = 1000
-# Drawn by the server for each infer request that brings none.
 _INFER_ID = re.compile(rb'"id":"[0-9a-f]*",?')
 _NODE_PORT = re.compile(rb"listens on \S+:(\d+)")
 
@@ -198,14 +198,25 @@ def server_answers(target: Target, shape: Shape) -> list[bytes]:
         if pool.is_grpc:
             with grpc.insecure_channel(f"{target.host}:{target.grpc_port}") as channel:
                 call = channel.unary_unary(pool.path, as_it_is, as_it_is)
-                answers += [call(one.body, timeout=ASK_TIMEOUT_S) for one in pool]
+                answers += [without_id(api, call(one.body, timeout=ASK_TIMEOUT_S)) for one in pool]
             continue
         for one in pool:
             url = f"http://{target.host}:{target.http_port}{pool.path}"
             post = urllib.request.Request(url, one.body, dict(one.headers))
             with urllib.request.urlopen(post, timeout=ASK_TIMEOUT_S) as response:
-                answers.append(_INFER_ID.sub(b"", response.read()))
+                answers.append(without_id(api, response.read()))
     return answers
+
+
+def without_id(api: Api, answer: bytes) -> bytes:
+    """An answer without the id that the server draws for each infer request that brings none."""
+    if api == "oip-http":
+        return _INFER_ID.sub(b"", answer)
+    if api == "oip-grpc":
+        message = open_inference_pb2.ModelInferResponse.FromString(answer)
+        message.ClearField("id")
+        return message.SerializeToString(deterministic=True)
+    return answer
 
 
 def _digest(target: Target) -> str:

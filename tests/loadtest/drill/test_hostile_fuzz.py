@@ -14,8 +14,10 @@ from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.documents import RANK, Body
 from loadtest.drill.hostile.fuzz import Bodies, Calls, Method, Responses, Wire, blames_server
 from loadtest.drill.hostile.fuzz_process import SHARES, corpus, lookups, packed, pool_frames
+from loadtest.drill.hostile.fuzz_run import without_id
 from loadtest.drill.hostile.mutate import MUTATIONS, Mutator
 from loadtest.serving_cost.shape import Shape
+from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER
 
@@ -89,6 +91,15 @@ def test_each_answer_is_told_with_the_body_that_got_it():
     assert not bodies.done
     bodies.feed(b"HTTP/1.1 200 x\r\ncontent-length: 0\r\n\r\n" * (count - 1))
     assert bodies.done
+
+
+def test_answers_are_compared_without_the_ids_that_a_server_draws():
+    for answer_id in ("0a", "0b"):
+        message = open_inference_pb2.ModelInferResponse(id=answer_id, model_name="m", raw_output_contents=[b"1234"])
+        expected = open_inference_pb2.ModelInferResponse(model_name="m", raw_output_contents=[b"1234"])
+        assert without_id("oip-grpc", message.SerializeToString()) == expected.SerializeToString()
+        assert without_id("oip-http", b'{"id":"%s","outputs":[]}1234' % answer_id.encode()) == b'{"outputs":[]}1234'
+    assert without_id("json", b'{"id":"0a"}') == b'{"id":"0a"}'
 
 
 def test_calls_are_counted_against_the_window_of_the_server():
