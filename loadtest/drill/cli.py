@@ -1,4 +1,4 @@
-"""`shardrank drill`: proof, on this machine, that swaps, crashes and broken snapshots cost no answer."""
+"""`shardrank drill`: proof, on this machine, that swaps, crashes, broken snapshots and hostile peers cost no answer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ class DrillGroup(WithExamples, click.Group):
 
 @click.group(cls=DrillGroup)
 def drill() -> None:
-    """Put a real fleet on this machine through swaps, crashes and broken snapshots.
+    """Put a real fleet on this machine through swaps, crashes and broken snapshots, or a server through attacks.
 
-    The fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in version B, so a bag of n
-    ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load in a process of its own
-    asks at a fixed rate over HTTP and gRPC and checks every answer. Exit code 1 if anything was not as it must be.
+    In all but `hostile` the fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
+    version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load
+    in a process of its own asks at a fixed rate over HTTP and gRPC and checks every answer. Exit code 1 if anything was
+    not as it must be.
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
       shardrank drill crash --registry redis --json crash.json
       shardrank drill broken --json broken.json
+      shardrank drill hostile --json hostile.json
     """
 
 
@@ -201,6 +203,77 @@ def broken(
 
     config = drill_config(BrokenDrillConfig, {**given, **_shape(items)})
     ctx.exit(run_drill(lambda folder, bars: run_broken_drill(config, folder, bars), show_broken, json_file, keep))
+
+
+@drill.command()
+@click.option(
+    "--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model."
+)
+@click.option("--grpc", metavar="HOST:PORT", help="Its gRPC port.")
+@click.option("--pid", "process_id", type=click.IntRange(1), metavar="PID", help="Its process, for its memory.")
+@click.option(
+    "--seconds", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Of each flood. Default: 30."
+)
+@click.option("--only", multiple=True, metavar="NAME", help="Only this attack; repeatable. Leaves the fuzzing out.")
+@click.option("--list", "lists", is_flag=True, help="Print the attacks and end.")
+@click.option("--quick", is_flag=True, help="Floods of 3 s, 50 refused messages, 20,000 mutations: a rough look.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of what is drawn.")
+@click.option(
+    "--refused", type=click.IntRange(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000."
+)
+@click.option("--repeats", type=click.IntRange(1, 100), metavar="N", help="Of each single message. Default: 3.")
+@click.option("--mutations", type=click.IntRange(0), metavar="N", help="Requests to mutate. Default: 1,000,000.")
+@click.option("--skip-fuzz", is_flag=True, help="Mutate none.")
+@click.option("--fuzz-only", is_flag=True, help="Mutate, and don't attack.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Valid requests a second. Default: 40."
+)
+@click.option("--steady-s", type=click.FloatRange(0, 600, min_open=True), metavar="S", help="Time without attacks.")
+@click.option("--settle-s", type=click.FloatRange(0, 600), metavar="S", help="For memory to come back. Default: 10.")
+@click.option(
+    "--rows", type=click.IntRange(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
+)
+@click.option(
+    "--keep", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", help="Keep logs in this empty folder."
+)
+@click.pass_context
+def hostile(
+    ctx: click.Context,
+    /,
+    json_file: Path | None,
+    keep: Path | None,
+    lists: bool,
+    quick: bool,
+    skip_fuzz: bool,
+    rows: int,
+    **given: object,
+) -> None:
+    """Attack a server while valid clients ask it, and send it mutated requests.
+
+    Each attack is a process with addresses of its own, from 127.0.0.2 upward, on one core, which is kept busy while the
+    steady state is measured too. The longest stall of the server's loop is that of probes sent every 5 ms.
+
+    Examples:
+      shardrank drill hostile --json hostile.json
+      shardrank drill hostile --quick --only grpc-outputs --only h2-ping
+      shardrank drill hostile --http 127.0.0.1:8080 --grpc 127.0.0.1:8081 --pid 4711
+    """
+    from loadtest.drill.hostile.run import QUICK, HostileDrillConfig, run_hostile_drill
+    from loadtest.drill.hostile.show import list_attacks, show_hostile
+    from loadtest.drill.running import drill_config, run_drill
+
+    if lists:
+        list_attacks()
+        return
+    chosen = {name: value for name, value in given.items() if value not in (None, ())}
+    chosen = {**(QUICK if quick else {}), **chosen, "shape": {"rows": rows}}
+    if skip_fuzz:
+        chosen["mutations"] = 0
+    config = drill_config(HostileDrillConfig, chosen)
+    ctx.exit(run_drill(lambda folder, bars: run_hostile_drill(config, folder, bars), show_hostile, json_file, keep))
 
 
 def _shape(items: int | None) -> dict[str, object]:

@@ -1,0 +1,242 @@
+"""A client's end of HTTP/2 that sends the frames it is told to, right or wrong (RFC 9113). No I/O."""
+
+from __future__ import annotations
+
+import struct
+import urllib.parse
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import hpack
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
+END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
+PADDED, PRIORITISED = 0x8, 0x20
+SETTING_HEADER_TABLE, SETTING_STREAMS, SETTING_WINDOW, SETTING_FRAME = 1, 3, 4, 5
+DEFAULT_WINDOW = 65_535
+FRAME_BYTES = 16_384
+LARGEST_WINDOW = 2**31 - 1
+KEPT_BODY_BYTES = 1 << 20
+# By number, https://grpc.io/docs/guides/status-codes/
+STATUS_NAMES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def settings(values: dict[int, int]) -> bytes:
+    """A SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in values.items()))
+
+
+def window_update(stream: int, increment: int) -> bytes:
+    """A WINDOW_UPDATE frame."""
+    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", increment))
+
+
+def number(value: int, prefix_bits: int, first: int) -> bytes:
+    """An integer of HPACK (RFC 7541, 5.1) behind the bits of `first`."""
+    most = (1 << prefix_bits) - 1
+    if value < most:
+        return bytes((first | value,))
+    made, value = bytearray((first | most,)), value - most
+    while value >= 128:
+        made.append(value & 127 | 128)
+        value >>= 7
+    made.append(value)
+    return bytes(made)
+
+
+def header(name: bytes, value: bytes, *, indexed: bool = False) -> bytes:
+    """A literal header, as it is; `indexed` asks the server to remember it."""
+    first = b"\x40" if indexed else b"\x00"
+    return first + number(len(name), 7, 0) + name + number(len(value), 7, 0) + value
+
+
+def block(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A header block of literals that nobody remembers."""
+    return b"".join(header(*pair) for pair in pairs)
+
+
+def call_headers(path: str, extra: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """The header block of a gRPC call."""
+    pairs = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path.encode()),
+        (b":authority", b"drill"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+    return block((*pairs, *extra))
+
+
+def message(body: bytes, *, compressed: bool = False) -> bytes:
+    """A gRPC message with its prefix of five bytes."""
+    return struct.pack(">BI", compressed, len(body)) + body
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came on one stream.
+
+    Attributes:
+        status: the HTTP status; None before there is one.
+        code: the gRPC status; None before there is one.
+        text: the gRPC status message.
+        body: the first MiB.
+        reset: the code of a RST_STREAM.
+        ended: whether nothing more comes.
+    """
+
+    status: int | None = None
+    code: int | None = None
+    text: str = ""
+    body: bytes = b""
+    reset: int | None = None
+    ended: bool = False
+
+    def __str__(self) -> str:
+        if self.code is not None:
+            return STATUS_NAMES[self.code] if 0 <= self.code < len(STATUS_NAMES) else f"grpc {self.code}"
+        if self.reset is not None:
+            return f"RST_STREAM {self.reset}"
+        return f"HTTP {self.status}" if self.status is not None else "nothing"
+
+
+class Http2Peer:
+    """What a client must know of its connection.
+
+    Attributes:
+        replies: by stream, of those that are watched.
+        window: bytes that may be sent on the connection; those on streams are in `stream_windows`.
+        out: what must be sent in answer: acknowledgements.
+        goaway: the error code of a GOAWAY.
+        pongs: acknowledgements of PING that came.
+        last_stream: the last one that was opened.
+    """
+
+    def __init__(self, *, opens_window: bool = True) -> None:
+        self.replies: dict[int, Reply] = {}
+        self.window = DEFAULT_WINDOW
+        self.initial_window = DEFAULT_WINDOW
+        self.stream_windows: dict[int, int] = {}
+        self.out = bytearray()
+        self.goaway: int | None = None
+        self.last_stream = -1
+        self.pongs = 0
+        self._opens_window = opens_window
+        self._decoder = hpack.Decoder()
+        self._decoder.max_header_list_size = 1 << 20
+        self._in = bytearray()
+        self._block = b""
+
+    def begin(self) -> bytes:
+        """The preface, with windows as large as they may be unless answers shall not be taken."""
+        if not self._opens_window:
+            return PREFACE + settings({SETTING_WINDOW: 0})
+        return PREFACE + settings({SETTING_WINDOW: LARGEST_WINDOW}) + window_update(0, LARGEST_WINDOW - DEFAULT_WINDOW)
+
+    def open(self, *, watched: bool = True) -> int:
+        """The number of a new stream."""
+        self.last_stream += 2
+        if watched:
+            self.replies[self.last_stream] = Reply()
+            self.stream_windows[self.last_stream] = self.initial_window
+        return self.last_stream
+
+    def room(self, stream: int) -> int:
+        """Bytes that may be sent on a stream now, at most a frame's."""
+        return min(self.window, self.stream_windows.get(stream, self.initial_window), FRAME_BYTES)
+
+    def data(self, stream: int, body: bytes | memoryview, *, last: bool) -> bytes:
+        """A DATA frame, counted against the windows."""
+        self.window -= len(body)
+        if stream in self.stream_windows:
+            self.stream_windows[stream] -= len(body)
+        return frame(DATA, END_STREAM if last else 0, stream, bytes(body))
+
+    def feed(self, data: bytes) -> None:
+        """Takes bytes of the server. Raises ValueError if they are not HTTP/2."""
+        self._in += data
+        at = 0
+        while len(self._in) - at >= 9:
+            size = int.from_bytes(self._in[at : at + 3], "big")
+            if len(self._in) - at < 9 + size:
+                break
+            kind, flags = self._in[at + 3], self._in[at + 4]
+            stream = int.from_bytes(self._in[at + 5 : at + 9], "big") & 0x7FFFFFFF
+            self._take(kind, flags, stream, bytes(self._in[at + 9 : at + 9 + size]))
+            at += 9 + size
+        del self._in[:at]
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind in (HEADERS, CONTINUATION):
+            self._block += payload
+            if flags & END_HEADERS:
+                self._head(stream)
+            if kind == HEADERS and flags & END_STREAM:
+                self._ended(stream)
+        elif kind == DATA:
+            reply = self.replies.get(stream)
+            if reply is not None and len(reply.body) < KEPT_BODY_BYTES:
+                reply.body += payload
+            if self._opens_window and payload:
+                self.out += window_update(0, len(payload))
+            if flags & END_STREAM:
+                self._ended(stream)
+        elif kind == RST_STREAM:
+            if (reply := self.replies.get(stream)) is not None and not reply.ended:
+                reply.reset = int.from_bytes(payload[:4], "big")
+            self._ended(stream)
+        elif kind == SETTINGS and not flags & ACK:
+            self._settings(payload)
+        elif kind == PING:
+            self.pongs += flags & ACK
+            self.out += b"" if flags & ACK else frame(PING, ACK, 0, payload)
+        elif kind == GOAWAY:
+            self.goaway = int.from_bytes(payload[4:8], "big")
+        elif kind == WINDOW_UPDATE:
+            increment = int.from_bytes(payload, "big")
+            if stream == 0:
+                self.window += increment
+            elif stream in self.stream_windows:
+                self.stream_windows[stream] += increment
+
+    def _head(self, stream: int) -> None:
+        made, self._block = self._block, b""
+        try:
+            pairs = self._decoder.decode(made, raw=True)
+        except hpack.HPACKError as error:
+            raise ValueError(f"header block: {error}") from error
+        reply = self.replies.get(stream)
+        if reply is None:
+            return
+        for name, value in pairs:
+            if name == b":status":
+                reply.status = int(value)
+            elif name == b"grpc-status":
+                reply.code = int(value)
+            elif name == b"grpc-message":
+                reply.text = urllib.parse.unquote(value.decode("latin-1"))
+
+    def _ended(self, stream: int) -> None:
+        if (reply := self.replies.get(stream)) is not None:
+            reply.ended = True
+        self.stream_windows.pop(stream, None)
+
+    def _settings(self, payload: bytes) -> None:
+        for at in range(0, len(payload) - 5, 6):
+            name, value = struct.unpack_from(">HI", payload, at)
+            if name == SETTING_WINDOW:
+                change, self.initial_window = value - self.initial_window, value
+                for stream in self.stream_windows:
+                    self.stream_windows[stream] += change
+        self.out += frame(SETTINGS, ACK, 0)

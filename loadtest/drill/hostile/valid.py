@@ -1,0 +1,213 @@
+"""Valid clients, in a process of their own: varied requests at a fixed rate, open loop, each answer checked.
+
+`python -m loadtest.drill.hostile.valid CONFIG` with a file that holds a `WatchConfig` as JSON. It prints `ready`, and
+goes on until it is killed. Latency counts from when a request was due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import numpy as np
+import uvloop
+from pydantic import Field
+
+from loader.manifest import Frozen
+from loadtest.drill.http_client import HttpClient
+from loadtest.grpc_channels import as_it_is, open_channels
+from loadtest.http_connection import post_request
+from loadtest.serving_cost.shape import Shape, model_spec
+from loadtest.workloads.errors import AnswerError
+from loadtest.workloads.payloads import Api, Payload, Payloads
+from loadtest.workloads.workload import WorkloadRequest
+from router.feature_schema import FeatureSchema
+from serving.fleet.parent import die_with_parent
+from shard_node.bags import KeyedBags
+
+RECORD = np.dtype([("due", "<f8"), ("done", "<f8"), ("source", "u1"), ("ok", "?")])
+APIS: tuple[Api, ...] = ("json", "oip-http", "grpc")
+# One JSON request of so many comes over a connection of its own: a server must go on to accept.
+FRESH_EVERY = 4
+FLUSH_S = 0.1
+MAX_DETAILS = 1000
+
+
+class WatchConfig(Frozen):
+    """What valid clients and probes are told.
+
+    Attributes:
+        host, http_port, grpc_port: where the server is.
+        shape: of the model that it serves, with an MLP.
+        rate: valid requests a second over all APIs.
+        log: file that gets a `RECORD` for each answer. Reasons of failures go to the same name with `.txt`.
+        timeout_ms: that each valid request tells.
+        requests_each: different requests for each API.
+        seed: of them.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int
+    grpc_port: int
+    shape: Shape
+    rate: float = Field(gt=0)
+    log: Path
+    timeout_ms: int = 1000
+    requests_each: int = Field(default=32, ge=1)
+    seed: int = 0
+
+
+class VariedWorkload:
+    """Requests of 50 to 500 candidates with 0 to 4 ids a bag, all of them drawn alike.
+
+    Args:
+        shape: of the model.
+    """
+
+    name = "varied"
+
+    def __init__(self, shape: Shape, candidates: tuple[int, int] = (50, 500), longest: int = 4) -> None:
+        self.spec = model_spec(shape, "mlp")
+        self.schema = FeatureSchema.of(self.spec)
+        self._shape, self._candidates, self._longest = shape, candidates, longest
+
+    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+        """As `Workload.request`."""
+        shape = self._shape
+        count = int(rng.integers(self._candidates[0], self._candidates[1] + 1))
+        lengths = rng.integers(0, self._longest + 1, count * shape.features)
+        keys = np.arange(shape.features, dtype=np.int32)
+        bags_per_key = np.full(shape.features, count, np.int64)
+        values = rng.integers(0, shape.rows, int(lengths.sum()), dtype=np.int64)
+        return WorkloadRequest(
+            bags=KeyedBags.from_lengths(keys, bags_per_key, lengths.astype(np.int64), values),
+            num_candidates=count,
+            context_dense=np.empty(0, np.float32),
+            candidate_dense=rng.standard_normal((count, shape.dense), dtype=np.float32),
+        )
+
+
+class Log:
+    """Records, written now and then."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._details = path.with_suffix(".txt").open("a", encoding="utf-8", buffering=1)
+        self._left = MAX_DETAILS
+        self._records: list[tuple[float, float, int, bool]] = []
+
+    def add(self, due: float, source: int, problem: str) -> None:
+        """An answer that came now; `problem` is empty for a right one."""
+        done = time.monotonic()
+        self._records.append((due, done, source, not problem))
+        if problem and self._left:
+            self._left -= 1
+            self._details.write(f"{done:.6f} {problem[:300]!r}\n")
+
+    def flush(self) -> None:
+        """Writes what there is."""
+        if self._records:
+            self._file.write(np.array(self._records, RECORD).tobytes())
+            self._records.clear()
+
+
+Ask = Callable[[int], Awaitable[str]]
+
+
+def http_asks(config: WatchConfig, pool: Payloads, fresh_every: int) -> Ask:
+    """Asks request i over kept connections, some over one of its own."""
+    kept = HttpClient(config.host, config.http_port)
+    posts = [post_request(config.host, config.http_port, pool.path, dict(one.headers), one.body) for one in pool]
+
+    async def ask(number: int) -> str:
+        fresh = fresh_every and number % fresh_every == 0
+        client = HttpClient(config.host, config.http_port) if fresh else kept
+        index = number % len(posts)
+        try:
+            status, body = await client.call(posts[index])
+        finally:
+            if fresh:
+                client.close()
+        return f"{status} {body[:200]!r}" if status != 200 else _count(pool, pool[index], body)
+
+    return ask
+
+
+def grpc_asks(config: WatchConfig, pool: Payloads) -> Ask:
+    """Asks request i over one of two channels."""
+    channels = open_channels(config.host, config.grpc_port, 2)
+    calls = [channel.unary_unary(pool.path, as_it_is, as_it_is) for channel in channels]
+
+    async def ask(number: int) -> str:
+        payload = pool[number % len(pool)]
+        try:
+            return _count(pool, payload, await calls[number % 2](payload.body, timeout=config.timeout_ms / 1e3))
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+
+    return ask
+
+
+def _count(pool: Payloads, payload: Payload, answer: bytes) -> str:
+    try:
+        found = pool.check(answer)
+    except AnswerError as error:
+        return str(error)
+    return "" if found == payload.num_candidates else f"{found} scores, {payload.num_candidates} are due"
+
+
+async def run(config: WatchConfig) -> None:
+    """Asks until it is cancelled."""
+    workload = VariedWorkload(config.shape)
+    pools = [
+        Payloads(workload, api, count=config.requests_each, seed=config.seed, timeout_ms=config.timeout_ms)
+        for api in APIS
+    ]
+    asks = [
+        http_asks(config, pools[0], FRESH_EVERY),
+        http_asks(config, pools[1], 0),
+        grpc_asks(config, pools[2]),
+    ]
+    log, out = Log(config.log), set[asyncio.Task[None]]()
+
+    async def one(due: float, source: int, number: int) -> None:
+        try:
+            async with asyncio.timeout(config.timeout_ms / 1e3 + 1):
+                problem = await asks[source](number)
+        except (OSError, TimeoutError) as error:
+            problem = repr(error)
+        log.add(due, source, f"{APIS[source]}: {problem}" if problem else "")
+
+    # What is there by now stays for good: a collection that walks all requests would delay answers.
+    gc.freeze()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    first, number, flushed = time.monotonic(), 0, 0.0
+    while True:
+        due = first + number / config.rate
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        task = asyncio.create_task(one(due, number % len(asks), number // len(asks)))
+        out.add(task)
+        task.add_done_callback(out.discard)
+        number += 1
+        if due - flushed > FLUSH_S:
+            flushed = due
+            log.flush()
+
+
+def main(arguments: list[str]) -> None:
+    """The program."""
+    die_with_parent(os.environ)
+    config = WatchConfig.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    uvloop.run(run(config))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

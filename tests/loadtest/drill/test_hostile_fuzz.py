@@ -1,0 +1,159 @@
+"""Mutators, the connections that they are sent on, and the HTTP/2 that attackers speak."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.drill.hostile import peer as h2
+from loadtest.drill.hostile.documents import RANK, Body
+from loadtest.drill.hostile.fuzz import Bodies, Calls, Method, Responses, Wire, blames_server
+from loadtest.drill.hostile.fuzz_process import SHARES, corpus, lookups, packed, pool_frames
+from loadtest.drill.hostile.fuzz_run import without_id
+from loadtest.drill.hostile.mutate import MUTATIONS, Mutator
+from loadtest.serving_cost.shape import Shape
+from serving.proto.inference import open_inference_pb2
+from serving.proto.shardrank.v1 import ranking_pb2
+from shard_node.frame import HEADER
+
+SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2)
+corpora = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
+
+
+@given(seed=st.text(max_size=8), requests=corpora, keep=st.integers(0, 20))
+def test_the_same_seed_gives_the_same_mutations(seed, requests, keep):
+    one, other = (Mutator(seed, requests, keep) for _ in range(2))
+    made = [one.next() for _ in range(30)]
+    assert made == [other.next() for _ in range(30)]
+    kept = {request[:keep] for request in requests}
+    assert all(any(one.startswith(begin) for begin in kept) for one in made)
+
+
+def test_mutations_change_most_requests_and_differ():
+    made = [Mutator("0", [b"a request of some length"]).next() for _ in range(2)]
+    assert made[0] == made[1]
+    mutator = Mutator("0", [b"a request of some length", b"another one, with 17 digits"])
+    assert len({mutator.next() for _ in range(1000)}) > 800
+
+
+@given(seed=st.integers(0, 2**32), data=st.binary(min_size=1, max_size=100))
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_takes_any_request(mutation, seed, data):
+    import random
+
+    mutation(random.Random(seed), bytearray(data), [data, b"x"])
+
+
+def test_corpora_are_valid_requests():
+    for body in corpus(SHAPE, "json"):
+        assert {len(bags) for bags in json.loads(body)["candidates"]["sparse"].values()} <= {1, 2, 3}
+    assert all(json.loads(body)["sparse"] for body in lookups(SHAPE))
+    for body in packed(SHAPE, "m", "d"):
+        request = ranking_pb2.RankRequest.FromString(body)
+        assert len(request.packed.candidate_dense) == 4 * SHAPE.dense * request.num_candidates
+    for frame in pool_frames(SHAPE, "m"):
+        assert HEADER.unpack_from(frame)[4] == len(frame) - HEADER.size
+    assert sum(SHARES.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("answer", ["HTTP 500", "HTTP 502", "INTERNAL", "UNKNOWN", "wire 500", "grpc 99"])
+def test_an_answer_that_blames_the_server_is_wrong(answer):
+    assert blames_server(answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["HTTP 400", "HTTP 503", "HTTP 504", "DEADLINE_EXCEEDED", "OK", "wire 400", "closed"]
+)
+def test_other_answers_are_not(answer):
+    assert not blames_server(answer)
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), cut=st.integers(1, 40))
+def test_responses_are_cut_wherever_they_arrive(sizes, cut):
+    whole = b"".join(b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n%s" % (400 + n, n, b"y" * n) for n in sizes)
+    responses = Responses()
+    found = [one for first in range(0, len(whole), cut) for one in responses.feed(whole[first : first + cut])]
+    assert found == [400 + size for size in sizes]
+
+
+def test_each_answer_is_told_with_the_body_that_got_it():
+    bodies = Bodies([(Body(RANK, b""), Mutator("0", [b'{"a": 1}']))], "m")
+    data, count = bodies.batch()
+    assert data.count(b"POST /v1/models/m:rank HTTP/1.1\r\n") == count
+    first = bodies.feed(b"HTTP/1.1 400 x\r\ncontent-length: 0\r\n\r\n")
+    assert [answer for answer, _ in first] == ["HTTP 400"]
+    assert data.startswith(first[0][1])
+    assert not bodies.done
+    bodies.feed(b"HTTP/1.1 200 x\r\ncontent-length: 0\r\n\r\n" * (count - 1))
+    assert bodies.done
+
+
+def test_answers_are_compared_without_the_ids_that_a_server_draws():
+    for answer_id in ("0a", "0b"):
+        message = open_inference_pb2.ModelInferResponse(id=answer_id, model_name="m", raw_output_contents=[b"1234"])
+        expected = open_inference_pb2.ModelInferResponse(model_name="m", raw_output_contents=[b"1234"])
+        assert without_id("oip-grpc", message.SerializeToString()) == expected.SerializeToString()
+        assert without_id("oip-http", b'{"id":"%s","outputs":[]}1234' % answer_id.encode()) == b'{"outputs":[]}1234'
+    assert without_id("json", b'{"id":"0a"}') == b'{"id":"0a"}'
+
+
+def test_calls_are_counted_against_the_window_of_the_server():
+    calls = Calls([Method("/a/B", Mutator("0", [bytes(30_000)]))])
+    _, count = calls.batch()
+    assert count in (1, 2, 3)
+    assert calls.feed(h2.window_update(0, 1)) == []
+    answer = hpack.Encoder().encode([(b":status", b"200"), (b"grpc-status", b"3"), (b"grpc-message", b"a%20b")])
+    told = calls.feed(h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, answer))
+    assert [answer for answer, _ in told] == ["INVALID_ARGUMENT"]
+
+
+def test_frames_to_a_node_have_true_lengths_and_ids_of_their_own_unless_headers_are_mutated():
+    wire = Wire(Mutator("0", pool_frames(SHAPE, "m"), keep=HEADER.size), raw=False)
+    data, count = wire.batch()
+    found = []
+    while data:
+        _, _, _, request_id, size, _ = HEADER.unpack_from(data)
+        found.append(request_id)
+        data = data[HEADER.size + size :]
+    assert found == [*range(1, count + 1), 2**63]
+    assert not wire.done
+    wire.feed(HEADER.pack(b"SHRK", 1, 4, 2**63, 0, 0))
+    assert wire.done
+
+
+@given(value=st.integers(0, 2**31), bits=st.integers(1, 8))
+def test_hpack_integers_are_those_of_the_library(value, bits):
+    assert h2.number(value, bits, 0) == bytes(hpack.hpack.encode_integer(value, bits))
+
+
+def test_a_header_block_is_read_by_the_library():
+    pairs = [(b":method", b"POST"), (b"x-long", b"y" * 5000)]
+    assert [tuple(one) for one in hpack.Decoder().decode(h2.block(pairs), raw=True)] == pairs
+    decoder = hpack.Decoder()
+    decoder.decode(h2.header(b"x", b"y", indexed=True))
+    assert [tuple(one) for one in decoder.decode(b"\xbe", raw=True)] == [(b"x", b"y")]
+
+
+@given(cut=st.integers(1, 60))
+def test_an_answer_is_read_wherever_its_bytes_are_cut(cut):
+    encoder, peer = hpack.Encoder(), h2.Http2Peer()
+    stream = peer.open()
+    whole = (
+        h2.settings({h2.SETTING_WINDOW: 100})
+        + h2.frame(h2.HEADERS, h2.END_HEADERS, stream, encoder.encode([(b":status", b"200")]))
+        + h2.frame(h2.DATA, 0, stream, b"abc")
+        + h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, stream, encoder.encode([(b"grpc-status", b"0")]))
+        + h2.frame(h2.PING, 0, 0, bytes(8))
+        + h2.frame(h2.GOAWAY, 0, 0, struct.pack(">II", 1, 11))
+    )
+    for first in range(0, len(whole), cut):
+        peer.feed(whole[first : first + cut])
+    reply = peer.replies[stream]
+    assert (str(reply), reply.body, reply.ended, peer.goaway) == ("OK", b"abc", True, 11)
+    assert peer.initial_window == 100
+    assert h2.frame(h2.PING, h2.ACK, 0, bytes(8)) in bytes(peer.out)

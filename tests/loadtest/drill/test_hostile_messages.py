@@ -1,0 +1,115 @@
+"""Each attack's message is what its name says, read by protobuf and JSON themselves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.drill.hostile import documents, http1, protobuf
+from loadtest.drill.hostile.attacker import AttackConfig, Attacker
+from serving.proto.inference import open_inference_pb2
+from serving.proto.shardrank.v1 import ranking_pb2
+
+LIMIT = 16 << 20
+CONFIG = AttackConfig(
+    name="x",
+    http_port=1,
+    grpc_port=2,
+    model="bench-mlp",
+    features=tuple(f"feature-{number:03d}" for number in range(26)),
+    dense=13,
+    seconds=1,
+)
+
+
+def built(name: str) -> bytes:
+    return protobuf.MESSAGES[name][1](CONFIG)
+
+
+def infer(name: str) -> open_inference_pb2.ModelInferRequest:
+    return open_inference_pb2.ModelInferRequest.FromString(built(name))
+
+
+def test_sixteen_kilobytes_become_eight_million_outputs():
+    body = built("grpc-outputs")
+    assert len(protobuf.compressed(body)) < 20_000
+    message = open_inference_pb2.ModelInferRequest.FromString(body)
+    assert len(message.outputs) == 8_000_000
+    assert message.model_name == CONFIG.model
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("grpc-parameters", lambda message: len(message.parameters)),
+        ("grpc-input-parameters", lambda message: len(message.inputs[0].parameters)),
+        ("grpc-shape-dims", lambda message: len(message.inputs[0].shape) // 16),
+        ("grpc-int64-contents", lambda message: len(message.inputs[0].contents.int64_contents) // 16),
+        ("grpc-int64-unpacked", lambda message: (len(message.inputs[0].contents.int64_contents) + 100) // 8),
+        ("grpc-bytes-raw", lambda message: len(message.raw_input_contents[0]) // 16),
+    ],
+)
+def test_an_infer_request_has_as_many_parts_as_it_says(name, count):
+    assert count(infer(name)) == 1_000_000
+
+
+def test_a_lookup_and_a_rank_request_have_a_million_features():
+    assert len(ranking_pb2.LookupRequest.FromString(built("grpc-lookup-features")).sparse) == 1_000_000
+    assert len(ranking_pb2.RankRequest.FromString(built("grpc-rank-features")).candidates.sparse) == 1_000_000
+    message = ranking_pb2.RankRequest.FromString(built("grpc-ids-unpacked"))
+    assert len(message.candidates.sparse[CONFIG.features[0]].ids) == 1_000_000
+
+
+@pytest.mark.parametrize("name", list(protobuf.MESSAGES))
+def test_a_message_stays_within_the_limit_in_bytes(name):
+    assert 20_000 < len(built(name)) <= LIMIT
+
+
+@pytest.mark.parametrize("name", list(documents.BODIES))
+def test_a_body_stays_within_the_limit_in_bytes_as_it_is_sent(name):
+    body = documents.BODIES[name][0](CONFIG)
+    assert 0 < len(body.body) <= LIMIT
+    head, _, rest = body.request(CONFIG).partition(b"\r\n\r\n")
+    assert rest == body.body
+    assert f"content-length: {len(rest)}".encode() in head
+    assert CONFIG.model.encode() in head
+
+
+def test_what_is_wrong_stands_at_the_very_end():
+    lookup = json.loads(documents.full_lookup(CONFIG, '"x"').body)["sparse"]
+    assert lookup[CONFIG.features[-1]][-1][-1] == "x"
+    ids = [one for bags in lookup.values() for bag in bags for one in bag]
+    assert 1_000_000 < len(ids) <= 1 << 20
+    assert [one for one in ids if not isinstance(one, int)] == ["x"]
+    rank = json.loads(documents.full_rank(CONFIG, '"x"').body)["candidates"]
+    assert rank["dense"][-1][-1] == "x"
+    assert {len(row) for row in rank["dense"]} == {13}
+
+
+def test_what_is_as_large_as_allowed_is_within_the_limits():
+    bags = json.loads(documents.full_lookup(CONFIG).body)["sparse"]
+    assert sum(map(len, bags.values())) * documents.DIM <= documents.MAX_FLOATS
+    answer = http1.full_answer(Attacker(CONFIG)).body
+    assert 0.99 < sum(map(len, json.loads(answer)["sparse"].values())) * documents.DIM / documents.MAX_FLOATS <= 1
+
+
+def test_a_bomb_grows_a_thousandfold():
+    assert len(protobuf.bomb(900)) <= LIMIT
+    assert len(gzip.decompress(protobuf.bomb(2))) == 2 * protobuf.BOMB_BYTES
+
+
+def test_groups_are_as_deep_as_the_message_is_long():
+    body = built("grpc-unknown-groups")
+    opened = np.frombuffer(body, np.uint8) == protobuf.tag(15, protobuf.GROUP)[0]
+    assert int(opened.sum()) > 7_999_000
+
+
+@given(value=st.integers(0, 2**64 - 1))
+def test_a_varint_is_that_of_protobuf(value):
+    message = open_inference_pb2.InferParameter(uint64_param=value)
+    assert message.SerializeToString() == protobuf.tag(5, protobuf.VARINT) + protobuf.varint(value)
