@@ -58,12 +58,12 @@ def test_the_account_is_kept_for_the_time_of_the_block_alone(tmp_path) -> None:
     metrics, path = ServingMetrics(), tmp_path / "profile.json"
     with profiled(path, metrics):
         assert json.loads(path.read_text())["accounts"] == []
-        assert metrics.account is not None
-        add_one(metrics.account)
-    assert metrics.account is None
+        assert metrics.on_answered is not None
+        add_one(metrics.on_answered)
+    assert metrics.on_answered is None
     assert json.loads(path.read_text())["accounts"][0]["requests"] == 1
     with profiled(None, metrics):
-        assert metrics.account is None
+        assert metrics.on_answered is None
 
 
 def test_a_folder_that_goes_away_ends_the_file_and_not_the_serving(tmp_path, caplog) -> None:
