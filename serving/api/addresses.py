@@ -149,7 +149,7 @@ class Addresses:
         if not key:
             return True
         network = ipaddress.ip_network(key)
-        return any(proxy.version == network.version and network.overlaps(proxy) for proxy in self._trusted)  # type: ignore[arg-type]
+        return any(proxy.version == network.version and network.overlaps(proxy) for proxy in self._trusted)
 
 
 def client_key(address: str) -> str:

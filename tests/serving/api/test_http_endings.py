@@ -10,7 +10,6 @@ import socket
 import httpx
 import pytest
 
-from serving.http.large_work import LARGE_BODY_BYTES
 from serving.limits import RequestLimits
 from serving.server import ServerConfig, running_server
 from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
@@ -144,7 +143,7 @@ def test_a_websocket_is_not_served_and_the_log_says_nothing_of_it(api_model, cap
 
 def test_long_bodies_and_answers_are_the_same_as_short_ones_and_keep_no_lease(api_model):
     limits = RequestLimits(max_in_flight=100)
-    padding = " " * (LARGE_BODY_BYTES + 1)
+    padding = " " * 600_000
 
     async def main() -> None:
         with api_service(api_model, limits) as service:
