@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Literal, Protocol, cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,7 +14,8 @@ from serving.api.documents import create_documents
 from serving.api.replies import REQUEST_ID, Reply, Tokens, defect_reply, error_reply, header_lines
 from serving.errors import BodyTooLargeError, ClientGoneError, InvalidFieldError
 from serving.formats.codecs import infer_http_codec, json_codec, message_codec
-from serving.rank.answer import Client, Codec, answer
+from serving.rank.answer import Client as WaitingClient
+from serving.rank.answer import Codec, answer
 from serving.service import RankingService
 
 PROTOBUF = b"application/x-protobuf"
@@ -27,6 +28,13 @@ _ROUTE = re.compile(
 )
 
 Headers = dict[bytes, bytes]
+
+
+class Client(WaitingClient, Protocol):
+    """The connection that a request came by."""
+
+    def answered(self) -> None:
+        """Take note that its answer is complete."""
 
 
 class _Hosted:
@@ -65,50 +73,44 @@ class HttpApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":
-            await self.documents(scope, receive, send)
-            return
-        if scope["method"] != "POST" or _ROUTE.fullmatch(scope["path"]) is None:
+        match = _ROUTE.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if match is None:
             await answer_whole(self.documents, scope, receive, send)
             return
-        reply, request_id = await self._reply(scope, receive)
-        headers = header_lines(reply, request_id)
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        gate: Client = gate_of(scope)
+        # Of several headers of a name the first counts.
+        headers: Headers = dict(reversed(scope["headers"]))
+        reply = await self._answered(match, headers, receive, gate)
+        lines = header_lines(reply, headers.get(REQUEST_ID))
+        await send({"type": "http.response.start", "status": reply.status, "headers": lines})
         await send({"type": "http.response.body", "body": reply.body})
-        gate_of(scope).answered()
+        gate.answered()
 
     async def reply(self, scope: Scope, receive: Receive) -> Reply:
         """Answer a rank, lookup or infer request; errors are answers too."""
-        return (await self._reply(scope, receive))[0]
-
-    async def _reply(self, scope: Scope, receive: Receive) -> tuple[Reply, bytes | None]:
-        # Of several headers of a name the first counts.
-        headers: Headers = dict(reversed(scope["headers"]))
-        request_id = headers.get(REQUEST_ID)
-        try:
-            reply = await self._answered(scope, headers, receive)
-        except ShardrankError as error:
-            reply = error_reply(scope["path"], _text(request_id), error)
-        except Exception:
-            reply = defect_reply(scope["path"], _text(request_id))
-        return reply, request_id
-
-    async def _answered(self, scope: Scope, headers: Headers, receive: Receive) -> Reply:
-        if self._tokens is not None:
-            authorization = headers.get(b"authorization")
-            self._tokens.check(None if authorization is None else _text(authorization), "rank")
         match = cast(re.Match[str], _ROUTE.fullmatch(scope["path"]))
-        codec, codings = _codec(match, headers)
+        return await self._answered(match, dict(reversed(scope["headers"])), receive, gate_of(scope))
+
+    async def _answered(self, match: re.Match[str], headers: Headers, receive: Receive, client: Client) -> Reply:
         max_bytes = self._service.limits.max_body_bytes
+        try:
+            if self._tokens is not None:
+                authorization = headers.get(b"authorization")
+                self._tokens.check(None if authorization is None else _text(authorization), "rank")
+            codec, codings = _codec(match, headers)
 
-        async def body() -> bytes:
-            coding = _coding(headers, codings)
-            data = await read_body(headers.get(b"content-length"), receive, max_bytes)
-            return data if coding == _IDENTITY else await expand(data, max_bytes)
+            async def body() -> bytes:
+                coding = headers.get(b"content-encoding")
+                is_plain = coding is None or _is_identity(coding, codings)
+                data = await read_body(headers.get(b"content-length"), receive, max_bytes)
+                return data if is_plain else await expand(data, max_bytes)
 
-        client = cast(Client, gate_of(scope))
-        encoded = await answer(self._service, codec, body, client)
-        return Reply(200, encoded.body, encoded.content_type, encoded.headers)
+            encoded = await answer(self._service, codec, body, client)
+            return Reply(200, encoded.body, encoded.content_type, encoded.headers)
+        except ShardrankError as error:
+            return error_reply(match.string, _text(headers.get(REQUEST_ID)), error)
+        except Exception:
+            return defect_reply(match.string, _text(headers.get(REQUEST_ID)))
 
 
 async def answer_whole(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,29 +147,25 @@ async def read_body(stated: bytes | None, receive: Receive, max_body_bytes: int)
     unit = "bytes in the body"
     if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_body_bytes:
         raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, int(stated[:_LENGTH_DIGITS]), unit)
-    message = await receive()
-    if not message.get("more_body", False) and len(message.get("body", b"")) <= max_body_bytes:
-        if message["type"] == "http.disconnect":
-            raise _client_gone()
-        whole: bytes = message.get("body", b"")
-        return whole
-    parts, received = [], 0
+    parts: list[bytes] = []
+    received = 0
     while True:
+        message = await receive()
         if message["type"] == "http.disconnect":
-            raise _client_gone()
+            raise ClientGoneError("the client closed the connection before its request was complete")
         part = message.get("body", b"")
         received += len(part)
         if received > max_body_bytes:
             raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, f"at least {received}", unit)
         parts.append(part)
         if not message.get("more_body", False):
-            return b"".join(parts)
-        message = await receive()
+            return part if len(parts) == 1 else b"".join(parts)
 
 
-def gate_of(scope: Scope) -> Any:
+def gate_of(scope: Scope) -> Client:
     """Find the connection's gate; something that does nothing, without one."""
-    return scope.get("state", {}).get("gate", _HOSTED)
+    client: Client = scope.get("state", {}).get("gate", _HOSTED)
+    return client
 
 
 def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ...]]:
@@ -185,17 +183,16 @@ def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ..
     return json_codec(method, model), ()
 
 
-def _coding(headers: Headers, allowed: tuple[str, ...]) -> str:
-    coding = _text(headers.get(b"content-encoding")).lower() or _IDENTITY
-    if coding != _IDENTITY and coding not in allowed:
+def _is_identity(stated: bytes, allowed: tuple[str, ...]) -> bool:
+    """Say whether a body is as it is, or else compressed in one of the ways that are allowed."""
+    coding = _text(stated).lower()
+    if coding in (_IDENTITY, ""):
+        return True
+    if coding not in allowed:
         others = f", or coded as {' or '.join(allowed)}" if allowed else ""
         raise InvalidFieldError("content-encoding", f"{coding[:40]!r} is not supported; send the body as it is{others}")
-    return coding
+    return False
 
 
 def _text(value: bytes | None) -> str:
     return "" if value is None else value.decode("latin-1")
-
-
-def _client_gone() -> ClientGoneError:
-    return ClientGoneError("the client closed the connection before its request was complete")

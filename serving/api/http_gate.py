@@ -72,6 +72,7 @@ class Gates:
         lingering: connections that have their answer and send the rest of a body all the same.
         unread: connections whose peer does not take its answer.
         closing: connections that are closed but for what is still to be written.
+        ahead: connections that are not read from, because a request was sent ahead of an answer.
         read_buffer: what comes is read into it, for one connection after the other.
     """
 
@@ -98,6 +99,7 @@ class Gates:
         self.lingering: dict[Gate, float] = {}
         self.unread: dict[Gate, float] = {}
         self.closing: dict[Gate, float] = {}
+        self.ahead: set[Gate] = set()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         self.all_closed = asyncio.Event()
         self.max_work_s = limits.max_idle_work_ms / 1000 or float("inf")
@@ -175,11 +177,14 @@ class Gates:
             gate.drop()
         for gate in self._expired(self.closing, timeout_s):
             gate.drop()
+        for gate in [gate for gate in self.ahead if gate.was_reset()]:
+            gate.drop()
 
     def forget(self, gate: Gate) -> None:
         """Take a connection out of all that wait."""
         for waiting in (self.idle, self.receiving, self.lingering, self.unread, self.closing):
             waiting.pop(gate, None)
+        self.ahead.discard(gate)
 
     def _expired(self, waiting: dict[Gate, float], timeout_s: float) -> Iterator[Gate]:
         before = self.clock() - timeout_s
@@ -242,6 +247,7 @@ class Gate(asyncio.BufferedProtocol):
         self._left = 0
         self._chunks: ChunkReader
         self._owes = self._has_written = self._has_ended_sending = self._is_feeding = self._was_refused = False
+        self._answer_head: bytes | bytearray = b""
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
         self._work_s = CONNECT_S
@@ -334,6 +340,8 @@ class Gate(asyncio.BufferedProtocol):
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
         self._owes = False
+        if self._answer_head:
+            self._flush()
         self._answers += 1
         self._idle_work_s = 0.0
         gates = self._gates
@@ -362,13 +370,22 @@ class Gate(asyncio.BufferedProtocol):
         """Say whether a request may be on its way: the first one, or one that has come and was not read yet."""
         if self._protocol is None:
             return True
+        return bool(self._poll(select.POLLIN))
+
+    def was_reset(self) -> bool:
+        """Say whether the peer has ended the connection for good, which nobody sees while nothing is read."""
+        return bool(self._poll(0))
+
+    def _poll(self, events: int) -> list[tuple[int, int]]:
         poller = select.poll()
-        poller.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(poller.poll(0))
+        poller.register(self._transport.get_extra_info("socket").fileno(), events)
+        return poller.poll(0)
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""
         if not self.is_ended:
+            if self._answer_head:
+                self._flush()
             self.is_ended = True
             self._held = b""
             self._gates.forget(self)
@@ -394,14 +411,19 @@ class Gate(asyncio.BufferedProtocol):
     # What the protocol behind does to its transport.
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send what belongs to an answer."""
+        """Send what belongs to an answer: its head together with what follows, by one system call."""
         if self._is_feeding:
             # Nobody answers that early but the parser, to what it can't read.
             self._was_refused = True
-        elif not self.is_ended:
-            if data != _CONTINUE:
-                self._has_written = True
+        elif self.is_ended:
+            return
+        elif self._has_written:
+            head, self._answer_head = self._answer_head, b""
+            self._transport.writelines((head, data) if head else (data,))
+        elif data == _CONTINUE:
             self._transport.write(data)
+        else:
+            self._has_written, self._answer_head = True, data
 
     def close_by_protocol(self) -> None:
         """End after an answer."""
@@ -413,11 +435,15 @@ class Gate(asyncio.BufferedProtocol):
         if not self._paused_by and not self.is_ended:
             self._transport.pause_reading()
         self._paused_by.add(by)
+        if by == "ahead":
+            self._gates.ahead.add(self)
 
     def resume(self, by: str) -> None:
         """Read on."""
         if by in self._paused_by:
             self._paused_by.discard(by)
+            if by == "ahead":
+                self._gates.ahead.discard(self)
             if not self._paused_by and not self.is_ended:
                 self._transport.resume_reading()
 
@@ -526,6 +552,12 @@ class Gate(asyncio.BufferedProtocol):
             if not self._owes:
                 # The body was refused early, and dropped to its end.
                 self._await_next()
+
+    def _flush(self) -> None:
+        """Send the head of an answer that has nothing else."""
+        head, self._answer_head = self._answer_head, b""
+        if not self.is_ended:
+            self._transport.write(head)
 
     def _complete(self) -> None:
         self._phase = "complete"

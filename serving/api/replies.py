@@ -57,10 +57,7 @@ def header_of(scope: Scope, name: bytes) -> str | None:
 
 def header_lines(reply: Reply, request_id: bytes | None) -> list[tuple[bytes, bytes]]:
     """Write the headers of an answer as ASGI has them; the request's `X-Request-Id` is given back."""
-    lines = [
-        (b"content-type", reply.content_type.encode("latin-1")),
-        (b"content-length", b"%d" % len(reply.body)),
-    ]
+    lines = [(b"content-type", reply.content_type.encode()), (b"content-length", b"%d" % len(reply.body))]
     if request_id is not None:
         lines.append((REQUEST_ID, request_id))
     for name, value in reply.headers:
