@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from loader.manifest import Frozen
 
 MAX_ID = 2**63 - 1
+
+
+def _comma_separated(value: Any) -> Any:
+    """Take what stands on a command line apart."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 class RequestLimits(Frozen):
@@ -71,7 +76,7 @@ class RequestLimits(Frozen):
     max_connections_per_address: int = Field(default=1024, ge=0)
     max_idle_work_ms: int = Field(default=200, ge=0, le=60_000)
     penalty_s: float = Field(default=10.0, ge=0, le=3600)
-    trusted_proxies: tuple[str, ...] = Field(default=(), max_length=256)
+    trusted_proxies: Annotated[tuple[str, ...], BeforeValidator(_comma_separated)] = Field(default=(), max_length=256)
     max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
     max_concurrent_streams: int = Field(default=256, ge=1)
     max_connection_age_s: float = Field(default=3600.0, gt=0, le=86_400)

@@ -23,6 +23,7 @@ from serving.cli.options import (
     Assignment,
     FiniteRange,
     cards_option,
+    front_options,
     member_options,
     memory_budget_option,
     port_options,
@@ -104,6 +105,7 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
     help="With --registry: of one core, for loading a version beside the live one.",
 )
 @port_options(8080, 8081)
+@front_options
 @click.option(
     "--workers",
     type=click.IntRange(1, 64),
@@ -157,11 +159,13 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --store models --model films --shard 10.0.0.7:7000,10.0.0.8:7000 --shard 10.0.0.9:7000
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
     """
-    from serving.cli.limits import limit_arguments, read_limits
+    from serving.cli.limits import limit_arguments, read_limits, with_proxies
 
     is_registered = _is_registered(ctx)
-    limits = read_limits(options["limits_file"], options["limit"])
-    arguments = limit_arguments(options["limits_file"], options["limit"])
+    limits = read_limits(options["limits_file"], with_proxies(options))
+    arguments = limit_arguments(options["limits_file"], with_proxies(options))
+    if options["admin_port"] is not None:
+        arguments += ["--admin-port", str(options["admin_port"])]
     if is_registered:
         from serving.cli.registered_serving import run_registered, worker_arguments, worker_node_ids
 
@@ -250,13 +254,15 @@ def _static_folder(ctx: click.Context) -> Path:
 def _server_config(options: dict[str, Any]) -> ServerConfig:
     from serving.server import ServerConfig
 
-    names = ("host", "http_port", "grpc_port", "shutdown_delay_s")
+    names = ("host", "http_port", "grpc_port", "admin_port", "shutdown_delay_s")
     return ServerConfig.model_validate({name: options[name] for name in names})
 
 
 def _say(listening: Listening) -> None:
     click.echo(f"HTTP: http://{listening.host}:{listening.http_port}/docs")
     click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
+    if listening.admin_port is not None:
+        click.echo(f"probes and metrics: http://{listening.host}:{listening.admin_port}/metrics")
 
 
 def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:

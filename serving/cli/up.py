@@ -14,6 +14,7 @@ from serving.cli.examples import WithExamples
 from serving.cli.options import (
     FiniteRange,
     cards_option,
+    front_options,
     memory_budget_option,
     port_options,
     ranking_options,
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     "before it is loaded. Default: what is available.",
 )
 @port_options(8080, 8081)
+@front_options
 @ranking_options
 @verify_option
 @click.pass_context
@@ -94,7 +96,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
       shardrank up --store models --model films --version 3 --shards 2 --replicas 2 --cards 2 --workers 2
       shardrank up --snapshot models/films/3 --http-port 0 --grpc-port 0
     """
-    from serving.cli.limits import limit_arguments
+    from serving.cli.limits import limit_arguments, with_proxies
     from serving.fleet.config import FleetConfig
 
     max_memory_gb, replicas = options["max_memory_gb"], options["ranking_replicas"]
@@ -112,7 +114,8 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         "serve_arguments": (
             *(() if replicas is None else ("--ranking-replicas", str(replicas))),
             *("--dtype", options["dtype"]),
-            *limit_arguments(options["limits_file"], options["limit"]),
+            *limit_arguments(options["limits_file"], with_proxies(options)),
+            *(() if options["admin_port"] is None else ("--admin-port", str(options["admin_port"]))),
         ),
     }
     _run(FleetConfig.model_validate(settings))
