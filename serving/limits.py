@@ -76,7 +76,9 @@ class RequestLimits(Frozen):
     max_connections_per_address: int = Field(default=1024, ge=0)
     max_idle_work_ms: int = Field(default=200, ge=0, le=60_000)
     penalty_s: float = Field(default=10.0, ge=0, le=3600)
-    trusted_proxies: Annotated[tuple[str, ...], BeforeValidator(_comma_separated)] = Field(default=(), max_length=256)
+    trusted_proxies: Annotated[tuple[str, ...], BeforeValidator(_comma_separated)] = Field(
+        default=(), max_length=256, exclude=True
+    )
     max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
     max_concurrent_streams: int = Field(default=256, ge=1)
     max_connection_age_s: float = Field(default=3600.0, gt=0, le=86_400)

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 
 from serving.api.addresses import Addresses
 from serving.api.http import HttpApp
-from serving.api.http_gate import Gate, Gates, refusal
+from serving.api.http_gate import Gate
+from serving.api.http_gates import Gates, refusal
 from serving.api.replies import Tokens
 from serving.listening_socket import accept_waiting, listening_socket
 from serving.service import RankingService
@@ -185,7 +186,9 @@ class HttpServer:
                     connection.send(refusal(error, gates.state.default_headers))
             connection.close()
             return
-        task = asyncio.get_running_loop().create_task(self._connect(gates.new_gate(address), connection))
+        gate = Gate(gates, address)
+        gates.add(gate)
+        task = asyncio.get_running_loop().create_task(self._connect(gate, connection))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 

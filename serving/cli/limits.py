@@ -40,7 +40,7 @@ def read_limits(path: Path | None, assignments: Sequence[tuple[str, str]]) -> Re
 def limit_arguments(path: Path | None, assignments: Sequence[tuple[str, str]]) -> list[str]:
     """The flags that give a child process the same limits. Raises as `read_limits`, before any child is started."""
     limits = read_limits(path, assignments)
-    changed = limits.model_dump(exclude_unset=True)
+    changed = {name: getattr(limits, name) for name in type(limits).model_fields if name in limits.model_fields_set}
     texts = {name: ",".join(value) if isinstance(value, tuple) else str(value) for name, value in changed.items()}
     return [argument for name, text in texts.items() for argument in ("--limit", f"{name}={text}")]
 
