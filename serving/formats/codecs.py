@@ -69,7 +69,9 @@ class _InferHttp:
         body, header_length = encode_http(self._read, answer, answer.request_id or _ids())
         if header_length is None:
             return Encoded(body)
-        return Encoded(body, "application/octet-stream", (("inference-header-content-length", str(header_length)),))
+        return Encoded(
+            body, "application/octet-stream", (("inference-header-content-length", str(header_length)),)
+        )
 
 
 class _InferGrpc:
