@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,10 +16,12 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loader.settled_heap import settle_heap
+from serving.api.addresses import Addresses
+from serving.api.admin import running_admin
+from serving.api.http_server import HttpServer
 from serving.errors import ListenError
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.grpc_api.server import GrpcServer
-from serving.http.server import HttpServer
 from serving.rank.service import RankingService
 from shard_node.tls import TlsConfig
 
@@ -38,6 +40,7 @@ class ServerConfig(Frozen):
     Attributes:
         host: address for both.
         http_port, grpc_port: 0 takes a free one.
+        admin_port: for probes and metrics, which a thread of its own answers; 0 takes a free one, None has none.
         shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.
@@ -48,6 +51,7 @@ class ServerConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int = Field(default=8080, ge=0, le=65535)
     grpc_port: int = Field(default=8081, ge=0, le=65535)
+    admin_port: int | None = Field(default=None, ge=0, le=65535)
     shutdown_delay_s: float = Field(default=0.5, ge=0, le=600)
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
     tls: TlsConfig | None = None
@@ -61,6 +65,7 @@ class Listening:
     host: str
     http_port: int
     grpc_port: int
+    admin_port: int | None = None
 
 
 @contextlib.asynccontextmanager
@@ -70,10 +75,8 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     Raises:
         ListenError: if a port can't be bound.
     """
-    if config.tls is not None or config.tokens is not None:
-        # These listeners know neither: whoever asked for protection must not be served without.
-        raise ListenError("TLS and tokens are not served by this release's listeners yet")
-    http, grpc = HttpServer(service, config.drain_timeout_s), GrpcServer(service)
+    addresses = Addresses(service.limits, service.clock)
+    http, grpc = HttpServer(service, config.drain_timeout_s, addresses=addresses), GrpcServer(service)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
@@ -126,14 +129,15 @@ async def serve(
     """
     try:
         async with contextlib.AsyncExitStack() as stack:
+            admin_port = None
+            if config.admin_port is not None:
+                admin_port = await stack.enter_async_context(running_admin(service, config.host, config.admin_port))
             if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config))
             else:
-                probe = HttpServer(service, config.drain_timeout_s)
-                stack.push_async_callback(probe.stop)
-                await probe.start("127.0.0.1", probe_port)
+                await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port))
                 listening = Listening(config.host, config.http_port, config.grpc_port)
-            on_listening(listening)
+            on_listening(replace(listening, admin_port=admin_port))
             try:
                 await load()
                 settle_heap()
@@ -141,7 +145,7 @@ async def serve(
                     await service.watch.refresh()
                 else:
                     listening = await stack.enter_async_context(running_server(service, config))
-                on_ready(listening)
+                on_ready(replace(listening, admin_port=admin_port))
                 await service.watch.cards_failed()
             finally:
                 await leave()

@@ -40,8 +40,15 @@ def read_limits(path: Path | None, assignments: Sequence[tuple[str, str]]) -> Re
 def limit_arguments(path: Path | None, assignments: Sequence[tuple[str, str]]) -> list[str]:
     """The flags that give a child process the same limits. Raises as `read_limits`, before any child is started."""
     limits = read_limits(path, assignments)
-    changed = limits.model_dump(exclude_unset=True)
-    return [argument for name, value in changed.items() for argument in ("--limit", f"{name}={value}")]
+    changed = {name: getattr(limits, name) for name in type(limits).model_fields if name in limits.model_fields_set}
+    texts = {name: ",".join(value) if isinstance(value, tuple) else str(value) for name, value in changed.items()}
+    return [argument for name, text in texts.items() for argument in ("--limit", f"{name}={text}")]
+
+
+def with_proxies(options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The `--limit` of a command, and what its `--trusted-proxy` say."""
+    proxies = ",".join(options["trusted_proxies"])
+    return (*options["limit"], ("trusted_proxies", proxies)) if proxies else options["limit"]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -134,6 +134,25 @@ def port_options(http_port: int, grpc_port: int) -> Callable[[Decorated], Decora
     return decorate
 
 
+def front_options(function: Decorated) -> Decorated:
+    """`--admin-port`, `--trusted-proxy`: what a serving process does for operators, and whom it takes for many."""
+    function = click.option(
+        "--trusted-proxy",
+        "trusted_proxies",
+        multiple=True,
+        metavar="ADDRESS[/BITS]",
+        help="A balancer or proxy that stands for many clients: its connections are not counted, and it never has to "
+        "wait. Repeatable.",
+    )(function)
+    return click.option(
+        "--admin-port",
+        type=click.IntRange(0, 65535),
+        metavar="PORT",
+        help="A port for probes and /metrics alone, which a thread of its own answers however busy the others are; "
+        "0 takes a free one. Serving processes that share their ports share it too.",
+    )(function)
+
+
 def json_flag(what: str) -> Callable[[Decorated], Decorated]:
     """`--json` as a flag: print JSON in place of tables."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")

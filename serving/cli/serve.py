@@ -24,6 +24,7 @@ from serving.cli.options import (
     Assignment,
     FiniteRange,
     cards_option,
+    front_options,
     member_options,
     memory_budget_option,
     port_options,
@@ -119,6 +120,7 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
 )
 @node_tls_options
 @tokens_option
+@front_options
 @click.option(
     "--workers",
     type=click.IntRange(1, 64),
@@ -173,11 +175,13 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
-    from serving.cli.limits import limit_arguments, read_limits
+    from serving.cli.limits import limit_arguments, read_limits, with_proxies
 
     is_registered = _is_registered(ctx)
-    limits = read_limits(options["limits_file"], options["limit"])
-    arguments = limit_arguments(options["limits_file"], options["limit"]) + protection_arguments(options)
+    limits = read_limits(options["limits_file"], with_proxies(options))
+    arguments = limit_arguments(options["limits_file"], with_proxies(options)) + protection_arguments(options)
+    if options["admin_port"] is not None:
+        arguments += ["--admin-port", str(options["admin_port"])]
     protection = Protection.of(options)
     server_config = _server_config(options, protection)
     if options["probe_port"] is None:
@@ -273,7 +277,7 @@ def _static_folder(ctx: click.Context) -> Path:
 def _server_config(options: dict[str, Any], protection: Protection) -> ServerConfig:
     from serving.server import ServerConfig
 
-    names = ("host", "http_port", "grpc_port", "shutdown_delay_s")
+    names = ("host", "http_port", "grpc_port", "admin_port", "shutdown_delay_s")
     protected = {"tls": protection.tls, "tokens": protection.tokens}
     return ServerConfig.model_validate({name: options[name] for name in names} | protected)
 
@@ -281,6 +285,8 @@ def _server_config(options: dict[str, Any], protection: Protection) -> ServerCon
 def _say(scheme: str, listening: Listening) -> None:
     click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
     click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
+    if listening.admin_port is not None:
+        click.echo(f"probes and metrics: http://{listening.host}:{listening.admin_port}/metrics")
 
 
 def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:

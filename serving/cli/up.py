@@ -14,6 +14,7 @@ from serving.cli.examples import WithExamples
 from serving.cli.options import (
     FiniteRange,
     cards_option,
+    front_options,
     memory_budget_option,
     port_options,
     ranking_options,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 @port_options(8080, 8081)
 @tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
 @tokens_option
+@front_options
 @ranking_options
 @verify_option
 @click.pass_context
@@ -98,7 +100,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
       shardrank up --snapshot models/films/3 --http-port 0 --grpc-port 0
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
-    from serving.cli.limits import limit_arguments
+    from serving.cli.limits import limit_arguments, with_proxies
     from serving.fleet.config import FleetConfig
 
     protection = Protection.of(options)
@@ -118,7 +120,8 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         "serve_arguments": (
             *(() if replicas is None else ("--ranking-replicas", str(replicas))),
             *("--dtype", options["dtype"]),
-            *limit_arguments(options["limits_file"], options["limit"]),
+            *limit_arguments(options["limits_file"], with_proxies(options)),
+            *(() if options["admin_port"] is None else ("--admin-port", str(options["admin_port"]))),
             *protection_arguments(options),
         ),
     }

@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 import grpc
 
+from serving.api.body_coding import CODINGS
 from serving.errors import HeaderTooLargeError
 from serving.grpc_api.message_reader import IDENTITY
 from serving.http2.header_blocks import Header, header_block
 from serving.http2.request_headers import malformation
-from serving.oip.body_coding import CODINGS
 
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096

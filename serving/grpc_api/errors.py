@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from serving.api.body_coding import CODINGS
 from serving.errors import ServingError, printable
-from serving.oip.body_coding import CODINGS
 
 MAX_CODING_CHARS = 64
 

@@ -5,9 +5,9 @@ The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md (Leng
 
 from __future__ import annotations
 
+from serving.api.body_coding import CODINGS, expand_at_once
 from serving.errors import BodyTooLargeError, MalformedRequestError
 from serving.grpc_api.errors import UnknownCodingError
-from serving.oip.body_coding import CODINGS, expand
 
 PREFIX_BYTES = 5
 IDENTITY = "identity"
@@ -97,4 +97,4 @@ class MessageReader:
             raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
         if self._coding not in CODINGS:
             raise UnknownCodingError(self._coding)
-        return expand(message, self._max_bytes)
+        return expand_at_once(message, self._max_bytes)

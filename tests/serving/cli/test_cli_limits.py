@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from serving.cli.limits import limit_arguments, read_limits
+from serving.cli.limits import limit_arguments, read_limits, with_proxies
 from serving.limits import RequestLimits
 
 
@@ -47,3 +47,14 @@ def test_a_limits_file_that_can_not_be_read_is_named(tmp_path: Path, name: str, 
     path.write_text(text)
     with pytest.raises(click.UsageError, match=name):
         read_limits(path, [])
+
+
+def test_trusted_proxies_reach_a_worker_as_they_were_given():
+    given = with_proxies({"trusted_proxies": ("10.0.0.0/8", "::1"), "limit": (("max_queue", "7"),)})
+    limits = read_limits(None, given)
+    # Whoever asks what a model takes need not know.
+    assert "trusted_proxies" not in limits.model_dump()
+    assert limits.trusted_proxies == ("10.0.0.0/8", "::1")
+    arguments = limit_arguments(None, given)
+    assert arguments == ["--limit", "max_queue=7", "--limit", "trusted_proxies=10.0.0.0/8,::1"]
+    assert with_proxies({"trusted_proxies": (), "limit": ()}) == ()

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from serving.http.app import create_app
-from serving.http.documents import LOOKUP_EXAMPLE, LOOKUP_SCHEMA, RANK_EXAMPLE, RANK_SCHEMA
+from serving.api.http import HttpApp
+from serving.api.openapi import LOOKUP_EXAMPLE, LOOKUP_SCHEMA, RANK_EXAMPLE, RANK_SCHEMA
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import (
@@ -23,7 +23,7 @@ from shardrank_testing.serving_api import (
 
 
 def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_example():
-    document = create_app(RankingService()).openapi()
+    document = HttpApp(RankingService()).documents.openapi()
     assert {path for path in document["paths"] if not path.startswith("/v2")} == {
         "/v1/models/{model}:rank",
         "/v1/models/{model}:lookup",

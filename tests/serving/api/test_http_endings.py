@@ -10,7 +10,6 @@ import socket
 import httpx
 import pytest
 
-from serving.http.large_work import LARGE_BODY_BYTES
 from serving.limits import RequestLimits
 from serving.server import ServerConfig, running_server
 from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
@@ -142,9 +141,27 @@ def test_a_websocket_is_not_served_and_the_log_says_nothing_of_it(api_model, cap
     assert caplog.records == []
 
 
+def test_a_post_that_asks_for_http2_is_answered_as_it_is_and_its_connection_goes_on(api_model):
+    wish = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAA\r\n"
+    asking = POST.replace(b"host: x\r\n", b"host: x\r\n" + wish)
+
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api:
+                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+                writer.write(asking + POST)
+                writer.write_eof()
+                answers = await answers_until_closed(reader)
+                assert [status for status, _, _ in answers] == [200, 200]
+                assert answers[0][2] == answers[1][2]
+                writer.close()
+
+    run(main())
+
+
 def test_long_bodies_and_answers_are_the_same_as_short_ones_and_keep_no_lease(api_model):
     limits = RequestLimits(max_in_flight=100)
-    padding = " " * (LARGE_BODY_BYTES + 1)
+    padding = " " * 600_000
 
     async def main() -> None:
         with api_service(api_model, limits) as service:

@@ -204,19 +204,64 @@ def test_headers_without_an_end_are_refused(service):
     run(main())
 
 
-def test_one_connection_too_many_is_refused_and_the_others_go_on(service):
+def test_when_all_places_are_taken_the_connection_that_was_idle_for_longest_makes_room(service):
     async def main() -> None:
         async with running_api(service) as api, contextlib.AsyncExitStack() as stack:
             peers = [await stack.enter_async_context(connection(api)) for _ in range(3)]
             for reader, writer in peers:
                 writer.write(post(VALID))
                 assert (await read_answer(reader))[0] == 200
-            extra, _ = await stack.enter_async_context(connection(api))
-            status, headers, answer = await read_answer(extra)
-            assert (status, answer["error"]["kind"], headers["retry-after"]) == (503, "overloaded", "1")
-            assert "max_connections = 3" in answer["error"]["message"]
-            peers[0][1].write(post(VALID))
-            assert (await read_answer(peers[0][0]))[0] == 200
+            reader, writer = await stack.enter_async_context(connection(api))
+            writer.write(post(VALID))
+            assert (await read_answer(reader))[0] == 200
+            assert await peers[0][0].read() == b""
+            for reader, writer in peers[1:]:
+                writer.write(post(VALID))
+                assert (await read_answer(reader))[0] == 200
+
+    run(main())
+
+
+def test_one_connection_too_many_is_refused_if_none_is_idle_and_the_others_go_on(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate, LIMITS) as service:
+            async with running_api(service) as api, contextlib.AsyncExitStack() as stack:
+                peers = [await stack.enter_async_context(connection(api)) for _ in range(3)]
+                for _, writer in peers:
+                    writer.write(post(VALID))
+                await until(lambda: service.in_flight == 3)
+                extra, _ = await stack.enter_async_context(connection(api))
+                status, headers, answer = await read_answer(extra)
+                assert (status, answer["error"]["kind"], headers["retry-after"]) == (503, "overloaded", "1")
+                assert "max_connections = 3" in answer["error"]["message"]
+                gate.open.set()
+                for reader, _ in peers:
+                    assert (await read_answer(reader))[0] == 200
+
+    run(main())
+
+
+def test_one_address_has_so_many_connections_and_its_own_only_are_refused(api_model):
+    limits = RequestLimits(max_connections_per_address=2)
+
+    async def main() -> None:
+        with api_service(api_model, limits) as service:
+            async with running_api(service) as api, contextlib.AsyncExitStack() as stack:
+                for _ in range(2):
+                    reader, writer = await stack.enter_async_context(connection(api))
+                    writer.write(post(VALID))
+                    assert (await read_answer(reader))[0] == 200
+                reader, _ = await stack.enter_async_context(connection(api))
+                status, _, answer = await read_answer(reader)
+                assert (status, answer["error"]["kind"]) == (503, "overloaded")
+                assert "max_connections_per_address = 2" in answer["error"]["message"]
+                port = api.listening.http_port
+                other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+                other[1].write(post(VALID))
+                assert (await read_answer(other[0]))[0] == 200
+                other[1].close()
 
     run(main())
 

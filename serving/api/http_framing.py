@@ -1,0 +1,186 @@
+"""Where an HTTP/1.1 request ends (RFC 9112), and nothing that two readers could understand differently. Bytes only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
+
+_LENGTH_DIGITS = 18
+_LINES_BETWEEN_LOOKS = 256
+
+_NAME = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+_VALUE = rb"[\t\x20-\x7e\x80-\xff]*+"
+_HEAD = re.compile(
+    rb"(%b) (/[\x21-\x7e]*+|\*|https?://[\x21-\x7e]++) HTTP/1\.([01])\r\n(?:%b:%b\r\n)*+\r\n" % (_NAME, _NAME, _VALUE)
+)
+_FRAMING = re.compile(rb"\r\n((?i:host|content-length|transfer-encoding|connection|upgrade|http2-settings)):([^\r]*+)")
+_UPGRADE = re.compile(rb"(?<=\r\n)(?i:upgrade|http2-settings|connection):[^\r]*+\r\n")
+# The end of the line behind a chunk's bytes is read with the next chunk's length.
+_SIZE = rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;%b)?)\r\n" % _VALUE
+_SIZE_BEGUN = rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*+(?:;%b)?\r?)?)?" % _VALUE
+_FIRST_CHUNK, _NEXT_CHUNK = re.compile(_SIZE), re.compile(rb"\r\n" + _SIZE)
+_FIRST_BEGUN, _NEXT_BEGUN = re.compile(_SIZE_BEGUN + rb"\Z"), re.compile(rb"(?:\r(?:\n%b)?)?\Z" % _SIZE_BEGUN)
+_TRAILER = re.compile(rb"(?:%b:%b)?\r\n" % (_NAME, _VALUE))
+
+
+class Framing(NamedTuple):
+    """What a head says of its request.
+
+    Attributes:
+        length: bytes of the body, if it is not chunked.
+        is_chunked: whether chunks say how long it is.
+        has_upgrade: whether another protocol is asked for, see `without_upgrade`.
+    """
+
+    length: int
+    is_chunked: bool
+    has_upgrade: bool
+
+
+def read_head(data: bytes, end: int) -> Framing:
+    """Check a request's head, and say where its body ends.
+
+    Args:
+        data: begins with the head.
+        end: where the two line ends stand that end it.
+
+    Raises:
+        MalformedRequestError: a character that no head has, a line that another does not end as it should, a folded
+            header; no Host, or two; a length that is none, or given twice; a transfer coding but `chunked`.
+        MethodNotAllowedError: for CONNECT, whose body would have no end.
+    """
+    head = _HEAD.match(data)
+    if head is None:
+        raise MalformedRequestError("", "not HTTP/1.1: the request line or a header is malformed")
+    hosts, length, is_chunked, has_upgrade = 0, None, False, False
+    for stated_name, stated in _FRAMING.findall(data, head.end(3), end):
+        name, value = stated_name.lower(), stated.strip(b" \t")
+        if name == b"host":
+            hosts += 1
+        elif name == b"content-length":
+            if length is not None or not value.isdigit() or len(value) > _LENGTH_DIGITS:
+                raise MalformedRequestError("content-length", "must be given once, as digits")
+            length = int(value)
+        elif name == b"transfer-encoding":
+            if is_chunked or value.lower() != b"chunked" or head[3] == b"0":
+                raise MalformedRequestError("transfer-encoding", "must be `chunked` alone, or absent")
+            is_chunked = True
+        else:
+            has_upgrade = has_upgrade or name != b"connection" or b"upgrade" in value.lower()
+    if hosts != 1 and (hosts or head[3] == b"1"):
+        raise MalformedRequestError("host", f"must be given once, and is {hosts} times")
+    if is_chunked and length is not None:
+        raise MalformedRequestError("content-length", "must be absent from a chunked request")
+    if head[1] == b"CONNECT":
+        raise MethodNotAllowedError("CONNECT: this method is not allowed here")
+    return Framing(length or 0, is_chunked, has_upgrade)
+
+
+def without_upgrade(head: bytes) -> bytes:
+    """Drop the wish for another protocol from a head: it is not granted, and the request answered as it is."""
+
+    def kept(line: re.Match[bytes]) -> bytes:
+        name, _, value = line[0].partition(b":")
+        if name.lower() != b"connection":
+            return b""
+        options = [one.strip(b" \t\r\n") for one in value.split(b",")]
+        options = [one for one in options if one.lower() not in (b"upgrade", b"http2-settings", b"")]
+        return b"%b: %b\r\n" % (name, b", ".join(options)) if options else b""
+
+    return _UPGRADE.sub(kept, head)
+
+
+class ChunkReader:
+    """Takes a chunked body apart.
+
+    Args:
+        max_framing_bytes: of extensions of chunks and of headers behind the body, all together; they are dropped.
+
+    Attributes:
+        is_complete: whether the body and what belongs to it has come to its end.
+        is_interrupted: whether `feed` stopped because it took long; it is to be called again, with nothing more.
+        rest: bytes that are not read yet: behind the end, those of the next request.
+    """
+
+    __slots__ = (
+        "_framing_bytes",
+        "_in_trailers",
+        "_is_first",
+        "_left",
+        "_max",
+        "is_complete",
+        "is_interrupted",
+        "rest",
+    )
+
+    def __init__(self, max_framing_bytes: int) -> None:
+        self._max = max_framing_bytes
+        self._framing_bytes = self._left = 0
+        self._is_first, self._in_trailers = True, False
+        self.is_complete = self.is_interrupted = False
+        self.rest = b""
+
+    def feed(self, data: bytes, may_go_on: Callable[[], bool]) -> bytes:
+        """Read on.
+
+        Args:
+            data: what comes next.
+            may_go_on: asked from time to time, if there are many small chunks.
+
+        Returns:
+            What has come of the body.
+
+        Raises:
+            MalformedRequestError: the chunks are not as they should be.
+            HeaderTooLargeError: more extensions and trailers than the limit.
+        """
+        if self.rest:
+            data, self.rest = self.rest + data, b""
+        self.is_interrupted = False
+        parts: list[bytes] = []
+        at = lines = 0
+        while not self._in_trailers:
+            if self._left:
+                part = data[at : at + self._left]
+                at += len(part)
+                self._left -= len(part)
+                parts.append(part)
+                if self._left:
+                    break
+            line = (_FIRST_CHUNK if self._is_first else _NEXT_CHUNK).match(data, at)
+            if line is None:
+                if (_FIRST_BEGUN if self._is_first else _NEXT_BEGUN).match(data, at) is None:
+                    raise MalformedRequestError("", "not HTTP/1.1: a chunk's length, or its end, is malformed")
+                break
+            at = line.end()
+            self._is_first = False
+            self._left = int(line[1], 16)
+            self._in_trailers = not self._left
+            self._framing_bytes += len(line[2])
+            lines += 1
+            if lines % _LINES_BETWEEN_LOOKS == 0 and not may_go_on():
+                self.is_interrupted = True
+                break
+        if self._in_trailers:
+            at = self._skip_trailers(data, at)
+        self.rest = data[at:]
+        if self._framing_bytes + (0 if self.is_complete or self.is_interrupted else len(self.rest)) > self._max:
+            raise header_too_large(self._max)
+        return b"".join(parts)
+
+    def _skip_trailers(self, data: bytes, at: int) -> int:
+        while not self.is_complete and (line := _TRAILER.match(data, at)) is not None:
+            self.is_complete = line.end() - at == len(b"\r\n")
+            self._framing_bytes += line.end() - at
+            at = line.end()
+        if not self.is_complete and data.find(b"\n", at) >= 0:
+            raise MalformedRequestError("", "not HTTP/1.1: a header behind the body is malformed")
+        return at
+
+
+def header_too_large(max_header_bytes: int) -> HeaderTooLargeError:
+    """Make the error of a head, or of what else is no body, that is too long."""
+    return HeaderTooLargeError(f"the headers are longer than the limit max_header_bytes = {max_header_bytes}")

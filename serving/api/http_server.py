@@ -1,0 +1,218 @@
+"""An HTTP listener: sockets are accepted, looked at, and handed to gates with uvicorn's protocol behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl as tls
+import struct
+from email.utils import formatdate
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from serving.api.addresses import Addresses
+from serving.api.http import HttpApp
+from serving.api.http_gate import Gate
+from serving.api.http_gates import Gates, refusal
+from serving.api.replies import Tokens
+from serving.listening_socket import accept_waiting, listening_socket
+from serving.service import RankingService
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+ACCEPTS_A_TURN = 16
+"""Connections that are taken before others have their turn of the event loop."""
+LAST_REQUEST_S = 0.5
+"""How long a connection that may bring its first request is kept when the server stops."""
+# When no more files can be opened, those who wait are left in the queue for so long.
+_EXHAUSTED_PAUSE_S = 0.1
+_SWEEP_S = 0.5
+_SECOND_S = 1.0
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class HttpServer:
+    """An HTTP listener over one service.
+
+    Args:
+        service: answers the requests.
+        drain_timeout_s: how long requests in flight may take once it is stopped.
+        app: what answers; by default the whole API.
+        addresses: accounts of whoever connects, shared with other listeners; by default its own.
+        ssl: for connections that are encrypted.
+        tokens: says who may do what; None lets everybody.
+    """
+
+    def __init__(
+        self,
+        service: RankingService,
+        drain_timeout_s: float,
+        *,
+        app: ASGIApp | None = None,
+        addresses: Addresses | None = None,
+        ssl: tls.SSLContext | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        limits = service.limits
+        config = uvicorn.Config(
+            app or HttpApp(service, tokens),
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            # The gate ends idle connections; uvicorn's own timer shall never come first.
+            timeout_keep_alive=round(2 * limits.keep_alive_s) + 60,
+        )
+        config.load()
+        addresses = addresses or Addresses(limits, service.clock)
+        self._gates = Gates(config, limits, service.metrics, addresses, service.clock, is_tls=ssl is not None)
+        self._drain_timeout_s = drain_timeout_s
+        self._handshake_timeout_s = limits.receive_timeout_s
+        self._ssl = ssl
+        self._listener: socket.socket | None = None
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen. Returns the port, which is a free one if 0 was asked for.
+
+        Raises:
+            ListenError: if the port can't be bound.
+        """
+        listener = listening_socket(host, port, "HTTP")
+        listener.listen(BACKLOG)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._ticking = asyncio.create_task(self._tick())
+        bound: int = listener.getsockname()[1]
+        return bound
+
+    def begin_drain(self) -> None:
+        """Go on as before, but every answer from now on closes its connection."""
+        self._gates.is_draining = True
+        for gate in list(self._gates.open):
+            gate.begin_drain()
+
+    async def stop(self) -> None:
+        """Take in what has connected, then nothing more; end idle connections, and wait for requests in flight."""
+        self.begin_drain()
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            asyncio.get_running_loop().remove_reader(listener)
+            for connection in accept_waiting(listener):
+                self._take(connection)
+            listener.close()
+        while self._connecting:
+            await asyncio.wait(self._connecting)
+        await self._drain()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+
+    async def _drain(self) -> None:
+        gates = self._gates
+        for gate in list(gates.open):
+            if gate.is_between_requests() and not gate.may_bring_request():
+                gate.end()
+        await self._all_closed(min(LAST_REQUEST_S, self._drain_timeout_s))
+        for gate in list(gates.open):
+            if gate.is_between_requests():
+                gate.end()
+        await self._all_closed(self._drain_timeout_s)
+        if gates.open:
+            logger.error("%d HTTP requests did not end within %s s", len(gates.state.tasks), self._drain_timeout_s)
+        for task in list(gates.state.tasks):
+            task.cancel()
+        if gates.state.tasks:
+            await asyncio.wait(gates.state.tasks, timeout=LAST_REQUEST_S)
+        await self._all_closed(LAST_REQUEST_S if gates.open else 0)
+        for gate in list(gates.open):
+            gate.drop()
+
+    async def _all_closed(self, timeout_s: float) -> None:
+        gates = self._gates
+        gates.all_closed.clear()
+        if gates.open:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(gates.all_closed.wait(), timeout_s)
+
+    def _accept(self) -> None:
+        listener = self._listener
+        for _ in range(ACCEPTS_A_TURN):
+            if listener is None:
+                return
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                self._gates.note("exhausted")
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(_EXHAUSTED_PAUSE_S, self._accept_again)
+                return
+            self._take(connection)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _take(self, connection: socket.socket) -> None:
+        """Make a connection of a socket, or refuse it before it costs anything."""
+        gates = self._gates
+        try:
+            peer = connection.getpeername()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            connection.close()
+            return
+        address: str = peer[0]
+        error = gates.refusal(address)
+        if error is not None:
+            if gates.addresses.is_waiting(address):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            elif self._ssl is None:
+                with contextlib.suppress(OSError):
+                    connection.send(refusal(error, gates.state.default_headers))
+            connection.close()
+            return
+        gate = Gate(gates, address)
+        gates.add(gate)
+        task = asyncio.get_running_loop().create_task(self._connect(gate, connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, gate: Gate, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = None if self._ssl is None else self._handshake_timeout_s
+        try:
+            await loop.connect_accepted_socket(lambda: gate, connection, ssl=self._ssl, ssl_handshake_timeout=timeout_s)
+        except (OSError, tls.SSLError):
+            # The peer has left, or its handshake has failed.
+            self._gates.note("handshake")
+            connection.close()
+        finally:
+            if not gate.has_connected:
+                self._gates.lose(gate)
+
+    async def _tick(self) -> None:
+        """Sweep, and keep the date that answers have; nobody else does."""
+        gates, second = self._gates, 0.0
+        period_s = min(_SWEEP_S, self._handshake_timeout_s / 8)
+        while True:
+            if (now := gates.clock()) - second >= _SECOND_S:
+                second = now
+                gates.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+                gates.tell()
+            gates.sweep()
+            await asyncio.sleep(period_s)

@@ -1,0 +1,176 @@
+"""Probes and metrics on a port and a thread of their own. On real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import threading
+import time
+
+import httpx
+import pytest
+
+from serving.api.admin import running_admin
+from serving.errors import ListenError, ServingError
+from serving.server import ServerConfig, serve
+from serving.service import RankingService
+from shardrank_testing.serving_api import MODEL, api_request, api_service, run, running_api, served_service
+
+PATHS = {"/healthz": 200, "/readyz": 503, "/v2/health/live": 200, "/v2/health/ready": 503, "/metrics": 200}
+
+
+def fetch(port: int, path: str, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def test_it_answers_while_the_loop_that_ranks_stands_still():
+    service = RankingService(expected_models=[MODEL])
+
+    async def main() -> None:
+        async with running_admin(service, "127.0.0.1", 0) as port:
+            found: dict[str, int] = {}
+
+            def ask() -> None:
+                found.update({path: fetch(port, path)[0] for path in PATHS})
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            # Holds this event loop until all is answered.
+            while asking.is_alive():
+                time.sleep(0.001)  # noqa: ASYNC251
+            assert found == PATHS
+
+    run(main())
+
+
+def test_it_says_what_the_main_port_says_and_nothing_else(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            async with running_api(service) as api, running_admin(service, "127.0.0.1", 0) as port:
+                base = f"http://127.0.0.1:{port}"
+                async with httpx.AsyncClient(base_url=base) as admin:
+                    await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+                    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+                        told, same = await admin.get(path), await api.http.get(path)
+                        assert (told.status_code, told.content) == (same.status_code, same.content)
+                    assert (await admin.head("/readyz")).status_code == 200
+                    metrics = await admin.get("/metrics", headers={"x-request-id": "abc"})
+                    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+                    assert metrics.headers["x-request-id"] == "abc"
+                    assert 'method="rank",model="films",status="ok"} 1.0' in metrics.text
+                    assert "shardrank_memory_bytes{" in metrics.text
+                    answer = await admin.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+                    assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
+                    answer = await admin.post("/metrics")
+                    assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
+
+    run(main())
+
+
+def test_a_port_that_is_taken_is_told_to_whoever_starts_it():
+    async def main() -> None:
+        service = RankingService()
+        with pytest.raises(ListenError, match="can't listen"):
+            async with running_admin(service, "192.0.2.1", 1):
+                pass
+
+    run(main())
+
+
+def test_a_serving_process_has_it_from_before_it_loads_until_it_has_stopped(api_model):
+    service = RankingService(expected_models=[MODEL])
+    loading, loaded = asyncio.Event(), asyncio.Event()
+    seen = []
+
+    async def load() -> None:
+        loading.set()
+        await loaded.wait()
+
+    async def main() -> None:
+        config = ServerConfig(http_port=0, grpc_port=0, admin_port=0, shutdown_delay_s=0)
+        serving = asyncio.create_task(serve(service, config, load, on_listening=seen.append))
+        await loading.wait()
+        port = seen[0].admin_port
+        assert (await asyncio.to_thread(fetch, port, "/readyz"))[0] == 503
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.to_thread(fetch, port, "/healthz")
+
+    run(main())
+
+
+def test_metrics_of_the_main_port_are_rendered_on_a_thread_once_for_all_who_ask(api_model):
+    threads: list[str] = []
+
+    async def main() -> None:
+        service = served_service(api_model)
+        render = service.metrics.render
+
+        def noting() -> bytes:
+            threads.append(threading.current_thread().name)
+            time.sleep(0.2)
+            return render()
+
+        service.metrics.render = noting  # type: ignore[method-assign]
+        async with running_api(service) as api:
+            answers = await asyncio.gather(*(api.http.get("/metrics") for _ in range(5)))
+            assert {answer.status_code for answer in answers} == {200}
+        assert len(threads) < 5
+        assert threading.main_thread().name not in threads
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+class Doorman:
+    """Lets in whoever says the right that is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def check(self, authorization: str | None, scope: str) -> None:
+        self.asked.append(scope)
+        if authorization != f"Bearer {scope}":
+            raise ServingError(f"not for you: {scope}")
+
+
+def test_every_path_asks_for_its_right_and_probes_for_none(api_model):
+    from serving.api.http_server import HttpServer
+
+    async def main() -> None:
+        with api_service(api_model) as service:
+            doorman = Doorman()
+            server = HttpServer(service, 1.0, tokens=doorman)
+            port = await server.start("127.0.0.1", 0)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                for method, path, right in [
+                    ("POST", f"/v1/models/{MODEL}:rank", "rank"),
+                    ("POST", f"/v1/models/{MODEL}:lookup", "rank"),
+                    ("POST", f"/v2/models/{MODEL}/infer", "rank"),
+                    ("GET", "/v1/models", "describe"),
+                    ("GET", f"/v1/models/{MODEL}", "describe"),
+                    ("GET", "/v2", "describe"),
+                    ("GET", f"/v2/models/{MODEL}/config", "describe"),
+                    ("POST", "/v2/repository/index", "describe"),
+                    ("POST", f"/v2/repository/models/{MODEL}/load", "admin"),
+                    ("GET", "/metrics", "admin"),
+                ]:
+                    refused = await client.request(method, path)
+                    assert refused.status_code == 500, path
+                    assert f"not for you: {right}" in refused.text
+                    allowed = await client.request(method, path, headers={"authorization": f"Bearer {right}"})
+                    assert "not for you" not in allowed.text
+                doorman.asked.clear()
+                for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", f"/v2/models/{MODEL}/ready"):
+                    await client.get(path)
+                assert doorman.asked == []
+            await server.stop()
+
+    run(main())

@@ -1,0 +1,215 @@
+"""Where requests end, and what is refused because that could be understood in two ways. By bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.limits import RequestLimits
+from shardrank_testing.http_wire import Served, chunked, errors, post, statuses
+
+AMBIGUOUS = {
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nhost: a\r\nHost: a\r\n\r\n",
+    "two hosts in 1.0": b"GET / HTTP/1.0\r\nhost: a\r\nHost: a\r\n\r\n",
+    "gzip, chunked": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n" * 1
+    + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "identity": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: identity\r\ncontent-length: 1\r\n\r\na",
+    "chunked in 1.0": b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two framings": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 1\r\n\r\na",
+    "a list of lengths": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1, 1\r\n\r\na",
+    "a signed length": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: +1\r\n\r\na",
+    "a hexadecimal length": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 0x1\r\n\r\na",
+    "an empty length": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length:\r\n\r\n",
+    "a huge length": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1" + b"0" * 18 + b"\r\n\r\na",
+    "NUL": b"GET / HTTP/1.1\r\nhost: a\r\nx: a\0b\r\n\r\n",
+    "a bare CR": b"GET / HTTP/1.1\r\nhost: a\r\nx: a\rb\r\n\r\n",
+    "a bare LF": b"GET / HTTP/1.1\r\nhost: a\r\nx: a\nb: c\r\n\r\n",
+    "lines end with LF": b"GET / HTTP/1.1\nhost: a\n\n\r\n\r\n",
+    "a folded header": b"GET / HTTP/1.1\r\nhost: a\r\nx: a\r\n b\r\n\r\n",
+    "a space before the colon": b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length : 1\r\n\r\na",
+    "no name": b"GET / HTTP/1.1\r\nhost: a\r\n: b\r\n\r\n",
+    "a name with a quote": b'GET / HTTP/1.1\r\nhost: a\r\nx"y: b\r\n\r\n',
+    "no colon": b"GET / HTTP/1.1\r\nhost: a\r\nabc\r\n\r\n",
+    "a target with a control": b"GET /a\x01b HTTP/1.1\r\nhost: a\r\n\r\n",
+    "a target with a space": b"GET /a b HTTP/1.1\r\nhost: a\r\n\r\n",
+    "a target beyond ASCII": b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n",
+    "an authority": b"GET example.com:80 HTTP/1.1\r\nhost: a\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/1.2": b"GET / HTTP/1.2\r\nhost: a\r\n\r\n",
+    "an unknown method": b"FETCH / HTTP/1.1\r\nhost: a\r\n\r\n",
+    "a method in small letters": b"get / HTTP/1.1\r\nhost: a\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+def test_what_could_be_understood_in_two_ways_is_refused_and_never_reaches_the_application(sent, caplog):
+    async def main() -> None:
+        served = Served()
+        wire = await served.converse([sent + post()])
+        assert statuses(wire.sent) == [400]
+        assert wire.is_closed
+        assert b"connection: close\r\n" in wire.sent
+        assert served.calls == []
+        assert errors(served.metrics) == {"malformed": 1.0}
+
+    asyncio.run(main())
+    # One line a second, for all of them together, and not by the gate itself.
+    assert caplog.records == []
+
+
+def test_connect_is_not_allowed_here():
+    async def main() -> None:
+        served = Served()
+        assert statuses((await served.converse([b"CONNECT / HTTP/1.1\r\nhost: a\r\n\r\n"])).sent) == [405]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"),
+        ("upgrade: websocket", "connection: keep-alive, Upgrade"),
+        ("upgrade: h2c",),
+    ],
+)
+def test_a_wish_for_another_protocol_is_not_granted_and_the_request_is_answered_with_its_body(headers):
+    async def main() -> None:
+        served = Served()
+        wire = await served.converse([post(b"hello", *headers) + post(b"again")])
+        assert statuses(wire.sent) == [200, 200]
+        assert [call[2] for call in served.calls] == [b"hello", b"again"]
+        assert not {b"upgrade", b"http2-settings"} & set(served.calls[0][3])
+        assert b"upgrade" not in served.calls[0][3].get(b"connection", b"").lower()
+
+    asyncio.run(main())
+
+
+def test_other_wishes_about_the_connection_stay():
+    async def main() -> None:
+        served = Served()
+        wire = await served.converse([post(b"a", "connection: close, upgrade", "upgrade: h2c") + post(b"b")])
+        assert statuses(wire.sent) == [200]
+        assert wire.is_closed
+        assert b"connection: close" in wire.sent
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        chunked([b"a" * 10] * 20, extension=b";" + b"e" * 300),
+        chunked([b"abc"], trailers=b"x: y\r\n" * 1000),
+        chunked([b"abc"])[:-2] + b"x: " + b"y" * 5000,
+        b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 5000,
+        b"GET /" + b"y" * 5000 + b" HTTP/1.1\r\nhost: a\r\n\r\n",
+    ],
+    ids=["extensions", "trailers", "a trailer", "a header", "a target"],
+)
+@pytest.mark.parametrize("size", [7, 10_000])
+def test_whatever_is_no_body_counts_to_the_limit_of_headers(sent, size):
+    async def main() -> None:
+        served = Served()
+        wire = await served.converse([sent[at : at + size] for at in range(0, len(sent), size)])
+        assert statuses(wire.sent) == [431]
+        assert wire.is_closed
+        assert served.calls == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"5\r\nabc\r\n0\r\n\r\n", b"3\r\nabcde\r\n", b"x\r\n", b"\r\n", b"-1\r\n", b"3 3\r\nabc\r\n"),
+        *(b"0\r\nx y\r\n\r\n", b"1" * 16 + b"\r\n", b"3\nabc\n0\n\n", b"3;\0\r\nabc\r\n", b"0\r\n x: y\r\n\r\n"),
+    ],
+)
+def test_chunks_that_are_not_as_they_should_be_are_refused(body):
+    async def main() -> None:
+        served = Served()
+        wire = await served.converse([b"POST /c HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + body])
+        # The first one's length takes what follows for the chunk, whose end is then missing.
+        assert statuses(wire.sent) == [400]
+        assert served.calls == []
+        assert wire.is_closed
+
+    asyncio.run(main())
+
+
+REQUESTS = st.one_of(
+    st.builds(post, st.binary(max_size=300)),
+    st.builds(post, st.binary(max_size=50), st.just("connection: upgrade"), st.just("upgrade: h2c")),
+    st.builds(chunked, st.lists(st.binary(max_size=40), max_size=8), st.sampled_from([b"", b";a=b", b" ;q"])),
+    st.builds(
+        chunked, st.lists(st.binary(max_size=40), max_size=8), trailers=st.just(b"x: y\r\ncontent-length: 7\r\n")
+    ),
+    st.just(b"GET /g HTTP/1.1\r\nhost: x\r\n\r\n"),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(REQUESTS, min_size=1, max_size=6), st.lists(st.integers(1, 120)))
+def test_however_valid_requests_are_cut_the_answers_are_the_same(requests, cuts):
+    stream = b"".join(requests)
+    pieces, at = [], 0
+    for size in itertools.chain(cuts, itertools.repeat(len(stream))):
+        if at >= len(stream):
+            break
+        pieces.append(stream[at : at + size])
+        at += size
+
+    async def main() -> None:
+        whole, cut = Served(), Served()
+        expected, got = await whole.converse([stream]), await cut.converse(pieces)
+        assert statuses(expected.sent) == [200] * len(requests)
+        assert got.sent == expected.sent
+        assert cut.calls == whole.calls
+        assert (expected.is_closed, got.is_closed) == (False, False)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_the_gate_answers_or_closes_and_is_whole_afterwards(seed, caplog):
+    rng = random.Random(seed)
+    valid = [post(b"abc"), chunked([b"abc", b"d" * 50]), post(b"", "expect: 100-continue"), *AMBIGUOUS.values()]
+    alphabet = b"\r\n\0 :;,a0Ff\t\xff"
+
+    async def main() -> None:
+        served = Served(RequestLimits(max_header_bytes=4096, max_idle_work_ms=0))
+        for _ in range(1500):
+            sent = bytearray(b"".join(rng.choices(valid, k=rng.randint(1, 3))))
+            for _ in range(rng.randint(0, 4)):
+                at = rng.randrange(len(sent))
+                if rng.random() < 0.3:
+                    del sent[at : at + rng.randint(1, 5)]
+                elif rng.random() < 0.5:
+                    sent.insert(at, rng.choice(alphabet))
+                else:
+                    sent[at] = rng.choice(alphabet)
+                if not sent:
+                    sent = bytearray(b"x")
+            cut = rng.randint(0, len(sent))
+            wire = await served.converse([bytes(sent[:cut]), bytes(sent[cut:])] if cut else [bytes(sent)])
+            assert set(statuses(wire.sent)) <= {100, 200, 400, 405, 431}
+        assert not served.gates.open
+        assert not served.gates.state.connections
+        assert not served.gates.state.tasks
+        assert all(not waiting for waiting in (served.gates.idle, served.gates.receiving, served.gates.closing))
+        assert not served.gates.ahead
+        assert len(served.addresses) <= 1
+        assert statuses((await served.converse([post()])).sent) == [200]
+
+    asyncio.run(main())
+    assert caplog.records == []

@@ -1,0 +1,184 @@
+"""The gate by bytes: what it reads ahead, whom it ends, and when."""
+
+from __future__ import annotations
+
+import asyncio
+
+from serving.limits import RequestLimits
+from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, settled, statuses
+
+MALFORMED = b"GET / HTTP/1.1\r\nhost: a\r\nx: a\0b\r\n\r\n"
+
+
+def test_nothing_is_read_ahead_of_an_answer_but_what_one_read_brought_along():
+    async def main() -> None:
+        served = Served(hold=True)
+        gate, wire = served.connect()
+        gate.data_received(post() * 500)
+        await settled(lambda: served.calls)
+        assert wire.is_paused
+        assert len(gate._held) == 499 * len(post())
+        assert len(served.calls) == 1
+        served.may_answer.set()
+        await settled(lambda: len(served.calls) == 500)
+        await settled(lambda: not wire.is_paused)
+        assert statuses(wire.sent) == [200] * 500
+        assert gate._held == b""
+
+    asyncio.run(main())
+
+
+def test_a_request_sent_ahead_of_an_answer_stops_the_reading():
+    async def main() -> None:
+        served = Served(hold=True)
+        gate, wire = served.connect()
+        gate.data_received(post())
+        await settled(lambda: served.calls)
+        assert not wire.is_paused
+        gate.data_received(post()[:10])
+        assert wire.is_paused
+        served.may_answer.set()
+        await settled(lambda: not wire.is_paused)
+        gate.data_received(post()[10:])
+        await settled(lambda: len(served.calls) == 2)
+        assert statuses(wire.sent) == [200, 200]
+
+    asyncio.run(main())
+
+
+def test_many_small_chunks_give_others_their_turn_and_arrive_as_one_body():
+    async def main() -> None:
+        # Each look at the clock takes 3 ms: a turn is over at the first.
+        served = Served(RequestLimits(max_idle_work_ms=0), Clock(0.003))
+        gate, wire = served.connect()
+        sent = chunked([b"%d" % (number % 10) for number in range(5000)])
+        gate.data_received(sent)
+        assert wire.is_paused
+        await settled(lambda: served.calls)
+        assert served.calls[0][2] == b"0123456789" * 500
+        await settled(lambda: wire.sent)
+        assert not wire.is_paused
+        assert statuses(wire.sent) == [200]
+
+    asyncio.run(main())
+
+
+def test_who_causes_work_and_completes_nothing_is_ended_and_its_address_waits():
+    async def main() -> None:
+        served = Served()
+        gate, wire = served.connect()
+        gate.data_received(post(b"x" * 90_000)[:200])
+        reads = 0
+        while not wire.is_closed:
+            gate.data_received(b"x")
+            reads += 1
+        assert wire.is_aborted
+        assert 10_000 < reads < 40_000
+        gate.connection_lost(None)
+        assert served.gates.refusal(HOME) is not None
+        assert served.gates.refusal("192.0.2.2") is None
+        assert errors(served.metrics)["penalty"] == 2.0
+
+    asyncio.run(main())
+
+
+def test_a_trusted_proxy_is_ended_alone_and_may_come_again():
+    async def main() -> None:
+        served = Served(RequestLimits(trusted_proxies=(HOME,)))
+        gate, wire = served.connect()
+        gate.data_received(post(b"x" * 90_000)[:200])
+        for _ in range(40_000):
+            gate.data_received(b"x")
+        assert wire.is_aborted
+        assert served.gates.refusal(HOME) is None
+
+    asyncio.run(main())
+
+
+def test_connections_that_bring_nothing_cost_their_address_something():
+    async def main() -> None:
+        served = Served()
+        opened = 0
+        while served.gates.refusal(HOME) is None:
+            gate, _ = served.connect()
+            gate.connection_lost(None)
+            opened += 1
+        assert 1000 < opened < 10_000
+        served.clock.now += LIMITS.penalty_s + 0.1
+        assert served.gates.refusal(HOME) is None
+
+    asyncio.run(main())
+
+
+def test_idle_connections_make_room_those_of_the_address_with_most_of_them_first():
+    async def main() -> None:
+        served = Served(RequestLimits(max_connections=6))
+        gates = [served.connect(address) for address in (HOME, "192.0.2.2", "192.0.2.2", "192.0.2.2", "192.0.2.3")]
+        for gate, _ in gates:
+            gate.data_received(post())
+        await settled(lambda: len(served.gates.idle) == 5)
+        served.connect("192.0.2.4")
+        assert served.gates.refusal("192.0.2.9") is None
+        assert [wire.is_closed for _, wire in gates] == [False, True, False, False, False]
+
+    asyncio.run(main())
+
+
+def test_malformed_requests_are_told_in_one_line_with_their_number(caplog):
+    async def main() -> None:
+        served = Served()
+        for _ in range(100):
+            await served.converse([MALFORMED])
+        served.gates.tell()
+        served.gates.tell()
+        assert errors(served.metrics) == {"malformed": 100.0}
+
+    asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == ["HTTP connections refused or ended: malformed: 100"]
+
+
+def test_times_end_what_waits_and_nothing_else():
+    async def main() -> None:
+        served = Served(LIMITS.model_copy(update={"receive_timeout_s": 4.0, "keep_alive_s": 60.0}), hold=True)
+        fresh, idle, half, busy, unread = (served.connect() for _ in range(5))
+        half[0].data_received(post()[:-1])
+        busy[0].data_received(post())
+        served.clock.now += 3.9
+        unread[0].data_received(post())
+        unread[0].pause_writing()
+        idle[0].data_received(post())
+        await settled(lambda: len(served.calls) == 3)
+        served.gates.sweep()
+        assert not any(wire.is_closed for _, wire in (fresh, idle, half, busy, unread))
+        served.clock.now += 0.2
+        served.gates.sweep()
+        assert (fresh[1].is_closed, fresh[1].sent) == (True, b"")
+        assert (half[1].is_closed, statuses(half[1].sent)) == (True, [408])
+        served.clock.now += 3.8
+        served.gates.sweep()
+        assert unread[1].is_aborted
+        unread[0].connection_lost(None)
+        served.may_answer.set()
+        await settled(lambda: idle[1].sent and busy[1].sent)
+        served.clock.now += 59.0
+        served.gates.sweep()
+        assert not busy[1].is_closed
+        served.clock.now += 1.1
+        served.gates.sweep()
+        assert busy[1].is_closed
+        assert idle[1].is_closed
+
+    asyncio.run(main())
+
+
+def test_whoever_works_for_a_client_is_told_that_it_left():
+    async def main() -> None:
+        served = Served(hold=True)
+        gate, _ = served.connect()
+        gate.data_received(post())
+        await settled(lambda: served.calls)
+        gate.connection_lost(ConnectionResetError())
+        assert served.left == 1
+        assert served.addresses.connections(HOME) == 0
+
+    asyncio.run(main())

@@ -1,0 +1,143 @@
+"""HTTP connections without sockets: a transport whose other end is a list, and an application that says what it got."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+
+from serving.api.addresses import Addresses
+from serving.api.http_gate import Gate
+from serving.api.http_gates import READ_BYTES, Gates
+from serving.limits import RequestLimits
+from serving.metrics import ServingMetrics
+
+HOME = "192.0.2.1"
+LIMITS = RequestLimits(max_header_bytes=4096, max_body_bytes=100_000)
+
+
+class Wire(asyncio.Transport):
+    """A transport whose other end is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+        self.is_closed = self.is_aborted = self.is_paused = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.is_closed
+        self.sent += bytes(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        assert not self.is_paused
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        assert self.is_paused
+        self.is_paused = False
+
+
+class Clock:
+    def __init__(self, step: float = 0.0) -> None:
+        self.now, self.step = 1000.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+class Served:
+    """Gates over an application that says what it got."""
+
+    def __init__(self, limits: RequestLimits = LIMITS, clock: Clock | None = None, hold: bool = False) -> None:
+        self.calls: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
+        self.may_answer = asyncio.Event()
+        self.left = 0
+        if not hold:
+            self.may_answer.set()
+        self.clock = clock or Clock()
+        self.metrics = ServingMetrics()
+        config = uvicorn.Config(
+            self.app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none"
+        )
+        config.load()
+        self.addresses = Addresses(limits, self.clock)
+        self.gates = Gates(config, limits, self.metrics, self.addresses, self.clock)
+
+    def _leave(self) -> None:
+        self.left += 1
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        gate = scope["state"]["gate"]
+        gate.watch(self._leave)
+        body, is_more = b"", True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, is_more = body + message["body"], message["more_body"]
+        self.calls.append((scope["method"], scope["path"], body, dict(scope["headers"])))
+        await self.may_answer.wait()
+        text = b"%d" % len(body)
+        headers = [(b"content-length", b"%d" % len(text))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": text})
+        gate.answered()
+
+    def connect(self, address: str = HOME) -> tuple[Any, Wire]:
+        wire, gate = Wire(), Gate(self.gates, address)
+        self.gates.add(gate)
+        gate.connection_made(wire)
+        return gate, wire
+
+    async def converse(self, pieces: list[bytes]) -> Wire:
+        """Sends pieces as a socket would: only while they are read."""
+        gate, wire = self.connect()
+        for piece in pieces:
+            for at in range(0, len(piece), READ_BYTES):
+                await settled(lambda: not wire.is_paused or wire.is_closed)
+                if not wire.is_closed:
+                    gate.data_received(piece[at : at + READ_BYTES])
+        await settled(lambda: not (self.gates.state.tasks or wire.is_paused) or wire.is_closed)
+        gate.connection_lost(None)
+        await settled(lambda: not self.gates.state.tasks)
+        return wire
+
+
+async def settled(condition: Any) -> None:
+    for _ in range(2000):
+        await asyncio.sleep(0)
+        if condition():
+            return
+
+
+def post(body: bytes = b"abc", *headers: str, path: str = "/p") -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", "")
+    return "\r\n".join(lines).encode("latin-1") + body
+
+
+def chunked(parts: list[bytes], extension: bytes = b"", trailers: bytes = b"") -> bytes:
+    chunks = b"".join(b"%x%b\r\n%b\r\n" % (len(part), extension, part) for part in parts if part)
+    return b"POST /c HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n" + trailers + b"\r\n"
+
+
+def statuses(sent: bytes) -> list[int]:
+    return [int(part[:3]) for part in sent.split(b"HTTP/1.1 ")[1:]]
+
+
+def errors(metrics: ServingMetrics) -> dict[str, float]:
+    found = {}
+    for line in metrics.render().decode().splitlines():
+        if line.startswith("shardrank_errors_total{"):
+            found[line.split('kind="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
+    return found
