@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -36,6 +37,12 @@ class RequestLimits(Frozen):
             bytes or to answer a ping.
         keep_alive_s: time for which an idle connection is kept, HTTP or gRPC.
         max_connections: open connections of this process, HTTP and gRPC each.
+        max_connections_per_address: open connections of one address, HTTP and gRPC together; 0 for any number.
+        max_idle_work_ms: processor time that an address may cause without completing a request; above that its
+            connections are ended. 0 for any.
+        penalty_s: how long such an address may open no connection; 0 for no time at all.
+        trusted_proxies: addresses or networks (`10.0.0.0/8`) that stand for many clients: neither their number of
+            connections nor penalties are for them.
         max_header_bytes: request line and headers of one HTTP request; also what stands between and behind its chunks.
         max_concurrent_streams: calls at once on one gRPC connection.
         max_connection_age_s: age at which a gRPC connection is asked to end; calls on it are finished.
@@ -61,6 +68,10 @@ class RequestLimits(Frozen):
     receive_timeout_s: float = Field(default=4.0, gt=0, le=3600)
     keep_alive_s: float = Field(default=60.0, gt=0, le=3600)
     max_connections: int = Field(default=4096, ge=1)
+    max_connections_per_address: int = Field(default=1024, ge=0)
+    max_idle_work_ms: int = Field(default=200, ge=0, le=60_000)
+    penalty_s: float = Field(default=10.0, ge=0, le=3600)
+    trusted_proxies: tuple[str, ...] = Field(default=(), max_length=256)
     max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
     max_concurrent_streams: int = Field(default=256, ge=1)
     max_connection_age_s: float = Field(default=3600.0, gt=0, le=86_400)
@@ -71,4 +82,6 @@ class RequestLimits(Frozen):
             raise ValueError(
                 f"default_timeout_ms {self.default_timeout_ms} is more than max_timeout_ms {self.max_timeout_ms}"
             )
+        for proxy in self.trusted_proxies:
+            ipaddress.ip_network(proxy, strict=False)
         return self
