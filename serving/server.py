@@ -15,8 +15,8 @@ from pydantic import Field
 
 from loader.manifest import Frozen
 from loader.settled_heap import settle_heap
+from serving.api.grpc.services import GrpcServer
 from serving.fleet.signals import StopRequestedError, run_until_signalled
-from serving.grpc_api.server import GrpcServer
 from serving.http.server import HttpServer
 from serving.service import RankingService
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from serving.encode_json import encode, lookup_document, rank_document
-from serving.grpc_api.encode import encode_lookup, encode_rank
+from serving.formats.encode_message import encode_lookup, encode_rank
 from serving.oip.answer_ids import AnswerIds
 from serving.oip.encode import encode_grpc, encode_http
 from serving.oip.infer_request import InferRequest, parse_version
@@ -69,9 +69,7 @@ class _InferHttp:
         body, header_length = encode_http(self._read, answer, answer.request_id or _ids())
         if header_length is None:
             return Encoded(body)
-        return Encoded(
-            body, "application/octet-stream", (("inference-header-content-length", str(header_length)),)
-        )
+        return Encoded(body, "application/octet-stream", (("inference-header-content-length", str(header_length)),))
 
 
 class _InferGrpc:

@@ -14,7 +14,7 @@ from loadtest.workloads.errors import AnswerError, WorkloadError
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads
 from serving.encode_json import encode, rank_document
-from serving.grpc_api.encode import encode_rank
+from serving.formats.encode_message import encode_rank
 from serving.limits import RequestLimits
 from serving.oip import encode as oip_encode
 from serving.oip import read_grpc

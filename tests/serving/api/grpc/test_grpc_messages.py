@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from serving.grpc_api.call_head import MAX_DETAILS_BYTES, CallHead, read_head, status_block
+from serving.api.grpc.calls import MAX_DETAILS_BYTES, CallHead, read_head, status_block
 from serving.grpc_api.message_reader import MessageReader
 
 MAX_HEADER_BYTES = 1000

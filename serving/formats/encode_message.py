@@ -41,5 +41,10 @@ def encode_model(description: ModelDescription) -> bytes:
         dense_inputs=ranking_pb2.DenseInputsInfo(**description.dense_inputs.model_dump()),
         dense_model=ranking_pb2.DenseModelInfo(**description.dense_model.model_dump()),
         schema_digest=description.schema_digest,
-        limits={name: float(value) for name, value in description.limits.model_dump().items()},
+        # Numbers alone: which proxies are trusted is nobody's business.
+        limits={
+            name: float(value)
+            for name, value in description.limits.model_dump().items()
+            if isinstance(value, int | float)
+        },
     ).SerializeToString()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http2.errors import ErrorCode, Http2Error
+from serving.api.grpc.wire import ErrorCode, Http2Error
 from serving.http2.header_blocks import KEPT_BLOCKS, HeaderReader, header_block
 
 NAMES = st.sampled_from([b":path", b"te", b"grpc-timeout", b"x-trace", b"a-rather-long-name-of-a-header"])
