@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Each package may import itself and what stands before it.
 ORDER = ["loader", "shard_node", "router", "serving", "loadtest"]
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 SOURCES = [
     path for folder in [*ORDER, "tests"] for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name
@@ -54,7 +54,7 @@ def test_cupy_is_imported_in_one_place_at_most():
     assert len(users) <= 1
 
 
-def test_files_are_at_most_400_lines():
+def test_files_are_at_most_600_lines():
     long = {relative(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES}
     assert long == {}
 

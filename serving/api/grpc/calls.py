@@ -48,8 +48,8 @@ CALL_WORTH_S, SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-3, 1e-4, 2e-9
 """Work at the front that a completed call makes good: for itself and for each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, beside reading it."""
-REFUSED_CALL_S = 2e-3
-"""What it may cost to see what is wrong with a message; what it costs beyond that is charged."""
+REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
+"""What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
 STOPPING = "the server stops"
 INTERNAL = "internal error; the server's log says more"
 IDENTITY = "identity"
@@ -584,7 +584,7 @@ class Call:
         """Charge the client for the time in which its message was found to be wrong, beyond what is usual."""
         if self._working_since:
             took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
-            self._connection.spent(max(0.0, took_s))
+            self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
 
     async def _plain(self) -> bytes:
         flag, message = self._messages.popleft()

@@ -148,7 +148,8 @@ class Http2Protocol(asyncio.Protocol):
             begun, self._begun = self._begun, []
             for exchange in begun:
                 exchange.begin()
-            self.spent(self.clock() - began)
+            # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
+            self.spent(min(TURN_S, self.clock() - began))
         if connection.can_read:
             self._is_waiting = True
             self._transport.pause_reading()
