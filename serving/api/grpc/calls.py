@@ -6,11 +6,9 @@ The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 from urllib.parse import quote
@@ -22,7 +20,6 @@ from serving.api.body_coding import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import RequestReceived, header_block
 from serving.errors import (
-    BadRequestError,
     BodyTooLargeError,
     HeaderTooLargeError,
     MalformedRequestError,
@@ -30,28 +27,22 @@ from serving.errors import (
     RequestTimeoutError,
     ShuttingDownError,
     UnknownCodingError,
-    UnknownIdError,
 )
-
-logger = logging.getLogger(__name__)
 
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096
-MAX_SMALL_MESSAGE_BYTES = 2**16
-"""Of a message that is no ranking request."""
 MAX_WAITING_MESSAGES = 256
 MESSAGES_OF_A_TURN = 8
 PREFIX_BYTES = 5
 VIEW_BYTES = 4096
 """Of a piece of a message: from here on a view costs less than a copy."""
-CALL_WORTH_S, SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-3, 1e-4, 2e-9
-"""Work at the front that a completed call makes good: for itself and for each byte of its message."""
+BYTE_WORTH_S = 2e-9
+"""Work at the front that each byte of the message of a completed call makes good."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, beside reading it."""
 REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
 """What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
 STOPPING = "the server stops"
-INTERNAL = "internal error; the server's log says more"
 IDENTITY = "identity"
 KNOWN_CODINGS = ", ".join((IDENTITY, *CODINGS))
 
@@ -274,72 +265,23 @@ class Tokens(Protocol):
         """Raise a ServingError if the credentials do not allow what is in a scope."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnaryMethod:
-    """A method of one message and one answer.
+class Method(Protocol):
+    """What answers the calls of one path."""
 
-    Attributes:
-        answer: gives the answer's bytes; asks the call for the message.
-        max_message_bytes: of the message.
-        scope: what a token has to allow; None if anybody may call it.
-        worth_s: work that a completed call makes good.
-        is_streamed: whether a call may go on for ever.
-    """
+    @property
+    def is_streamed(self) -> bool:
+        """Whether a call may have more than one message, in either direction, and go on for ever."""
 
-    answer: Callable[[Call], Awaitable[bytes]]
-    max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
-    scope: Scope | None = None
-    worth_s: float = SMALL_CALL_WORTH_S
-    is_streamed = False
+    @property
+    def max_message_bytes(self) -> int:
+        """Of a request."""
+
+    @property
+    def scope(self) -> Scope | None:
+        """What a token has to allow; None if anybody may call it."""
 
     async def run(self, call: Call) -> None:
-        """Answer a call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
-        try:
-            message = await self.answer(call)
-        except ShardrankError as error:
-            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError):
-                # It was seen while the message was read, in one go.
-                call.charge_reading()
-            call.refuse(error)
-        except Exception:
-            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
-            call.end(grpc.StatusCode.INTERNAL, INTERNAL, ((ERROR_KIND_METADATA, ShardrankError.kind),))
-        else:
-            call.answer(message, self.worth_s)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedMethod:
-    """A method whose calls may have many messages, in either direction. Attributes as of `UnaryMethod`."""
-
-    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]]
-    scope: Scope | None = None
-    max_message_bytes = MAX_SMALL_MESSAGE_BYTES
-    is_streamed = True
-
-    async def run(self, call: Call) -> None:
-        """Answer a call until the client, its deadline or the server's end ends it."""
-        try:
-            async with asyncio.timeout(call.time_remaining()):
-                async with contextlib.aclosing(self.answers(call.messages())) as answers:
-                    async for message in answers:
-                        await call.write(message)
-        except TimeoutError:
-            call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-        except ShardrankError as error:
-            call.refuse(error)
-        except asyncio.CancelledError:
-            # By the client, who hears nothing of it, or because the server stops.
-            call.end(grpc.StatusCode.UNAVAILABLE, STOPPING)
-            raise
-        except Exception:
-            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
-            call.end(grpc.StatusCode.INTERNAL, INTERNAL)
-        else:
-            call.end(grpc.StatusCode.OK)
-
-
-Method: TypeAlias = UnaryMethod | StreamedMethod
+        """Answer a call, with an error if need be."""
 
 
 @dataclass(slots=True)
@@ -380,27 +322,6 @@ class Call:
     Attributes:
         head: what its headers say.
     """
-
-    __slots__ = (
-        "_began",
-        "_connection",
-        "_drained",
-        "_error",
-        "_has_all",
-        "_has_head",
-        "_ignores_more",
-        "_messages",
-        "_method",
-        "_methods",
-        "_on_leave",
-        "_reader",
-        "_received_bytes",
-        "_stream_id",
-        "_task",
-        "_waiter",
-        "_working_since",
-        "head",
-    )
 
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: Methods) -> None:
         self.head = head

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
+import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from loader.errors import ShardrankError
 from serving.api.addresses import Addresses
-from serving.api.grpc.calls import CALL_WORTH_S, Call, Method, Methods, Scope, StreamedMethod, Tokens, UnaryMethod
+from serving.api.grpc.calls import ERROR_KIND_METADATA, STOPPING, Call, Method, Methods, Scope, Tokens
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
 from serving.call import Call as ServedCall
-from serving.errors import InvalidFieldError, MalformedRequestError, ServingError
+from serving.errors import BadRequestError, InvalidFieldError, MalformedRequestError, ServingError, UnknownIdError
 from serving.formats.codecs import infer_grpc_codec, message_codec
 from serving.formats.encode_message import encode_model
 from serving.limits import RequestLimits
@@ -30,8 +35,15 @@ from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.answer import Codec, answer
 from serving.service import RankingService
 
+logger = logging.getLogger(__name__)
+
 HEALTH_INTERVAL_S = 0.5
 WATCHERS_GRACE_S = 0.1
+MAX_SMALL_MESSAGE_BYTES = 2**16
+"""Of a message that is no ranking request."""
+CALL_WORTH_S, SMALL_CALL_WORTH_S = 1e-3, 1e-4
+"""Work at the front that a completed call makes good, beside that of its bytes: a ranking one's, another's."""
+INTERNAL = "internal error; the server's log says more"
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -39,6 +51,71 @@ REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 _Read = TypeVar("_Read", bound=Message)
 _Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryMethod:
+    """A method of one message and one answer.
+
+    Attributes:
+        answer: gives the answer's bytes; asks the call for the message.
+        max_message_bytes: of the message.
+        scope: what a token has to allow; None if anybody may call it.
+        worth_s: work that a completed call makes good.
+        is_streamed: whether a call may go on for ever.
+    """
+
+    answer: Callable[[Call], Awaitable[bytes]]
+    max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
+    scope: Scope | None = None
+    worth_s: float = SMALL_CALL_WORTH_S
+    is_streamed: ClassVar[bool] = False
+
+    async def run(self, call: Call) -> None:
+        """Answer a call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
+        try:
+            message = await self.answer(call)
+        except ShardrankError as error:
+            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError):
+                # It was seen while the message was read, in one go.
+                call.charge_reading()
+            call.refuse(error)
+        except Exception:
+            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
+            call.end(grpc.StatusCode.INTERNAL, INTERNAL, ((ERROR_KIND_METADATA, ShardrankError.kind),))
+        else:
+            call.answer(message, self.worth_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedMethod:
+    """A method whose calls may have many messages, in either direction. Attributes as of `UnaryMethod`."""
+
+    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]]
+    scope: Scope | None = None
+    max_message_bytes: ClassVar[int] = MAX_SMALL_MESSAGE_BYTES
+    is_streamed: ClassVar[bool] = True
+
+    async def run(self, call: Call) -> None:
+        """Answer a call until the client, its deadline or the server's end ends it."""
+        try:
+            async with asyncio.timeout(call.time_remaining()):
+                async with contextlib.aclosing(self.answers(call.messages())) as answers:
+                    async for message in answers:
+                        await call.write(message)
+        except TimeoutError:
+            call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+        except ShardrankError as error:
+            call.refuse(error)
+        except asyncio.CancelledError:
+            # By the client, who hears nothing of it, or because the server stops.
+            call.end(grpc.StatusCode.UNAVAILABLE, STOPPING)
+            raise
+        except Exception:
+            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
+            call.end(grpc.StatusCode.INTERNAL, INTERNAL)
+        else:
+            call.end(grpc.StatusCode.OK)
 
 
 class UnknownServiceError(ServingError):
