@@ -284,6 +284,7 @@ class Connection:
             if self.is_over:
                 return
             if len(events) >= EVENTS_AT_ONCE or clock() >= until:
+                self.can_read = at < end
                 break
         if at:
             self._buffer, self._has_heard = data[at:], True
