@@ -296,3 +296,37 @@ def test_a_token_is_asked_for_what_a_method_does(service, path, headers, status)
             assert trailers["grpc-status"] == status
 
     run(main())
+
+
+@pytest.mark.parametrize("package", ["grpc.reflection.v1", "grpc.reflection.v1alpha"])
+@pytest.mark.parametrize("own", [True, False])
+def test_both_versions_of_reflection_tell_of_themselves_and_of_the_inference_service(service, package, own):
+    async def main() -> None:
+        async with served(service) as peer:
+            symbol = f"{package}.ServerReflection" if own else "inference.GRPCInferenceService"
+            request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol).SerializeToString()
+            path = f"/{package}.ServerReflection/ServerReflectionInfo"
+            peer.send(call(peer, 1, path), data(1, prefixed(request), END))
+            answer, trailers = await peer.answer(1)
+            assert dict(trailers)["grpc-status"] == "0"
+            told = reflection_pb2.ServerReflectionResponse.FromString(answer[5:])
+            assert symbol.rpartition(".")[0].encode() in told.file_descriptor_response.file_descriptor_proto[0]
+
+    run(main())
+
+
+def test_nothing_of_a_message_that_is_cut_off_is_kept(service):
+    async def main() -> None:
+        async with served(service) as peer:
+            tracemalloc.start()
+            try:
+                for stream_id in range(1, 11, 2):
+                    peer.send(call(peer, stream_id, RANK), data(stream_id, prefixed(bytes(4_000_000))[:900_000]))
+                    peer.send(frames.rst_stream(stream_id, frames.ErrorCode.CANCEL), PING)
+                    await peer.find(frames.PING)
+                held, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert held < 1_500_000
+
+    run(main())
