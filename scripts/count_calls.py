@@ -28,8 +28,8 @@ from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.payloads import Payloads
 from serving.loading import ModelSource, load_served_model
+from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
-from serving.service import RankingService
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("loader", "shard_node", "router", "serving", "loadtest")

@@ -19,6 +19,7 @@ ServingError
 ├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the HTTP API does not have
 ├── MethodNotAllowedError       405 UNIMPLEMENTED
 ├── RequestTimeoutError         408 DEADLINE_EXCEEDED    the request was not complete in time
+├── UnknownCodingError          415 UNIMPLEMENTED        a gRPC message compressed in a way that is not known here
 ├── HeaderTooLargeError         431 RESOURCE_EXHAUSTED
 ├── ClientGoneError             499 CANCELLED            the client left before its answer
 ├── OverloadedError             503 RESOURCE_EXHAUSTED   shed at once: too many requests in flight or waiting
@@ -42,6 +43,7 @@ from loader.errors import ShardrankError
 
 MAX_FIELD_CHARS = 256
 MAX_PROBLEM_CHARS = 768
+MAX_CODING_CHARS = 64
 
 
 def printable(text: str, max_chars: int) -> str:
@@ -207,6 +209,17 @@ class RequestTimeoutError(ServingError):
     http_status = 408
     grpc_status = "DEADLINE_EXCEEDED"
     kind = "request_timeout"
+
+
+class UnknownCodingError(ServingError):
+    """A gRPC message is compressed in a way that is not known here."""
+
+    http_status = 415
+    grpc_status = "UNIMPLEMENTED"
+    kind = "unknown_coding"
+
+    def __init__(self, coding: str, known: str) -> None:
+        super().__init__(f"grpc-encoding is {printable(coding, MAX_CODING_CHARS)!r}; known are {known}")
 
 
 class HeaderTooLargeError(ServingError):

@@ -18,15 +18,17 @@ from loader.manifest import Frozen
 from loader.settled_heap import settle_heap
 from serving.api.addresses import Addresses
 from serving.api.admin import running_admin
+from serving.api.grpc.services import GrpcServer
 from serving.api.http_server import HttpServer
-from serving.errors import ListenError
+from serving.api.tokens import Tokens
 from serving.fleet.signals import StopRequestedError, run_until_signalled
-from serving.grpc_api.server import GrpcServer
 from serving.rank.service import RankingService
-from shard_node.tls import TlsConfig
+from shard_node.tls import TlsConfig, server_context
 
 logger = logging.getLogger(__name__)
 
+# What is spoken on each port, as TLS clients ask for it: HTTP, gRPC.
+_ALPN = (("http/1.1",), ("h2",))
 Leave: TypeAlias = Callable[[], Awaitable[None]]
 
 
@@ -45,7 +47,7 @@ class ServerConfig(Frozen):
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.
         tls: what clients of both ports must speak; None for plain text. A probe port never speaks it.
-        tokens: the file of those who are let in, as of `serving.tokens`; None to let everybody in.
+        tokens: the file of those who are let in, as of `serving.api.tokens`; None to let everybody in.
     """
 
     host: str = "127.0.0.1"
@@ -76,7 +78,10 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         ListenError: if a port can't be bound.
     """
     addresses = Addresses(service.limits, service.clock)
-    http, grpc = HttpServer(service, config.drain_timeout_s, addresses=addresses), GrpcServer(service)
+    tokens = None if config.tokens is None else Tokens(config.tokens)
+    contexts = [None if config.tls is None else server_context(config.tls, alpn=alpn) for alpn in _ALPN]
+    http = HttpServer(service, config.drain_timeout_s, addresses=addresses, tokens=tokens, ssl=contexts[0])
+    grpc = GrpcServer(service, tokens, contexts[1], addresses)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
@@ -131,7 +136,11 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             admin_port = None
             if config.admin_port is not None:
-                admin_port = await stack.enter_async_context(running_admin(service, config.host, config.admin_port))
+                tokens = None if config.tokens is None else Tokens(config.tokens)
+                context = None if config.tls is None else server_context(config.tls, alpn=_ALPN[0])
+                admin_port = await stack.enter_async_context(
+                    running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=context)
+                )
             if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config))
             else:

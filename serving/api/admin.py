@@ -16,9 +16,10 @@ from loader.errors import ShardrankError
 from serving.api.http import gate_of
 from serving.api.http_server import HttpServer
 from serving.api.probes import Probes
-from serving.api.replies import REQUEST_ID, Reply, Tokens, defect_reply, error_reply, header_lines, header_of
+from serving.api.replies import REQUEST_ID, Reply, defect_reply, error_reply, header_lines, header_of
+from serving.api.tokens import Tokens
 from serving.errors import MethodNotAllowedError, NoSuchRouteError
-from serving.service import RankingService
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope
 
 from loader.errors import ShardrankError
+from serving.api import inference_documents as inference
 from serving.api.openapi import (
     LOOKUP_EXAMPLE,
     LOOKUP_SCHEMA,
@@ -34,27 +35,26 @@ from serving.api.replies import (
     OPEN_INFERENCE,
     REQUEST_ID,
     Reply,
-    Right,
-    Tokens,
     defect_reply,
     error_reply,
     header_lines,
     header_of,
 )
-from serving.call import Call
+from serving.api.tokens import Scope as TokenScope
+from serving.api.tokens import Tokens
 from serving.description import ModelDescription
-from serving.encode_json import encode
 from serving.errors import (
     BodyTooLargeError,
     ClientGoneError,
     MalformedRequestError,
     MethodNotAllowedError,
     NoSuchRouteError,
+    RepositoryControlError,
 )
-from serving.oip import documents as inference
-from serving.oip.errors import RepositoryControlError
-from serving.oip.infer_request import parse_version
-from serving.service import RankingService
+from serving.formats.infer import parse_version
+from serving.formats.json_writer import encode
+from serving.observe.times import Call
+from serving.rank.service import RankingService
 
 API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
@@ -116,7 +116,7 @@ class _Descriptions:
         self._service = service
         self._tokens = tokens
 
-    def counted(self, api: str, method: str, tell: Tell, right: Right | None = "describe") -> Handler:
+    def counted(self, api: str, method: str, tell: Tell, right: TokenScope | None = "describe") -> Handler:
         """Make a handler that counts; without a `right` to check it is a probe, which is never shed."""
 
         async def handler(request: Request) -> Reply:
@@ -133,7 +133,7 @@ class _Descriptions:
 
         return handler
 
-    def check(self, request: Request, right: Right | None) -> None:
+    def check(self, request: Request, right: TokenScope | None) -> None:
         """Raise a ServingError unless whoever asks has the right to."""
         if self._tokens is not None and right is not None:
             self._tokens.check(header_of(request.scope, b"authorization"), right)
@@ -275,7 +275,7 @@ def _add_inference(route: Callable[..., None], ranking: Handler, tells: _Descrip
             path, name, method, handler, summary, tags=_INFERENCE_TAG, openapi_extra={"parameters": parameters, **extra}
         )
 
-    def tell(tell: Tell, right: Right | None = "describe") -> Handler:
+    def tell(tell: Tell, right: TokenScope | None = "describe") -> Handler:
         return tells.counted("oip_http", "model", tell, right)
 
     bodies: dict[str, Any] = {"requestBody": {"content": {JSON_TYPE: {} for JSON_TYPE in _INFER_TYPES}}}

@@ -11,12 +11,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loader.errors import ShardrankError
 from serving.api.body_coding import CODINGS, expand
 from serving.api.documents import create_documents
-from serving.api.replies import REQUEST_ID, Reply, Tokens, defect_reply, error_reply, header_lines
+from serving.api.replies import REQUEST_ID, Reply, defect_reply, error_reply, header_lines
+from serving.api.tokens import Tokens
 from serving.errors import BodyTooLargeError, ClientGoneError, InvalidFieldError
-from serving.formats.codecs import infer_http_codec, json_codec, message_codec
+from serving.formats.infer_http import InferHttpCodec
+from serving.formats.json_reader import JsonCodec
+from serving.formats.messages import MessageCodec
+from serving.formats.requests import Codec
 from serving.rank.answer import Client as WaitingClient
-from serving.rank.answer import Codec, answer
-from serving.service import RankingService
+from serving.rank.answer import answer
+from serving.rank.service import RankingService
 
 PROTOBUF = b"application/x-protobuf"
 _IDENTITY = "identity"
@@ -173,14 +177,14 @@ def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ..
     model = match["model"]
     if model is None:
         length = headers.get(b"inference-header-content-length")
-        return infer_http_codec(
+        return InferHttpCodec(
             match["infer"], match["version"] or "", None if length is None else _text(length)
         ), CODINGS
     method: Literal["rank", "lookup"] = "rank" if match["method"] == "rank" else "lookup"
     content_type = headers.get(b"content-type", b"")
     if content_type == PROTOBUF or content_type.partition(b";")[0].strip().lower() == PROTOBUF:
-        return message_codec(method, model), ()
-    return json_codec(method, model), ()
+        return MessageCodec(method, model), ()
+    return JsonCodec(method, model), ()
 
 
 def _is_identity(stated: bytes, allowed: tuple[str, ...]) -> bool:

@@ -16,10 +16,10 @@ from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
 from serving.api.addresses import Addresses
-from serving.encode_json import RETRY_AFTER_S, encode, error_document
 from serving.errors import OverloadedError
+from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
 from serving.limits import RequestLimits
-from serving.metrics import ServingMetrics
+from serving.observe.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
 

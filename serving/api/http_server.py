@@ -17,9 +17,9 @@ from serving.api.addresses import Addresses
 from serving.api.http import HttpApp
 from serving.api.http_gate import Gate
 from serving.api.http_gates import Gates, refusal
-from serving.api.replies import Tokens
-from serving.listening_socket import accept_waiting, listening_socket
-from serving.service import RankingService
+from serving.api.listening_socket import accept_waiting, listening_socket
+from serving.api.tokens import Tokens
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from serving.api.openapi import ReadyDocument
 from serving.api.replies import Reply
-from serving.metrics import CONTENT_TYPE
-from serving.service import RankingService
+from serving.observe.metrics import CONTENT_TYPE
+from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from starlette.types import Scope
 
 from loader.errors import ShardrankError
-from serving.encode_json import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
 from serving.errors import printable
+from serving.formats.json_writer import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
 
 logger = logging.getLogger(__name__)
 
@@ -19,15 +19,6 @@ ERROR_KIND = "shardrank-error-kind"
 OPEN_INFERENCE = "/v2"
 """Where the paths of the Open Inference Protocol begin, whose errors have a form of their own."""
 _RETRY_LATER = 503
-
-Right: TypeAlias = Literal["rank", "describe", "admin"]
-
-
-class Tokens(Protocol):
-    """Says who may do what."""
-
-    def check(self, authorization: str | None, scope: Right) -> None:
-        """Raise a ServingError unless the header `Authorization` gives the right to do it."""
 
 
 class Reply(NamedTuple):

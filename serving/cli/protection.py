@@ -99,7 +99,7 @@ class Protection:
             if node_tls is not None:
                 client_context(node_tls)
         if tokens is not None:
-            from serving.tokens import read_tokens
+            from serving.api.tokens import read_tokens
 
             read_tokens(tokens)
         return cls(tls, node_tls, tokens)

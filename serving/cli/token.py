@@ -53,7 +53,7 @@ def new(name: str, scope: Scope, tokens: Path | None) -> None:
     """
     from pydantic import ValidationError
 
-    from serving.tokens import add_token, new_token
+    from serving.api.tokens import add_token, new_token
 
     try:
         made, entry = new_token(name, scope)

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.api.tokens import MAX_TOKENS, SCOPES, TokenEntry, Tokens, add_token, new_token, read_tokens
 from serving.cli import main
 from serving.errors import PermissionDeniedError, TokensFileError, UnauthenticatedError
-from serving.tokens import MAX_TOKENS, SCOPES, TokenEntry, Tokens, add_token, new_token, read_tokens
 
 
 def write(path: Path, *entries: TokenEntry) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from serving.api.admin import running_admin
 from serving.errors import ListenError, ServingError
+from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
-from serving.service import RankingService
 from shardrank_testing.serving_api import MODEL, api_request, api_service, run, running_api, served_service
 
 PATHS = {"/healthz": 200, "/readyz": 503, "/v2/health/live": 200, "/v2/health/ready": 503, "/metrics": 200}

@@ -16,6 +16,7 @@ from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.records import WantedModel
 from loader.registry.typed import FleetRegistry
+from serving.api.tokens import add_token, new_token
 from serving.cli import main
 from serving.cli.protection import (
     Protection,
@@ -25,7 +26,6 @@ from serving.cli.protection import (
     warn_if_open,
 )
 from serving.demo.prepare import train_version
-from serving.tokens import add_token, new_token
 from shard_node.address import Address
 from shard_node.tls import TlsClientConfig, TlsConfig
 from shardrank_testing.certificates import Authority, Pair, needs_openssl

@@ -12,7 +12,7 @@ import pytest
 
 from serving.api.http import HttpApp
 from serving.limits import RequestLimits
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.inference_requests import binary_body, json_body, tensors_of
 from shardrank_testing.serving_api import (
     MODEL,

@@ -14,6 +14,7 @@ from loader.errors import ShardrankError
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import (
+    AmbiguousInputsError,
     BadRequestError,
     CountMismatchError,
     InvalidFieldError,
@@ -22,10 +23,10 @@ from serving.errors import (
     MalformedRequestError,
     MissingFeatureError,
     UnknownFeatureError,
+    UnsupportedExtensionError,
 )
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.oip.errors import AmbiguousInputsError, UnsupportedExtensionError
 from serving.oip.infer_request import parse_version
 from serving.oip.parser import InferParser
 from serving.oip.read_grpc import read_infer as read_message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import hpack
 import uvloop
 
-from serving.http2 import frames
-from serving.http2.connection import Http2Connection
-from serving.http2.limits import ConnectionLimits
-from serving.http2.listener import Http2Listener
-from serving.http2.stream import Stream
+from serving.api.addresses import Addresses
+from serving.api.grpc import wire as frames
+from serving.api.grpc.listener import Http2Listener, Http2Protocol
+from serving.api.grpc.wire import ConnectionLimits, RequestReceived
+from serving.limits import RequestLimits
 
 LIMITS = ConnectionLimits(
     max_streams=4,
@@ -118,13 +119,11 @@ class Http2Peer:
         self._writer.close()
 
 
-class EchoStream(Stream[list[Any]]):
+class EchoStream:
     """Answers with the request's data, when there are all of them, unless its path says `/hold`."""
 
-    __slots__ = ("echo", "received")
-
-    def __init__(self, connection: Http2Connection[Any], stream_id: int, head: list[Any], echo: Echo) -> None:
-        super().__init__(connection, stream_id, head)
+    def __init__(self, connection: Http2Protocol, request: RequestReceived, echo: Echo) -> None:
+        self.connection, self.stream_id, self.headers = connection, request.stream_id, request.headers
         self.received: list[bytes] = []
         self.echo = echo
         echo.streams.append(self)
@@ -132,20 +131,29 @@ class EchoStream(Stream[list[Any]]):
     def begin(self) -> None:
         """Counts it."""
         self.echo.begun.append(self.stream_id)
-
-    def take(self, data: bytes, start: int, end: int) -> None:
-        """Keeps the data."""
-        self.received.append(data[start:end])
         self.echo.changed()
 
-    def remote_ended(self) -> None:
+    def take(self, data: memoryview) -> None:
+        """Keeps the data."""
+        self.received.append(bytes(data))
+        self.echo.changed()
+
+    def ended(self) -> None:
         """Answers."""
-        if (b":path", b"/hold") not in [tuple(one) for one in self.head]:
+        if (b":path", b"/hold") not in self.headers:
             self.reply()
+
+    def drained(self) -> None:
+        """Nothing is sent in pieces."""
 
     def reply(self) -> None:
         """Answers now."""
+        self.connection.completed(self.echo.worth_s)
         self.send(b"\x88", b"".join(self.received), b"\x88")
+
+    def send(self, head: bytes, body: bytes, trailers: bytes = b"") -> None:
+        """Sends on its stream."""
+        self.connection.send(self.stream_id, head, body, trailers)
 
     def dropped(self) -> None:
         """Counts it."""
@@ -160,6 +168,7 @@ class Echo:
     streams: list[EchoStream] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    worth_s: float = 1e-3
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
@@ -178,13 +187,30 @@ class Echo:
             await self._changed.wait()
 
 
+def echo_listener(
+    echo: Echo,
+    limits: ConnectionLimits = LIMITS,
+    requests: RequestLimits | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    max_connections: int = 3,
+) -> Http2Listener:
+    """A listener that echoes; `requests` has the limits of addresses."""
+    addresses = Addresses(requests or RequestLimits(), clock)
+    return Http2Listener(
+        "echoes",
+        limits,
+        max_connections,
+        addresses,
+        lambda connection, request: EchoStream(connection, request, echo),
+        clock,
+    )
+
+
 @contextlib.asynccontextmanager
-async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[Http2Peer, Echo, Http2Listener[Any]]]:
+async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[Http2Peer, Echo, Http2Listener]]:
     """A client, connected to a listener that echoes."""
     echo = Echo()
-    listener: Http2Listener[Any] = Http2Listener(
-        "echoes", limits, 3, list, lambda connection, stream_id, head: EchoStream(connection, stream_id, head, echo)
-    )
+    listener = echo_listener(echo, limits)
     port = await listener.start("127.0.0.1", 0)
     peer = Http2Peer(*await asyncio.open_connection("127.0.0.1", port))
     try:

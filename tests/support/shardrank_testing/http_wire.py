@@ -11,7 +11,7 @@ from serving.api.addresses import Addresses
 from serving.api.http_gate import Gate
 from serving.api.http_gates import READ_BYTES, Gates
 from serving.limits import RequestLimits
-from serving.metrics import ServingMetrics
+from serving.observe.metrics import ServingMetrics
 
 HOME = "192.0.2.1"
 LIMITS = RequestLimits(max_header_bytes=4096, max_body_bytes=100_000)

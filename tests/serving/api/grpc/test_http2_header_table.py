@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.http2 import frames
+from serving.api.grpc import wire as frames
 from shardrank_testing.http2_peer import http2_peer, run
 
 END = frames.END_STREAM

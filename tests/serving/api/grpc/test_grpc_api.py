@@ -77,7 +77,11 @@ def test_reflection_lists_the_services_and_their_methods(service):
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             listed = await call.read()
             names = {one.name for one in listed.list_services_response.service}
-            others = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+            others = {
+                "grpc.health.v1.Health",
+                "grpc.reflection.v1.ServerReflection",
+                "grpc.reflection.v1alpha.ServerReflection",
+            }
             assert names == {SERVICE, "inference.GRPCInferenceService"} | others
             await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
             described = await call.read()

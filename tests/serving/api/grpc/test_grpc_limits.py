@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from serving.grpc_api.call_head import MAX_DETAILS_BYTES, status_details
+from serving.api.grpc.calls import MAX_DETAILS_BYTES, status_details
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
 from serving.proto.shardrank.v1 import ranking_pb2

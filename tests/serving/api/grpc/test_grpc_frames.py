@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from serving.grpc_api.server import GrpcServer
-from serving.http2 import frames
+from serving.api.grpc import wire as frames
+from serving.api.grpc.services import GrpcServer
 from shardrank_testing.http2_peer import Http2Peer
 from shardrank_testing.serving_api import api_request, api_service, rank_message, run, running_api
 

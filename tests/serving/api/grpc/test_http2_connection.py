@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.http2 import frames
-from serving.http2.connection import Http2Connection
-from serving.http2.errors import ErrorCode, Http2Error
-from shardrank_testing.http2_peer import LIMITS, SETTINGS, http2_peer, run
+from serving.api.grpc import wire as frames
+from serving.api.grpc.listener import Http2Protocol
+from serving.api.grpc.wire import ErrorCode
+from shardrank_testing.http2_peer import LIMITS, SETTINGS, Echo, Http2Peer, echo_listener, http2_peer, run
 
 END = frames.END_STREAM
 END_HEADERS = frames.END_HEADERS
@@ -45,14 +45,25 @@ class Written(asyncio.Transport):
     def is_closing(self) -> bool:
         return b"closed" in self.pieces
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
     def get_write_buffer_size(self) -> int:
         return 0
 
 
-async def connected() -> tuple[Written, Http2Connection]:
+async def connected() -> tuple[Written, Http2Protocol]:
     """A connection that has said its settings, and what it writes from then on."""
     transport = Written()
-    connection = Http2Connection(LIMITS, list, lambda *_: None, lambda _: None, lambda _: None)
+    listener = echo_listener(Echo())
+    listener.loop = asyncio.get_running_loop()
+    connection = Http2Protocol(listener)
     connection.connection_made(transport)
     await asyncio.sleep(0)
     del transport.pieces[:]
@@ -62,18 +73,20 @@ async def connected() -> tuple[Written, Http2Connection]:
 def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
     async def main() -> None:
         transport, connection = await connected()
-        for piece in (b"a", b"b", b"c"):
-            connection.write(piece)
+        ping, pong = (frames.frame(frames.PING, flags, 0, bytes(8)) for flags in (0, frames.ACK))
+        connection.data_received(frames.PREFACE + SETTINGS + ping)
+        connection.data_received(ping)
         assert transport.pieces == []
         await asyncio.sleep(0)
-        assert transport.pieces == [b"abc"]
-        connection.write(b"d")
-        connection.lifetime.fail(Http2Error(ErrorCode.PROTOCOL_ERROR, "it"))
-        connection.write(b"e")
+        acknowledged = frames.frame(frames.SETTINGS, frames.ACK, 0)
+        assert transport.pieces == [acknowledged + pong + pong]
+        connection.data_received(ping + frames.frame(frames.PING, 0, 0, b"short"))
+        connection.data_received(ping)
         await asyncio.sleep(0)
-        last = frames.goaway(0, ErrorCode.PROTOCOL_ERROR, "it")
-        assert transport.pieces == [b"abc", b"d" + last, b"end"]
-        connection.lifetime.end()
+        told = "a frame of a length that it can't have"
+        last = frames.goaway(0, ErrorCode.FRAME_SIZE_ERROR, told)
+        assert transport.pieces[1:] == [pong + last, b"end"]
+        connection.connection_lost(None)
 
     run(main())
 
@@ -88,7 +101,7 @@ def test_what_is_answered_when_the_peer_ends_goes_out_before_the_close():
         await asyncio.sleep(0)
         acknowledged = frames.frame(frames.SETTINGS, frames.ACK, 0)
         assert transport.pieces == [acknowledged + frames.frame(frames.PING, frames.ACK, 0, b"12345678"), b"closed"]
-        connection.lifetime.end()
+        connection.connection_lost(None)
 
     run(main())
 
@@ -175,7 +188,7 @@ def test_a_stream_can_be_ended_though_its_window_became_negative():
             await peer.find(frames.DATA, 1)
             peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}), data(1, b"y"))
             await echo.until(lambda: echo.num_received == 2)
-            assert echo.streams[0].send_window == -10
+            assert echo.streams[0].connection.connection.streams[1].send_window == -10
             echo.streams[0].send(b"", b"", b"\x88")
             ended = await peer.find(frames.HEADERS, 1)
             assert ended.flags & END
@@ -189,7 +202,7 @@ def test_a_peer_that_fills_its_window_may_go_on_when_it_is_granted_more():
             peer.begin()
             peer.send(peer.headers(1), data(1, bytes(1000)))
             await echo.until(lambda: echo.num_received == 1000)
-            echo.streams[0].grant(500)
+            echo.streams[0].connection.grant(1, 500)
             assert int.from_bytes((await peer.find(frames.WINDOW_UPDATE, 1)).payload, "big") == 500
             peer.send(data(1, bytes(500), END))
             assert len((await peer.answer(1))[0]) == 1500
@@ -368,15 +381,39 @@ def test_what_does_not_go_in_time_is_dropped():
     run(main())
 
 
-def test_a_connection_too_many_is_closed_at_once():
+def test_a_connection_too_many_takes_the_place_of_the_one_that_is_idle_for_longest():
     async def main() -> None:
-        async with http2_peer() as (peer, _, listener):
+        async with http2_peer() as (peer, echo, listener):
             peer.begin()
+            peer.send(peer.headers(1))
             await peer.find(frames.SETTINGS)
-            port = listener.port
-            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            assert await others[-1][0].read() == b""
-            for _, writer in others:
-                writer.close()
+            others = [Http2Peer(*await asyncio.open_connection("127.0.0.1", listener.port)) for _ in range(4)]
+            for other in others[:2]:
+                assert (await other.rest())[-1].kind == frames.GOAWAY
+            for other in others[2:]:
+                other.begin()
+                other.send(other.headers(1), data(1, b"here", END))
+                assert (await other.answer(1))[0] == b"here"
+            peer.send(data(1, b"still", END))
+            assert (await peer.answer(1))[0] == b"still"
+            assert echo.dropped == []
+            for other in others:
+                other.close()
+
+    run(main())
+
+
+def test_a_connection_too_many_is_closed_at_once_if_none_is_idle():
+    async def main() -> None:
+        async with http2_peer() as (_, echo, listener):
+            others = [Http2Peer(*await asyncio.open_connection("127.0.0.1", listener.port)) for _ in range(4)]
+            for other in others[1:]:
+                other.begin()
+                other.send(other.headers(1))
+            await echo.until(lambda: len(echo.begun) == 3)
+            last = Http2Peer(*await asyncio.open_connection("127.0.0.1", listener.port))
+            assert await last.rest() == []
+            for other in (*others, last):
+                other.close()
 
     run(main())

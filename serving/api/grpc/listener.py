@@ -1,0 +1,475 @@
+"""HTTP/2 on sockets: a port, its connections, and how they share the event loop.
+
+A thin shell around `Connection`: bytes are handed in as they come and handed out once a turn of the loop. Nothing here
+knows gRPC: what serves a stream is made by whoever makes the listener.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+import ssl
+import struct
+import termios
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, cast
+
+from serving.api.addresses import FORGIVEN_S, Addresses
+from serving.api.grpc.connection import Connection
+from serving.api.grpc.wire import (
+    ConnectionFailed,
+    ConnectionLimits,
+    DataReceived,
+    ErrorCode,
+    Event,
+    RequestEnded,
+    RequestReceived,
+    StreamDropped,
+)
+from serving.api.listening_socket import accept_waiting, listening_socket
+
+BACKLOG = 1024
+TURN_S, TURN_OF_ALL_S = 0.005, 0.01
+"""Of a turn of the event loop, for one connection and for all of a listener; then others come first."""
+CONNECT_S = 50e-6
+"""What a connection costs before it brings a byte."""
+TELL_S = 0.005
+"""Work that nothing was completed for is told to the address in portions of so much."""
+LINGER_S, MAX_TICK_S = 1.0, 1.0
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class Exchange(Protocol):
+    """What serves one stream. Its methods are called by the connection, on the event loop."""
+
+    def begin(self) -> None:
+        """Called once, after everything that came together with the stream's headers was taken."""
+
+    def take(self, data: memoryview) -> None:
+        """Take the next bytes of the request."""
+
+    def ended(self) -> None:
+        """Note that the request has ended."""
+
+    def drained(self) -> None:
+        """Note that all that `send` could not send at once has been sent."""
+
+    def dropped(self) -> None:
+        """Note that the stream was given up; nobody waits for its answer."""
+
+
+MakeExchange: TypeAlias = Callable[["Http2Protocol", RequestReceived], Exchange]
+
+
+class Http2Protocol(asyncio.Protocol):
+    """One connection's socket.
+
+    Args:
+        listener: that it belongs to.
+
+    Attributes:
+        connection: its state.
+        loop: the event loop.
+        clock: monotonic seconds.
+        was_welcome: whether it was taken in, and counts for its address.
+    """
+
+    def __init__(self, listener: Http2Listener) -> None:
+        self.was_welcome = False
+        self.loop, self.clock = listener.loop, listener.clock
+        self.connection = Connection(listener.limits, listener.clock)
+        self._listener = listener
+        self._exchanges: dict[int, Exchange] = {}
+        self._begun: list[Exchange] = []
+        self._transport: asyncio.Transport
+        self._address = ""
+        # Work that was paid for by completed calls, less work that was not; seconds.
+        self._balance_s = -CONNECT_S
+        self._num_written = 0
+        self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the settings, or close what is not welcome."""
+        # Uvloop's are none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self._address = peer[0] if isinstance(peer, tuple) else ""
+        if self._listener.welcome(self, self._address):
+            self.flush()
+            self._schedule_tick()
+        else:
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Drop every stream."""
+        del exc
+        if self._timer is not None:
+            self._timer.cancel()
+        exchanges, self._exchanges, self._begun = self._exchanges, {}, []
+        for exchange in exchanges.values():
+            exchange.dropped()
+        self.connection.fail(ErrorCode.NO_ERROR, "")
+        self._listener.lost(self, self._address, max(0.0, -self._balance_s))
+
+    def pause_writing(self) -> None:
+        """Do not read from a peer that takes no answers."""
+        self._is_full = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Read again."""
+        self._is_full = False
+        self._resume()
+
+    def data_received(self, data: bytes) -> None:
+        """Read frames, as long as it is this connection's turn."""
+        self.connection.feed(data)
+        if not self._is_waiting and not self._is_lingering:
+            self.work(self._listener.turn())
+
+    def eof_received(self) -> None:
+        """Send what is answered by now; then the transport closes itself."""
+        self.flush()
+
+    def work(self, until: float) -> None:
+        """Read until the clock says `until`. What is left has its turn when others had theirs."""
+        connection, began = self.connection, self.clock()
+        self._is_waiting = False
+        if began < until:
+            while connection.can_read:
+                for event in connection.read(until):
+                    self._handle(event)
+                if self.clock() >= until:
+                    break
+            begun, self._begun = self._begun, []
+            for exchange in begun:
+                exchange.begin()
+            # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
+            self.spent(min(TURN_S, self.clock() - began))
+        if connection.can_read:
+            self._is_waiting = True
+            self._transport.pause_reading()
+            self._listener.wait_turn(self)
+        else:
+            self._resume()
+        self._changed()
+
+    def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
+        """Send on a stream, see `Connection.send`."""
+        is_sent = self.connection.send(stream_id, head, body, trailers)
+        if trailers:
+            self._forget_ended(stream_id)
+        self._changed()
+        return is_sent
+
+    def turn(self) -> float:
+        """Until when there may be work for this connection in this turn of the loop."""
+        return self._listener.turn()
+
+    def grant(self, stream_id: int, size: int) -> None:
+        """Let the peer send `size` bytes more on a stream."""
+        self.connection.grant(stream_id, size)
+        self._changed()
+
+    def spent(self, seconds: float) -> None:
+        """Charge the peer for time that it made the event loop spend."""
+        self._balance_s -= seconds
+        if self._balance_s < -TELL_S:
+            owed, self._balance_s = -self._balance_s, 0.0
+            if self._listener.addresses.spent(self._address, owed):
+                self._fail("too much work without a call that is completed")
+
+    def completed(self, worth_s: float) -> None:
+        """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
+        self._balance_s += worth_s
+        if self._balance_s > FORGIVEN_S:
+            self._balance_s = 0.0
+            self._listener.addresses.completed(self._address)
+
+    def ask_to_go(self) -> None:
+        """Have the connection end when its streams have."""
+        self.connection.ask_to_go()
+        self._changed()
+
+    def evict(self) -> None:
+        """Close an idle connection, for another to have its place."""
+        self.connection.fail(ErrorCode.NO_ERROR, "idle for longest while there are max_connections")
+        self._is_lingering = True
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End it now."""
+        connected = self._transport.get_extra_info("socket")
+        if connected is not None and self._transport.get_write_buffer_size():
+            # What the peer does not take is thrown away, and not kept by the kernel for it.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self._transport.abort()
+
+    def flush(self) -> None:
+        """Hand over to the transport what is to be sent."""
+        self._will_flush = False
+        out = self.connection.take()
+        if out and not self._transport.is_closing():
+            self._num_written += len(out)
+            self._transport.write(out)
+
+    def _changed(self) -> None:
+        """Have sent at the end of the loop's turn what there is: a batch's answers are ready together."""
+        if self.connection.is_over:
+            self._linger()
+        elif not self._will_flush:
+            self._will_flush = True
+            self.loop.call_soon(self.flush)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, DataReceived):
+            exchange = self._exchanges.get(event.stream_id)
+            if exchange is not None:
+                exchange.take(event.data)
+        elif isinstance(event, RequestReceived):
+            exchange = self._exchanges[event.stream_id] = self._listener.make_exchange(self, event)
+            self._begun.append(exchange)
+            self._listener.busy(self)
+        elif isinstance(event, RequestEnded):
+            exchange = self._exchanges.get(event.stream_id)
+            if exchange is not None:
+                exchange.ended()
+        elif isinstance(event, ConnectionFailed):
+            if event.is_flood:
+                self._listener.addresses.punish(self._address)
+        else:
+            exchange = self._exchanges.get(event.stream_id)
+            self._forget_ended(event.stream_id)
+            if exchange is not None:
+                if isinstance(event, StreamDropped):
+                    self._begun = [one for one in self._begun if one is not exchange]
+                    exchange.dropped()
+                else:
+                    exchange.drained()
+
+    def _forget_ended(self, stream_id: int) -> None:
+        if stream_id not in self.connection.streams:
+            self._exchanges.pop(stream_id, None)
+            if not self._exchanges:
+                self._listener.idle(self)
+
+    def _fail(self, problem: str) -> None:
+        self.connection.fail(ErrorCode.ENHANCE_YOUR_CALM, problem, is_flood=True)
+        for event in self.connection.read():
+            self._handle(event)
+        self._changed()
+
+    def _resume(self) -> None:
+        if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
+            self._transport.resume_reading()
+
+    def _linger(self) -> None:
+        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
+        if not self._is_lingering and not self._transport.is_closing():
+            self._is_lingering = True
+            self.flush()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            if not self.connection.is_refusing:
+                # It broke a rule: whatever else it sends is its own to keep.
+                self._transport.pause_reading()
+            self.loop.call_later(LINGER_S, self._end_linger, self._num_held())
+
+    def _end_linger(self, before: int) -> None:
+        if self._transport.is_closing():
+            return
+        held = self._num_held()
+        if 0 < held < before:
+            # A slow peer has the time that it needs, as long as it takes something.
+            self.loop.call_later(max(LINGER_S, self._listener.limits.patience_s), self._end_linger, held)
+        else:
+            self._transport.abort()
+
+    def _num_held(self) -> int:
+        """Bytes that were written and that the peer's host does not have, here and in the kernel."""
+        self.flush()
+        connected = self._transport.get_extra_info("socket")
+        # SIOCOUTQ of tcp(7), which is the same number.
+        try:
+            (in_kernel,) = struct.unpack("i", fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)))
+        except (OSError, AttributeError):
+            # It was closed in this turn of the loop.
+            return 0
+        return self._transport.get_write_buffer_size() + int(in_kernel)
+
+    def _schedule_tick(self) -> None:
+        limits = self._listener.limits
+        delay_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
+        self._timer = self.loop.call_later(max(0.01, delay_s), self._tick)
+
+    def _tick(self) -> None:
+        self._schedule_tick()
+        if self._is_lingering:
+            return
+        held = self._num_held()
+        may_go_on, events = self.connection.tick(held, self._num_written - held)
+        for event in events:
+            self._handle(event)
+        if may_go_on:
+            self._changed()
+        else:
+            self.abort()
+
+
+class Http2Listener:
+    """Listens, and keeps the connections. Belongs to one event loop.
+
+    Args:
+        api: what is served, for errors.
+        limits: of each connection.
+        max_connections: at once; a further one takes the place of the one that is idle for longest.
+        addresses: accounts of those who connect.
+        make_exchange: from a connection and the request that it got; what it raises is a defect.
+        clock: monotonic seconds.
+        tls: a server's context, which offers `h2`; None for plain text.
+
+    Attributes:
+        port: where it listens; 0 before.
+    """
+
+    def __init__(
+        self,
+        api: str,
+        limits: ConnectionLimits,
+        max_connections: int,
+        addresses: Addresses,
+        make_exchange: MakeExchange,
+        clock: Callable[[], float],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.limits, self.addresses, self.make_exchange, self.clock = limits, addresses, make_exchange, clock
+        self.loop: asyncio.AbstractEventLoop
+        self.port = 0
+        self._api, self._max_connections, self._tls = api, max_connections, tls
+        self._handshake_s = None if tls is None else limits.patience_s
+        self._connections: set[Http2Protocol] = set()
+        # Those without a stream; the one that is idle for longest is the first.
+        self._idle: OrderedDict[Http2Protocol, None] = OrderedDict()
+        self._waiting: deque[Http2Protocol] = deque()
+        self._turn = self._turn_ends = 0.0
+        self._server: asyncio.Server | None = None
+        self._socket: socket.socket | None = None
+        self._none_left = asyncio.Event()
+        self._is_stopping = False
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; other processes may listen on the same port. Returns the port, a free one if 0 was asked for.
+
+        Raises:
+            ListenError: if the port can't be bound.
+        """
+        self.loop = asyncio.get_running_loop()
+        self._socket = listener = listening_socket(host, port, self._api)
+        self.port = bound = int(listener.getsockname()[1])
+        self._server = await self.loop.create_server(
+            lambda: Http2Protocol(self),
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._handshake_s,
+        )
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Take in what has connected, then nothing more; end connections as their streams are answered.
+
+        Args:
+            grace_s: after it, what is left is dropped.
+        """
+        self._is_stopping = True
+        if self._server is not None and self._socket is not None:
+            accepted = accept_waiting(self._socket)
+            self._server.close()
+            self._socket.close()
+            for one in accepted:
+                with contextlib.suppress(OSError):
+                    await self.loop.connect_accepted_socket(
+                        lambda: Http2Protocol(self), one, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+                    )
+        for connection in list(self._connections):
+            connection.ask_to_go()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._all_closed()
+        for connection in list(self._connections):
+            connection.abort()
+        await self._all_closed()
+
+    def welcome(self, connection: Http2Protocol, address: str) -> bool:
+        """Take a new connection in, if there is a place for it and its address is welcome."""
+        if self.addresses.admit(address) is not None:
+            return False
+        if len(self._connections) >= self._max_connections:
+            longest = next(iter(self._idle), None)
+            if longest is None:
+                return False
+            self._remove(longest)
+            longest.evict()
+        self._connections.add(connection)
+        self._idle[connection] = None
+        connection.was_welcome = True
+        self.addresses.opened(address)
+        if self._is_stopping:
+            connection.ask_to_go()
+        return True
+
+    def lost(self, connection: Http2Protocol, address: str, owed_s: float) -> None:
+        """Forget a connection that has ended, with what it still owes."""
+        if connection.was_welcome:
+            self.addresses.spent(address, owed_s)
+            self.addresses.closed(address)
+        self._remove(connection)
+
+    def busy(self, connection: Http2Protocol) -> None:
+        """Note that a connection has a stream."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Http2Protocol) -> None:
+        """Note that it has none any more."""
+        if connection in self._connections:
+            self._idle[connection] = None
+
+    def turn(self) -> float:
+        """Until when a connection may read in this turn of the loop."""
+        # The loop's own time stands still within a turn; asyncio's does not, and then only each one's share counts.
+        turn, now = self.loop.time(), self.clock()
+        if turn != self._turn:
+            self._turn, self._turn_ends = turn, now + TURN_OF_ALL_S
+        return min(now + TURN_S, self._turn_ends)
+
+    def wait_turn(self, connection: Http2Protocol) -> None:
+        """Have a connection go on when others had their turn."""
+        if not self._waiting:
+            self.loop.call_soon(self._go_on)
+        self._waiting.append(connection)
+
+    def _go_on(self) -> None:
+        for _ in range(len(self._waiting)):
+            until = self.turn()
+            if self.clock() >= until:
+                break
+            self._waiting[0].work(until)
+            self._waiting.popleft()
+        if self._waiting:
+            self.loop.call_soon(self._go_on)
+
+    def _remove(self, connection: Http2Protocol) -> None:
+        self._idle.pop(connection, None)
+        self._connections.discard(connection)
+        if not self._connections:
+            self._none_left.set()
+
+    async def _all_closed(self) -> None:
+        while self._connections:
+            self._none_left.clear()
+            await self._none_left.wait()

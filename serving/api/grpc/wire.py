@@ -1,0 +1,506 @@
+"""The vocabulary of HTTP/2: frames (RFC 9113), header blocks (HPACK, RFC 7541), limits, errors and events.
+
+Header blocks that go out are made without a table. The decoder of those that come is our own since each call's head is
+another one (`traceparent`, `x-request-id`, `grpc-timeout`): it takes a fifth to a third of the time of `hpack.Decoder`,
+whose tables of codes and static entries it uses.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
+from hpack.table import HeaderTable
+
+from serving.errors import ServingError
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = (
+    range(1, 7)
+)
+DEFAULT_WINDOW, DEFAULT_FRAME_SIZE = 65_535, 16_384
+MAX_WINDOW = MAX_STREAM_ID = 2**31 - 1
+MAX_GOAWAY_BYTES = 256
+# Length as 16 high and 8 low bits, type, flags, stream id with a reserved bit.
+FRAME_HEAD = struct.Struct(">HBBBI")
+HEAD_BYTES = FRAME_HEAD.size
+_pack_head = FRAME_HEAD.pack
+_SETTING = struct.Struct(">HI")
+_TWO_WORDS = struct.Struct(">II")
+BLOCKS_OVER_LIMIT = 2
+
+Header = tuple[bytes, bytes]
+
+ENTRY_OVERHEAD_BYTES = 32
+# The table that a peer gives unless it says otherwise (RFC 9113, section 6.5.2). One that gives less has to be told
+# that this is kept to, at the beginning of the next block (RFC 7541, section 4.2); here, that nothing of it is used.
+DEFAULT_TABLE_BYTES = 4096
+EMPTY_TABLE = b"\x20"
+# Entry 8 of the static table (RFC 7541, appendix A): as it is, and its name alone.
+_STATUS_200, _STATUS = b"\x88", b"\x08"
+_MAX_SHIFT = 28
+
+_NEEDED = (b":method", b":scheme", b":path")
+_PSEUDO_HEADERS = frozenset((*_NEEDED, b":authority"))
+_OF_A_CONNECTION = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+# RFC 9113, section 8.2.1: names are visible ASCII but upper case and the colon; values hold no NUL, CR or LF, and
+# neither begin nor end with white space.
+_NAME = re.compile(rb":?[!-9;-@\[-~]+")
+_WRONG_IN_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
+
+
+class ErrorCode(enum.IntEnum):
+    """Error codes of RFC 9113, section 7."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class Http2Error(ServingError):
+    """The peer broke the protocol or a limit in a way that ends the connection. It does not leave this file.
+
+    Attributes:
+        code: what the GOAWAY frame says.
+    """
+
+    kind = "http2"
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class FloodError(Http2Error):
+    """Too many frames that cost work and carry no request."""
+
+    def __init__(self) -> None:
+        super().__init__(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that carry no request, or headers too long")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take.
+
+    Attributes:
+        max_streams: at once on one connection.
+        max_header_bytes: of the list of headers of one request, as RFC 9113 counts it (section 10.5.1). Whoever reads
+            it refuses a longer one.
+        stream_window, connection_window: bytes that a peer may send unasked.
+        frame_size: longest payload that it is asked to send.
+        patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
+            A stream whose data it does not let go on for twice as long is dropped.
+        idle_s: time without a stream after which it is asked to go.
+        age_s: time after which it is asked to go.
+        grace_s: how long the streams of a connection that was asked to go may take.
+        max_control_frames: of a peer in `patience_s`: frames that cost work and carry no request.
+    """
+
+    max_streams: int
+    max_header_bytes: int
+    patience_s: float
+    idle_s: float
+    age_s: float
+    grace_s: float
+    stream_window: int = 2**20
+    connection_window: int = 2**24
+    frame_size: int = 2**20
+    max_control_frames: int = 20_000
+
+    @property
+    def max_block_bytes(self) -> int:
+        """Of a header block that is still read, for its request alone to be refused; a longer one ends the connection.
+
+        Others may share the connection, through a proxy that does not know the limit or does not keep to it.
+        """
+        return BLOCKS_OVER_LIMIT * self.max_header_bytes
+
+    @property
+    def settings(self) -> dict[int, int]:
+        """What the peer is told of them."""
+        return {
+            MAX_CONCURRENT_STREAMS: self.max_streams,
+            INITIAL_WINDOW_SIZE: self.stream_window,
+            MAX_FRAME_SIZE: self.frame_size,
+            MAX_HEADER_LIST_SIZE: self.max_header_bytes,
+        }
+
+
+class RequestReceived(NamedTuple):
+    """A stream was opened; `size` as RFC 9113 counts its headers, `problem` if they make it malformed."""
+
+    stream_id: int
+    headers: list[Header]
+    size: int
+    problem: str | None
+
+
+class DataReceived(NamedTuple):
+    """Data of a stream that has been opened and is not over. A view of what was fed."""
+
+    stream_id: int
+    data: memoryview
+
+
+class RequestEnded(NamedTuple):
+    """The peer sends no more on a stream."""
+
+    stream_id: int
+
+
+class StreamDropped(NamedTuple):
+    """The peer or the connection gave a stream up; nobody waits for its answer."""
+
+    stream_id: int
+
+
+class StreamDrained(NamedTuple):
+    """All that was to be sent on a stream, and that the peer's windows held back, has been sent."""
+
+    stream_id: int
+
+
+class ConnectionFailed(NamedTuple):
+    """The peer broke a rule, and has been told by GOAWAY. `is_flood`: by asking for too much work."""
+
+    code: ErrorCode
+    message: str
+    is_flood: bool
+
+
+Event: TypeAlias = RequestReceived | DataReceived | RequestEnded | StreamDropped | StreamDrained | ConnectionFailed
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """A frame."""
+    size = len(payload)
+    return _pack_head(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
+
+
+def settings(values: dict[int, int]) -> bytes:
+    """A SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
+
+
+def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+    """The settings of a frame. Raises Http2Error for values that RFC 9113, section 6.5.2, does not allow."""
+    if len(payload) % _SETTING.size:
+        raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes; it must be a multiple of 6")
+    for name, value in _SETTING.iter_unpack(payload):
+        if name == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
+            raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE {value}; at most {MAX_WINDOW}")
+        if name == MAX_FRAME_SIZE and not DEFAULT_FRAME_SIZE <= value < 2**24:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE {value}; allowed are 16384 to 16777215")
+        if name == ENABLE_PUSH and value > 1:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH {value}; allowed are 0 and 1")
+        yield name, value
+
+
+def window_update(stream_id: int, increment: int) -> bytes:
+    """A WINDOW_UPDATE frame; stream 0 is the connection."""
+    return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4, "big"))
+
+
+def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
+    """A RST_STREAM frame."""
+    return frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big"))
+
+
+def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
+    """A GOAWAY frame: streams after the last one were not and will not be processed. A long message is cut."""
+    said = message.encode("utf-8", "replace")[:MAX_GOAWAY_BYTES]
+    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + said)
+
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    """The payload of a HEADERS frame without padding and priority. Raises Http2Error if they do not fit in it."""
+    start, end = 0, len(payload)
+    if flags & PADDED:
+        if not payload:
+            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the length of its padding")
+        start, end = 1, end - payload[0]
+    if flags & HAS_PRIORITY:
+        start += 5
+    if start > end:
+        raise Http2Error(ErrorCode.PROTOCOL_ERROR, "a frame whose padding and priority are longer than itself")
+    return payload[start:end]
+
+
+class HpackError(ServingError):
+    """A header block that can't be decoded. What the table holds is not known any more.
+
+    Attributes:
+        is_too_large: whether its headers take more than the limit, and nothing else is wrong.
+    """
+
+    kind = "hpack"
+
+    def __init__(self, problem: str, *, is_too_large: bool = False) -> None:
+        super().__init__(problem)
+        self.is_too_large = is_too_large
+
+
+class HeaderList(NamedTuple):
+    """The headers of one block.
+
+    Attributes:
+        headers: in their order.
+        size: bytes that they take, as RFC 9113 counts them (section 10.5.1).
+        problem: why a request that has one of them is malformed (section 8.2); None if each is right by itself.
+    """
+
+    headers: list[Header]
+    size: int
+    problem: str | None
+
+
+_Entry = tuple[Header, int, str | None]
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:64].decode("latin-1"))
+
+
+def _entry(name: bytes, value: bytes) -> _Entry:
+    return (name, value), len(name) + len(value) + ENTRY_OVERHEAD_BYTES, _problem(name, value)
+
+
+def _problem(name: bytes, value: bytes) -> str | None:
+    """What is wrong with a header by itself. Looked at once for each literal, not each time the table names it."""
+    if _NAME.fullmatch(name) is None:
+        return f"the name of the header {_shown(name)} has a character that is not allowed"
+    if _WRONG_IN_VALUE.search(value) is not None:
+        return f"the header {_shown(name)}: {_shown(value)} has a character where it is not allowed"
+    if name in _OF_A_CONNECTION or (name == b"te" and value != b"trailers"):
+        return f"the header {_shown(name)}: {_shown(value)} is none of HTTP/2"
+    return None
+
+
+_STATIC: list[_Entry] = [_entry(name, value) for name, value in HeaderTable.STATIC_TABLE]
+_FIRST_DYNAMIC = 1 + len(_STATIC)
+
+
+class HeaderDecoder:
+    """Decodes the header blocks of one connection, each of them, in their order.
+
+    Args:
+        max_list_bytes: that the headers of one block may take.
+    """
+
+    def __init__(self, max_list_bytes: int) -> None:
+        self._max_list_bytes = max_list_bytes
+        # By index: nothing, the static entries, the others from the newest on.
+        self._table: list[_Entry | None] = [None, *_STATIC]
+        self._table_bytes = 0
+        self._max_table_bytes = DEFAULT_TABLE_BYTES
+
+    def decode(self, block: bytes) -> HeaderList:
+        """Decode a block. Raises HpackError; the decoder is of no use after it."""
+        try:
+            return self._decode(block)
+        except IndexError:
+            raise HpackError("a header block ends too early, or names an entry that there is not") from None
+
+    def _decode(self, block: bytes) -> HeaderList:
+        table, total, problem = self._table, 0, None
+        headers: list[Header] = []
+        at, end = 0, len(block)
+        while at < end:
+            first = block[at]
+            at += 1
+            if first >= 0x80:
+                index = first & 0x7F
+                if index == 0x7F:
+                    index, at = _integer(block, at, 0x7F)
+                entry = table[index]
+                if entry is None:
+                    raise HpackError("a header block names entry 0")
+            elif 0x20 <= first < 0x40:
+                if headers:
+                    raise HpackError("a header block sets the table's size behind a header")
+                at = self._resize(block, first & 0x1F, at)
+                continue
+            else:
+                prefix = 0x3F if first >= 0x40 else 0x0F
+                index = first & prefix
+                if index == prefix:
+                    index, at = _integer(block, at, prefix)
+                if index:
+                    named = table[index]
+                    name = named[0][0]  # type: ignore[index]  # only entry 0 is None
+                else:
+                    name, at = _string(block, at)
+                value, at = _string(block, at)
+                entry = _entry(name, value)
+                if first >= 0x40:
+                    self._add(entry)
+            header, size, wrong = entry
+            headers.append(header)
+            total += size
+            if total > self._max_list_bytes:
+                says = f"the headers take more than {self._max_list_bytes} bytes"
+                raise HpackError(says, is_too_large=True)
+            if wrong is not None and problem is None:
+                problem = wrong
+        return HeaderList(headers, total, problem)
+
+    def _resize(self, block: bytes, size: int, at: int) -> int:
+        if size == 0x1F:
+            size, at = _integer(block, at, 0x1F)
+        if size > DEFAULT_TABLE_BYTES:
+            raise HpackError(f"a header table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
+        self._max_table_bytes = size
+        self._evict(0)
+        return at
+
+    def _add(self, entry: _Entry) -> None:
+        self._evict(entry[1])
+        # One that is larger than the table empties it (RFC 7541, section 4.4).
+        if entry[1] <= self._max_table_bytes:
+            self._table.insert(_FIRST_DYNAMIC, entry)
+            self._table_bytes += entry[1]
+
+    def _evict(self, room: int) -> None:
+        table = self._table
+        while self._table_bytes + room > self._max_table_bytes and len(table) > _FIRST_DYNAMIC:
+            last = table.pop()
+            self._table_bytes -= last[1]  # type: ignore[index]  # only entry 0 is None
+
+
+def request_problem(block: HeaderList) -> str | None:
+    """What makes a request with these headers malformed (RFC 9113, sections 8.2 and 8.3); None if nothing does.
+
+    Proxies route by these headers too, so one that two readers could read differently is not to be served.
+    """
+    if block.problem is not None:
+        return block.problem
+    seen: dict[bytes, bytes] = {}
+    has_others = False
+    for name, value in block.headers:
+        if name[0] != 0x3A:
+            has_others = True
+        elif name not in _PSEUDO_HEADERS or name in seen or has_others:
+            return f"the header {_shown(name)} is unknown, there twice, or behind others"
+        else:
+            seen[name] = value
+    for name in _NEEDED:
+        if not seen.get(name):
+            return f"the header {_shown(name)} is missing or empty"
+    return None
+
+
+def header_block(headers: Iterable[Header], *, status: int | None) -> bytes:
+    """A block of literals that leaves the peer's table as it is, after `:status` if there is one."""
+    first = b""
+    if status is not None:
+        first = _STATUS_200 if status == 200 else _STATUS + _literal(str(status).encode())
+    return first + b"".join(b"\x00" + _literal(name) + _literal(value) for name, value in headers)
+
+
+def _integer(block: bytes, at: int, value: int) -> tuple[int, int]:
+    """The rest of an integer that its prefix could not hold (RFC 7541, section 5.1), and where it ends."""
+    shift = 0
+    while True:
+        digit = block[at]
+        at += 1
+        value += (digit & 0x7F) << shift
+        if digit < 0x80:
+            return value, at
+        shift += 7
+        if shift > _MAX_SHIFT:
+            raise HpackError("an integer of a header block is too long")
+
+
+def _string(block: bytes, at: int) -> tuple[bytes, int]:
+    first = block[at]
+    size, at = first & 0x7F, at + 1
+    if size == 0x7F:
+        size, at = _integer(block, at, 0x7F)
+    end = at + size
+    if end > len(block):
+        raise HpackError("a header block ends within a string")
+    text = block[at:end]
+    return (_unhuffman(text) if first >= 0x80 else text), end
+
+
+def _literal(text: bytes) -> bytes:
+    # RFC 7541, section 5.1: an integer with a prefix of seven bits; the eighth would say Huffman.
+    size = len(text)
+    if size < 127:
+        return bytes((size,)) + text
+    size, digits = size - 127, bytearray(b"\x7f")
+    while size >= 128:
+        digits.append(size & 127 | 128)
+        size >>= 7
+    digits.append(size)
+    return bytes(digits) + text
+
+
+_END_OF_STRING = 256
+
+
+def _tree() -> tuple[list[list[int]], frozenset[int]]:
+    """The nodes of the Huffman code (RFC 7541, appendix B), and those that a string may end at.
+
+    A node has what follows on 0 and on 1: another node, or a symbol as `-1 - symbol`.
+    """
+    nodes: list[list[int]] = [[0, 0]]
+    for symbol, (code, length) in enumerate(zip(REQUEST_CODES, REQUEST_CODES_LENGTH, strict=True)):
+        node = 0
+        for position in range(length - 1, 0, -1):
+            bit = code >> position & 1
+            if not nodes[node][bit]:
+                nodes[node][bit] = len(nodes)
+                nodes.append([0, 0])
+            node = nodes[node][bit]
+        nodes[node][code & 1] = -1 - symbol
+    # Padding is the beginning of the code of the end: up to seven ones.
+    ends = [0]
+    while len(ends) < 8:
+        ends.append(nodes[ends[-1]][1])
+    return nodes, frozenset(ends)
+
+
+_NODES, _ENDS = _tree()
+# By node and byte: the next node and what comes out. Filled as they are met; there are at most 65,536.
+_steps: dict[int, tuple[int, bytes]] = {}
+
+
+def _unhuffman(text: bytes) -> bytes:
+    node, parts, known = 0, [], _steps.get
+    for byte in text:
+        step = known(node << 8 | byte) or _step(node, byte)
+        node, part = step
+        parts.append(part)
+    if node not in _ENDS:
+        raise HpackError("a Huffman-coded string ends within a symbol")
+    return b"".join(parts)
+
+
+def _step(begin: int, byte: int) -> tuple[int, bytes]:
+    node, out = begin, bytearray()
+    for position in range(7, -1, -1):
+        node = _NODES[node][byte >> position & 1]
+        if node < 0:
+            symbol = -1 - node
+            if symbol == _END_OF_STRING:
+                raise HpackError("a Huffman-coded string holds its end")
+            out.append(symbol)
+            node = 0
+    made = _steps[begin << 8 | byte] = node, bytes(out)
+    return made

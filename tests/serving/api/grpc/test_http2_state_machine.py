@@ -1,0 +1,268 @@
+"""The HTTP/2 connection by bytes alone: no sockets, no event loop, a clock that stands still or is told to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import hpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.api.grpc import wire
+from serving.api.grpc.connection import EVENTS_AT_ONCE, Connection
+from serving.api.grpc.wire import (
+    ConnectionFailed,
+    ConnectionLimits,
+    DataReceived,
+    ErrorCode,
+    Event,
+    RequestEnded,
+    RequestReceived,
+    StreamDropped,
+)
+
+LIMITS = ConnectionLimits(
+    max_streams=4,
+    max_header_bytes=4096,
+    patience_s=5,
+    idle_s=60,
+    age_s=60,
+    grace_s=60,
+    stream_window=1000,
+    connection_window=100_000,
+    frame_size=50_000,
+    max_control_frames=200,
+)
+REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/a"), ("te", "trailers")]
+BEGIN = wire.PREFACE + wire.settings({})
+END, END_HEADERS = wire.END_STREAM, wire.END_HEADERS
+
+
+def headers(stream_id: int, flags: int = 0, more: Iterable[tuple[str, str]] = ()) -> bytes:
+    block = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*one) for one in (*REQUEST, *more)])
+    return wire.frame(wire.HEADERS, flags | END_HEADERS, stream_id, block)
+
+
+def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
+    return wire.frame(wire.DATA, flags, stream_id, payload)
+
+
+def connection(limits: ConnectionLimits = LIMITS) -> Connection:
+    return Connection(limits, lambda: 0.0)
+
+
+def read_all(at: Connection) -> list[Event]:
+    events = at.read()
+    while at.can_read:
+        events += at.read()
+    return events
+
+
+def joined(events: list[Event]) -> list[object]:
+    """Events, with data that follow data of the same stream as one."""
+    found: list[object] = []
+    for event in events:
+        if not isinstance(event, DataReceived):
+            found.append(event)
+        elif found and isinstance(found[-1], tuple) and found[-1][0] == ("data", event.stream_id):
+            found[-1] = (found[-1][0], found[-1][1] + bytes(event.data))
+        else:
+            found.append((("data", event.stream_id), bytes(event.data)))
+    return found
+
+
+def test_a_request_is_told_of_and_answered_in_bytes():
+    at = connection()
+    at.feed(BEGIN + headers(1) + data(1, b"abc") + data(1, b"def", END))
+    found = joined(read_all(at))
+    opened = RequestReceived(1, [(name.encode(), value.encode()) for name, value in REQUEST], found[0].size, None)
+    assert found == [opened, (("data", 1), b"abcdef"), RequestEnded(1)]
+    at.take()
+    assert at.send(1, b"\x88", b"answer", b"\x88")
+    ends = wire.frame(wire.HEADERS, END | END_HEADERS, 1, b"\x88")
+    assert at.take() == wire.frame(wire.HEADERS, END_HEADERS, 1, b"\x88") + data(1, b"answer") + ends
+    assert at.streams == {}
+
+
+FRAMES = st.one_of(
+    st.builds(headers, st.sampled_from([1, 3, 5, 7, 9, 11]), st.sampled_from([0, END])),
+    st.builds(data, st.sampled_from([1, 3, 5, 7, 9]), st.binary(max_size=300), st.sampled_from([0, 0, END])),
+    st.builds(
+        lambda stream_id, payload, padding: data(stream_id, bytes((padding,)) + payload + bytes(padding), wire.PADDED),
+        st.sampled_from([1, 3, 5]),
+        st.binary(max_size=50),
+        st.integers(0, 60),
+    ),
+    st.builds(wire.window_update, st.sampled_from([0, 1, 3, 5]), st.integers(0, 2**31 - 1)),
+    st.builds(wire.rst_stream, st.sampled_from([1, 3, 5]), st.sampled_from(list(ErrorCode))),
+    st.builds(wire.frame, st.integers(0, 12), st.integers(0, 255), st.integers(0, 9), st.binary(max_size=40)),
+    st.builds(wire.settings, st.dictionaries(st.integers(1, 6), st.integers(0, 70_000), max_size=3)),
+    st.binary(max_size=30),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FRAMES, max_size=12), st.lists(st.integers(1, 400), max_size=40))
+def test_any_split_of_the_same_bytes_gives_the_same_events_and_answers(parts, sizes):
+    sent = BEGIN + b"".join(parts)
+    whole, cut = connection(), connection()
+    whole.feed(sent)
+    expected = joined(read_all(whole))
+    found: list[Event] = []
+    for size in [*sizes, len(sent)]:
+        piece, sent = sent[:size], sent[size:]
+        if piece:
+            cut.feed(piece)
+            found += read_all(cut)
+    assert joined(found) == expected
+    assert cut.take() == whole.take()
+    assert (cut.streams.keys(), cut.is_over) == (whole.streams.keys(), whole.is_over)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FRAMES, max_size=8), st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=6))
+def test_whatever_comes_nothing_is_raised_and_each_stream_that_is_opened_is_told_the_end_of(parts, changes):
+    sent = bytearray(BEGIN + headers(1) + b"".join(parts))
+    for position, value in changes:
+        sent[position % len(sent)] = value
+    at = connection()
+    at.feed(bytes(sent))
+    events = read_all(at)
+    failed = [event for event in events if isinstance(event, ConnectionFailed)]
+    opened = {event.stream_id for event in events if isinstance(event, RequestReceived)}
+    dropped = {event.stream_id for event in events if isinstance(event, StreamDropped)}
+    assert opened - dropped == at.streams.keys()
+    if failed:
+        assert (at.is_over, at.streams, at.can_read, events[-1]) == (True, {}, False, failed[0])
+        last = wire.goaway(at.last_stream_id, failed[0].code, failed[0].message)
+        assert at.take().endswith(last)
+    at.feed(bytes(sent))
+    assert not failed or at.read() == []
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_end_in_goaway(sent):
+    at = connection()
+    at.feed(wire.PREFACE + sent)
+    events = read_all(at)
+    assert not any(isinstance(event, ConnectionFailed) for event in events[:-1])
+    at = connection()
+    at.feed(b"\x00" + sent)
+    assert read_all(at)[0].code is ErrorCode.PROTOCOL_ERROR
+
+
+def frames_until_the_end(flood: bytes, begin: bytes = BEGIN, limits: ConnectionLimits = LIMITS) -> int:
+    """How many times a flood is read until the connection ends for it."""
+    at = connection(limits)
+    at.feed(begin)
+    read_all(at)
+    for count in range(100 * limits.max_control_frames):
+        at.feed(flood)
+        events = read_all(at)
+        if at.is_over:
+            assert events[-1] == ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, events[-1].message, is_flood=True)
+            return count
+    raise AssertionError("the flood goes on")
+
+
+FLOODS = {
+    "data of one byte": (data(1, b"x") + wire.window_update(0, 1), headers(1)),
+    "data without a byte": (data(1, b""), headers(1)),
+    "data on a stream that has ended": (data(1, b"x"), headers(1, END) + data(1, b"y")),
+    "much data on a stream that has ended": (data(1, bytes(16_000)), headers(1) + wire.rst_stream(1, ErrorCode.CANCEL)),
+    "pings": (wire.frame(wire.PING, 0, 0, bytes(8)), b""),
+    "acknowledged pings": (wire.frame(wire.PING, wire.ACK, 0, bytes(8)), b""),
+    "settings": (wire.settings({}), b""),
+    "window updates": (wire.window_update(0, 1), b""),
+    "resets": (wire.rst_stream(1, ErrorCode.CANCEL), headers(1)),
+    "trailers of a stream that has ended": (headers(1), headers(1) + wire.rst_stream(1, ErrorCode.CANCEL)),
+    "priorities": (wire.frame(wire.PRIORITY, 0, 1, bytes(5)), b""),
+    "frames of no known kind": (wire.frame(0x42, 0, 0), b""),
+    "farewells": (wire.goaway(0, ErrorCode.NO_ERROR), b""),
+    "continuations": (
+        wire.frame(wire.CONTINUATION, 0, 1),
+        wire.frame(wire.HEADERS, 0, 1, b"\x82"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("flood", "before"), FLOODS.values(), ids=FLOODS)
+def test_a_flood_is_ended_after_so_many_frames(flood, before):
+    limits = dataclasses.replace(LIMITS, stream_window=10**6, connection_window=10**7)
+    assert frames_until_the_end(flood, BEGIN + before, limits) <= LIMITS.max_control_frames
+
+
+def test_requests_and_resets_are_ended_after_so_many():
+    at = connection()
+    at.feed(BEGIN)
+    number = 1
+    while not at.is_over:
+        at.feed(headers(number) + wire.rst_stream(number, ErrorCode.CANCEL))
+        read_all(at)
+        number += 2
+    assert number <= 2 * LIMITS.max_control_frames + 5
+
+
+def test_a_continuation_counts_for_all_that_it_has_copied():
+    at = connection(dataclasses.replace(LIMITS, max_header_bytes=100_000, max_control_frames=1000))
+    at.feed(BEGIN + wire.frame(wire.HEADERS, 0, 1, b"\x82" * 8000))
+    count = 0
+    while not at.is_over:
+        at.feed(wire.frame(wire.CONTINUATION, 0, 1, b"\x82" * 1000))
+        read_all(at)
+        count += 1
+    assert count < 60
+
+
+def test_full_data_frames_cost_nothing():
+    limits = dataclasses.replace(LIMITS, stream_window=10**8, connection_window=10**8)
+    at = connection(limits)
+    at.feed(BEGIN + headers(1))
+    read_all(at)
+    for _ in range(10 * LIMITS.max_control_frames):
+        at.feed(data(1, bytes(1000)))
+        read_all(at)
+    assert not at.is_over
+
+
+def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    at = Connection(dataclasses.replace(LIMITS, max_control_frames=10_000), clock)
+    pings = [wire.frame(wire.PING, 0, 0, number.to_bytes(8, "big")) for number in range(100)]
+    at.feed(BEGIN + b"".join(pings))
+    at.take()
+    out, turns = b"", 0
+    while at.can_read:
+        at.read(now + 0.005)
+        out += at.take()
+        turns += 1
+    assert 20 <= turns <= 30
+    pongs = [wire.frame(wire.PING, wire.ACK, 0, number.to_bytes(8, "big")) for number in range(100)]
+    assert out == wire.frame(wire.SETTINGS, wire.ACK, 0) + b"".join(pongs)
+
+
+def test_no_more_events_are_told_at_once_than_a_few():
+    at = connection(dataclasses.replace(LIMITS, max_control_frames=10_000))
+    at.feed(BEGIN + headers(1) + data(1, b"x") * 500)
+    counts = []
+    while at.can_read:
+        counts.append(len(at.read()))
+    assert max(counts) <= EVENTS_AT_ONCE + 1
+    assert sum(counts) == 501
+
+
+def test_a_header_block_of_many_headers_ends_at_the_limit_of_its_size():
+    at = connection()
+    # The same entry of 4 KB, again and again: one byte each.
+    block = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 10
+    at.feed(BEGIN + wire.frame(wire.HEADERS, END_HEADERS, 1, block))
+    failed = read_all(at)[-1]
+    assert (failed.code, failed.is_flood) == (ErrorCode.ENHANCE_YOUR_CALM, False)
