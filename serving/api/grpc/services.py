@@ -228,8 +228,8 @@ def ranking_methods(service: RankingService) -> dict[bytes, Method]:
     return _paths(
         RANKING,
         {
-            "Rank": _ranked(service, lambda: MessageCodec("rank")),
-            "Lookup": _ranked(service, lambda: MessageCodec("lookup")),
+            "Rank": _ranked(service, MessageCodec("rank")),
+            "Lookup": _ranked(service, MessageCodec("lookup")),
             "GetModel": _document(service, "grpc", ranking_pb2.GetModelRequest, describe, "describe"),
         },
     )
@@ -264,7 +264,7 @@ def inference_methods(service: RankingService) -> dict[bytes, Method]:
     return _paths(
         INFERENCE,
         {
-            "ModelInfer": _ranked(service, InferGrpcCodec),
+            "ModelInfer": _ranked(service, InferGrpcCodec()),
             "ServerLive": tell("ServerLive", lambda _: {"live": True}, None),
             "ServerReady": tell("ServerReady", lambda _: {"ready": not service.watch.problems()}, None),
             "ModelReady": of_model("ModelReady", documents.model_is_ready, "ready"),
@@ -372,9 +372,9 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
     return moved
 
 
-def _ranked(service: RankingService, make_codec: Callable[[], Codec]) -> Method:
+def _ranked(service: RankingService, codec: Codec) -> Method:
     async def ranked(call: Call) -> bytes:
-        return (await answer(service, make_codec(), call.receive, call)).body
+        return (await answer(service, codec, call.receive, call)).body
 
     return UnaryMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 

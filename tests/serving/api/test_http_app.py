@@ -192,7 +192,7 @@ def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
     text = run(main())
     for line in (
         'shardrank_requests_total{api="http",method="rank",model="films",status="ok"} 1.0',
-        'shardrank_requests_total{api="http",method="rank",model="films",status="malformed"} 1.0',
+        'shardrank_requests_total{api="http",method="rank",model="",status="malformed"} 1.0',
         'shardrank_requests_total{api="http",method="rank",model="",status="model_not_found"} 1.0',
         'shardrank_errors_total{api="http",kind="malformed",method="rank"} 1.0',
         'shardrank_batch_candidates_sum{model="films"} 5.0',
