@@ -246,7 +246,7 @@ class HttpTransport:
                         raise _late(call)
             finally:
                 response.close()
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:
             raise _of_httpx(error, call) from error
         return _http_answer(call, response, b"".join(parts))
 
@@ -277,7 +277,7 @@ class AsyncHttpTransport:
                     await response.aclose()
         except TimeoutError:
             raise _late(call) from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:
             raise _of_httpx(error, call) from error
         return _http_answer(call, response, b"".join(parts))
 
@@ -313,8 +313,12 @@ def _http_answer(call: Call, response: httpx.Response, body: bytes) -> bytes:
         return body
     try:
         description = ranking_pb2.GetModelResponse()
-        ParseDict(json.loads(body), description, ignore_unknown_fields=True)
-    except (ValueError, ParseError) as error:
+        document = json.loads(body)
+        limits = document.get("limits", {})
+        # As over gRPC, where a limit is a number.
+        document["limits"] = {name: value for name, value in limits.items() if isinstance(value, int | float)}
+        ParseDict(document, description, ignore_unknown_fields=True)
+    except (ValueError, AttributeError, ParseError) as error:
         raise InternalError(f"the answer does not describe a model: {error}", kind="malformed_answer") from error
     return description.SerializeToString()
 
@@ -329,7 +333,8 @@ def _late(call: Call) -> DeadlineExceededError:
     return DeadlineExceededError(f"no answer within {1000 * call.timeout_s:.0f} ms")
 
 
-def _of_httpx(error: httpx.HTTPError, call: Call) -> ClientError:
-    if isinstance(error, httpx.TimeoutException):
+def _of_httpx(error: httpx.HTTPError | OSError, call: Call) -> ClientError:
+    # What TLS refuses after its handshake comes through httpx as it is.
+    if isinstance(error, httpx.TimeoutException | TimeoutError):
         return _late(call)
     return UnavailableError(f"{type(error).__name__}: {error}")

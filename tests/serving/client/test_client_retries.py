@@ -47,7 +47,7 @@ JSON_DESCRIPTION = json.dumps(
         "version": 3,
         "schema_digest": "d",
         "features": [{"name": "film", "side": "candidate", "pooling": "sum", "weighted": False, "id_type": "integer"}],
-        "limits": {"max_candidates": 4096},
+        "limits": {"max_candidates": 4096, "not_a_number": ["x"]},
         "something_new": None,
     }
 ).encode()
