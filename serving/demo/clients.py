@@ -1,4 +1,4 @@
-"""Two blocking clients of a running server, as a product's would be: HTTP with JSON, and gRPC."""
+"""Two blocking clients of a running server, as a product's would be: HTTP with JSON, and `serving.client` over gRPC."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import grpc
 import numpy as np
 
 from loader.golden import GoldenRequests
 from loader.manifest import ModelSpec
+from serving.client import Client, ClientError, Ragged, RetryPolicy
 from serving.demo.errors import RankCallError
-from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shard_node.bags import Float32Array
 
 
@@ -28,7 +27,8 @@ class RankedAnswer:
         version: that gave the scores.
         scores: float32 [N].
         order: positions by descending score.
-        seconds: from the first byte sent to the whole answer received; encoding and decoding in the client left out.
+        seconds: over HTTP from the first byte sent to the whole answer received, the client's coding left out; over
+            gRPC the whole call of the Python client.
     """
 
     version: int
@@ -127,12 +127,13 @@ class HttpRankClient:
 
 
 class GrpcRankClient:
-    """`shardrank.v1.RankingService/Rank` over one channel.
+    """The Python client over gRPC, which packs.
 
     Args:
         host, port: of the server.
-        messages: the requests.
-        timeout_s: deadline of one call.
+        model: the model's name.
+        requests: arguments of `Client.rank`.
+        timeout_ms: deadline of one call.
         clock: seconds.
     """
 
@@ -142,32 +143,30 @@ class GrpcRankClient:
         self,
         host: str,
         port: int,
-        messages: list[ranking_pb2.RankRequest],
-        timeout_s: float,
+        model: str,
+        requests: list[dict[str, Any]],
+        timeout_ms: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        # A proxy of the environment is for the way out, not for a server on this machine.
-        self._channel = grpc.insecure_channel(at, options=[("grpc.enable_http_proxy", 0)])
-        self._stub = ranking_pb2_grpc.RankingServiceStub(self._channel)
-        self._messages = messages
-        self._timeout_s = timeout_s
+        # A request that fails is counted, so none is sent again.
+        self._client = Client(f"grpc://{at}", timeout_ms=timeout_ms, retry=RetryPolicy(max_attempts=1))
+        self._model = model
+        self._requests = requests
         self._clock = clock
 
     def rank(self, index: int) -> RankedAnswer:
-        """Sends message `index`. Raises RankCallError."""
+        """Sends request `index`. Raises RankCallError."""
         start = self._clock()
         try:
-            answer = self._stub.Rank(self._messages[index], timeout=self._timeout_s)
-        except grpc.RpcError as error:
+            result = self._client.rank(self._model, **self._requests[index])
+        except ClientError as error:
             raise RankCallError(f"grpc: {error}") from error
-        seconds = self._clock() - start
-        scores = np.array(answer.scores, dtype=np.float32)
-        return RankedAnswer(answer.version, scores, list(answer.order), seconds)
+        return RankedAnswer(result.version, result.scores, result.order.tolist(), self._clock() - start)
 
     def close(self) -> None:
         """Closes the channel."""
-        self._channel.close()
+        self._client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -178,26 +177,25 @@ class GrpcRankClient:
         self.close()
 
 
-def rank_messages(requests: GoldenRequests, spec: ModelSpec, timeout_ms: int) -> list[ranking_pb2.RankRequest]:
-    """Each request as a protobuf message. For models without string vocabularies."""
-    messages = []
-    for index in range(requests.num_requests):
-        request = requests.request(index)
-        message = ranking_pb2.RankRequest(model=spec.model, timeout_ms=timeout_ms)
+def rank_arguments(requests: GoldenRequests, spec: ModelSpec) -> list[dict[str, Any]]:
+    """Each request as arguments of `Client.rank`. For models without string vocabularies."""
+    arguments = []
+    for one in map(requests.request, range(requests.num_requests)):
+        sides: dict[str, dict[str, Any]] = {"context": {}, "candidate": {}}
         for feature in spec.features:
-            side = message.context if feature.side == "context" else message.candidates
-            sparse = side.sparse[feature.name]
-            sparse.ids.extend(request.values[feature.name].tolist())
-            lengths = request.lengths[feature.name]
-            if feature.side == "candidate" and (lengths != 1).any():
-                sparse.lengths.extend(lengths.tolist())
-            if feature.weighted:
-                sparse.weights.extend(request.weights[feature.name].tolist())
-        message.context.dense.extend(request.context_dense[0].tolist())
-        message.candidates.dense.extend(request.candidate_dense.reshape(-1).tolist())
-        message.num_candidates = int(request.num_candidates[0])
-        messages.append(message)
-    return messages
+            values = one.values[feature.name]
+            is_context = feature.side == "context"
+            sides[feature.side][feature.name] = values if is_context else Ragged(values, one.lengths[feature.name])
+        arguments.append(
+            {
+                "context": sides["context"],
+                "candidates": sides["candidate"],
+                "weights": {feature.name: one.weights[feature.name] for feature in spec.features if feature.weighted},
+                "context_dense": one.context_dense[0],
+                "candidate_dense": one.candidate_dense,
+            }
+        )
+    return arguments
 
 
 def json_bodies(documents: list[dict[str, Any]], timeout_ms: int) -> list[bytes]:

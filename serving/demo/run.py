@@ -18,7 +18,7 @@ from loader.progress import Progress
 from router.plan import Plan
 from serving.cli.output import progress_bars
 from serving.cli.placement import placement_line
-from serving.demo.clients import GrpcRankClient, HttpRankClient, json_bodies, rank_messages
+from serving.demo.clients import GrpcRankClient, HttpRankClient, json_bodies, rank_arguments
 from serving.demo.config import DemoConfig
 from serving.demo.errors import DemoError, RankCallError
 from serving.demo.local import local_server
@@ -204,7 +204,7 @@ def _rank(
     spec, requests = version.trained.spec, expected.requests
     documents = [body for body, _ in evaluation_json(expected.labelled, spec, version.trained.vocabularies)]
     bodies = json_bodies(documents, config.timeout_ms)
-    messages = rank_messages(requests, spec, config.timeout_ms)
+    arguments = rank_arguments(requests, spec)
     counts: list[int] = requests.num_candidates.tolist()
     films = films_of_user(version.dataset, int(version.dataset.interactions.user_index[expected.labelled.samples[0]]))
     host, expected_version = endpoints.host, int(version.folder.name)
@@ -218,7 +218,7 @@ def _rank(
     with (
         progress_bars() as bars,
         HttpRankClient(host, endpoints.http_port, spec.model, bodies, CALL_TIMEOUT_S) as http,
-        GrpcRankClient(host, endpoints.grpc_port, messages, CALL_TIMEOUT_S) as grpc,
+        GrpcRankClient(host, endpoints.grpc_port, spec.model, arguments, config.timeout_ms) as grpc,
     ):
         over_http, over_grpc = over(http, bars), over(grpc, bars)
         over_http.requests += 1

@@ -131,10 +131,10 @@ def free_port() -> int:
 
 def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
     port = free_port()
-    message = ranking_pb2.RankRequest(model="films")
+    request = {"context": {}, "candidates": {"film_id": [1]}}
     for client in (
         HttpRankClient("127.0.0.1", port, "films", [b"{}", b"{}"], 5),
-        GrpcRankClient("127.0.0.1", port, [message, message], 5),
+        GrpcRankClient("127.0.0.1", port, "films", [request, request], 5000),
     ):
         with client:
             measured = measure(client, [3, 4], warmup_requests=3, stop=threading.Event())

@@ -204,10 +204,15 @@ class ApiModel:
 
 
 def write_api_model(
-    store: Path, version: int = 1, seed: int = 0, golden: GoldenRequests | None = None, scale: float = 1.0
+    store: Path,
+    version: int = 1,
+    seed: int = 0,
+    golden: GoldenRequests | None = None,
+    scale: float = 1.0,
+    spec: ModelSpec | None = None,
 ) -> ApiModel:
-    """Exports the model; its dense weights are of the order of `scale`."""
-    spec = api_spec()
+    """Exports the model, or one with another spec; its dense weights are of the order of `scale`."""
+    spec = spec or api_spec()
     tensors = {name: scale * tensor for name, tensor in random_tensors(spec, seed).items()}
     path, tables = write_snapshot(
         store,

@@ -1,0 +1,245 @@
+"""What the client makes of arrays and lists is what the server reads of the same request in JSON."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.reader import Snapshot
+from router.feature_schema import FeatureSchema
+from serving.client import InvalidRequestError, Ragged
+from serving.client.features import Layout, RankFeatures, bags_column, lookup_request, read_message
+from serving.description import ModelDescription
+from serving.formats.messages import encode_model
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from serving.proto.shardrank.v1 import ranking_pb2
+from shardrank_testing.parsing import parse_json, parse_message
+from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec
+
+SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+CONTEXT, CANDIDATES = ("user", "history", "liked-tag", "city"), ("film", "genre", "tag", "device")
+
+
+@pytest.fixture(scope="session")
+def layout(api_model) -> Layout:
+    description = ModelDescription.of(Snapshot.open(api_model.path), RequestLimits(), "float32", "")
+    return Layout(read_message(ranking_pb2.GetModelResponse, encode_model(description)))
+
+
+def given_of(request: dict[str, Any]) -> RankFeatures:
+    """The JSON form as arguments of a client."""
+    context, candidates = request["context"], request["candidates"]
+    weights = {**context.get("weights", {}), **candidates.get("weights", {})}
+    return RankFeatures.of(
+        context["sparse"], candidates["sparse"], weights, context.get("dense"), candidates.get("dense")
+    )
+
+
+def encoded(request: ranking_pb2.RankRequest) -> bytes:
+    request.model = MODEL
+    return request.SerializeToString()
+
+
+def assert_same(one: Any, other: Any) -> None:
+    bags, others = one.bags, other.bags
+    for name in ("keys", "bags_per_key", "offsets", "values"):
+        np.testing.assert_array_equal(getattr(bags, name), getattr(others, name), name)
+    ones = np.ones(bags.values.size, np.float32)
+    own, theirs = (ones if each.weights is None else each.weights for each in (bags, others))
+    np.testing.assert_array_equal(own, theirs)
+    assert one.num_candidates == other.num_candidates
+    np.testing.assert_array_equal(one.context_dense, other.context_dense)
+    np.testing.assert_array_equal(one.candidate_dense, other.candidate_dense)
+
+
+IDS = st.integers(0, 2**63 - 1)
+NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Rank requests in the JSON form, all bags as nested lists."""
+    count = draw(st.integers(1, 5))
+
+    def bags(ids: st.SearchStrategy[Any]) -> list[list[Any]]:
+        if draw(st.booleans()):
+            return draw(st.lists(st.lists(ids, min_size=1, max_size=1), min_size=count, max_size=count))
+        return draw(st.lists(st.lists(ids, max_size=3), min_size=count, max_size=count))
+
+    def weights(ids: list[Any]) -> list[Any]:
+        return [weights(one) if isinstance(one, list) else draw(NUMBERS) for one in ids]
+
+    context = {name: draw(st.lists(IDS, max_size=4)) for name in CONTEXT[:3]}
+    context["city"] = draw(st.lists(st.sampled_from(CITIES) | st.text(max_size=3), max_size=3))
+    candidates = {name: bags(IDS) for name in CANDIDATES}
+    request: dict[str, Any] = {
+        "context": {"sparse": context, "dense": draw(st.lists(NUMBERS, min_size=2, max_size=2))},
+        "candidates": {
+            "sparse": candidates,
+            "dense": [draw(st.lists(NUMBERS, min_size=3, max_size=3)) for _ in range(count)],
+        },
+    }
+    if draw(st.booleans()):
+        request["context"]["weights"] = {"liked-tag": weights(context["liked-tag"])}
+    if draw(st.booleans()):
+        request["candidates"]["weights"] = {"tag": weights(candidates["tag"])}
+    return request
+
+
+def ragged(bags: list[list[Any]]) -> Ragged:
+    return Ragged(np.array([one for bag in bags for one in bag]), np.array([len(bag) for bag in bags]))
+
+
+def other_forms(bags: list[list[Any]]) -> list[Any]:
+    """The same bags in all forms that can say them."""
+    forms: list[Any] = [
+        bags,
+        tuple(map(tuple, bags)),
+        ragged(bags),
+        Ragged([one for bag in bags for one in bag], [len(bag) for bag in bags]),
+        [np.array(bag) for bag in bags],
+    ]
+    lengths = set(map(len, bags))
+    if len(lengths) == 1:
+        forms.append(np.array(bags))
+    if lengths == {1}:
+        forms += [[bag[0] for bag in bags], np.array([bag[0] for bag in bags])]
+    return forms
+
+
+@settings(max_examples=150, deadline=None)
+@given(request=requests(), data=st.data())
+def test_a_request_in_any_form_is_read_as_its_json(layout, request, data):
+    expected = parse_json(SCHEMA, request)
+    arrays = {**request, "candidates": dict(request["candidates"])}
+    for member in ("sparse", "weights"):
+        if member in request["candidates"]:
+            forms = {
+                name: data.draw(st.sampled_from(other_forms(bags)), f"{member} {name}")
+                for name, bags in request["candidates"][member].items()
+            }
+            arrays["candidates"][member] = forms
+    arrays["candidates"]["dense"] = np.array(request["candidates"]["dense"])
+    for form in (request, arrays):
+        given = given_of(form)
+        assert_same(parse_message(SCHEMA, encoded(layout.packed_request(given))), expected)
+        assert_same(parse_message(SCHEMA, encoded(given.map_request())), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(request=requests(), data=st.data())
+def test_a_lookup_in_any_form_is_read_as_its_json(request, data):
+    features = {**request["candidates"]["sparse"], "city": [[one] for one in request["context"]["sparse"]["city"]]}
+    weights = request["candidates"].get("weights", {})
+    expected = parse_json(SCHEMA, {"sparse": features, "weights": weights}, "lookup")
+    forms = {name: data.draw(st.sampled_from(other_forms(bags)), name) for name, bags in features.items()}
+    message = lookup_request(forms, weights)
+    message.model = MODEL
+    found = parse_message(SCHEMA, message, "lookup")
+    for name in ("keys", "bags_per_key", "offsets", "values"):
+        np.testing.assert_array_equal(getattr(found.bags, name), getattr(expected.bags, name), name)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, object])
+def test_integers_of_any_width_are_ids(dtype):
+    column = bags_column("candidates.sparse.film", np.array([3, 0, 100], dtype), None)
+    assert (column.ids.dtype, column.ids.tolist(), column.lengths) == (np.int64, [3, 0, 100], None)
+
+
+@pytest.mark.parametrize("strings", [["a", "ü"], np.array(["a", "ü"]), np.array(["a", "ü"], object)])
+def test_strings_are_ids_from_lists_and_arrays(strings):
+    column = bags_column("candidates.sparse.city", strings, None)
+    assert (list(column.texts), column.num_bags, column.ids.size) == (["a", "ü"], 2, 0)
+
+
+def test_arrays_that_are_not_contiguous_are_read_as_they_look():
+    ids = np.arange(20).reshape(4, 5)
+    assert bags_column("candidates.sparse.film", ids[:, 1], None).ids.tolist() == [1, 6, 11, 16]
+    column = bags_column("candidates.sparse.film", ids.T, None)
+    assert column.ids.tolist() == ids.T.reshape(-1).tolist()
+    assert column.lengths is not None
+    assert column.lengths.tolist() == [4] * 5
+
+
+def test_a_single_id_is_a_bag_of_one(layout):
+    request = api_request()
+    request["context"]["sparse"]["user"] = [42]
+    expected = parse_json(SCHEMA, request)
+    for one in (42, np.int64(42), np.array([42], np.uint8)):
+        request["context"]["sparse"]["user"] = one
+        assert_same(parse_message(SCHEMA, encoded(layout.packed_request(given_of(request)))), expected)
+
+
+WRONG = [
+    ("candidates.sparse.film", [1.0] * 5, "invalid_id", "'1.0' is a float"),
+    ("candidates.sparse.film", [1, 2, True, 4, 5], "invalid_id", "'True' is a bool"),
+    ("candidates.sparse.film", [1, 2, "3", 4, 5], "invalid_id", "'3' is a str"),
+    ("candidates.sparse.film", [1, 2, 3, 4, 2**63], "invalid_id", "9223372036854775808 is not in 0.."),
+    ("candidates.sparse.film", np.full(5, 2**63, np.uint64), "invalid_id", "9223372036854775808 is not in 0.."),
+    ("candidates.sparse.film", np.ones(5), "invalid_id", "dtype float64"),
+    ("candidates.sparse.film", np.ones(5, bool), "invalid_id", "dtype bool"),
+    ("candidates.sparse.film", ["a"] * 5, "invalid_id", "the ids are strings; those of the model are integers"),
+    ("candidates.sparse.film", ["\ud800"] * 5, "invalid_id", "lone surrogate"),
+    ("candidates.sparse.film", [1, [2], 3, 4, 5], "invalid_field", "lists and single values"),
+    ("candidates.sparse.film", [[[1]]] * 5, "invalid_id", "is a list"),
+    ("candidates.sparse.film", np.ones((5, 1, 1), int), "invalid_field", r"shape \(5, 1, 1\)"),
+    ("candidates.sparse.film", [np.array(3)] * 5, "invalid_field", "without dimensions"),
+    ("candidates.sparse.genre", [1, 2, 3], "count_mismatch", "3 candidates; candidates.sparse.film has 5"),
+    ("candidates.sparse.genre", Ragged([1, 2], [1, 0, 0, 0, 0]), "count_mismatch", "add up to 1; there are 2 ids"),
+    ("candidates.sparse.genre", Ragged([1, 2], [1, -1, 2, 0, 0]), "invalid_field", "a length is not in 0..2"),
+    ("candidates.sparse.genre", Ragged([1, 2], [0.5] * 5), "invalid_field", "must be integers"),
+    ("candidates.sparse.nothing", [1] * 5, "unknown_feature", "model 'films' has no such feature"),
+    ("candidates.sparse.user", [1] * 5, "unknown_feature", "has it as a context feature"),
+    ("context.sparse.user", None, "missing_feature", "model 'films' needs it"),
+    ("candidates.sparse.device", None, "missing_feature", "model 'films' needs it"),
+    ("context.sparse.city", [3], "invalid_id", "the ids are integers; those of the model are strings"),
+    ("context.sparse.history", [[3, 4]], "invalid_id", "is a list"),
+    ("context.sparse.history", Ragged([3], [1]), "invalid_field", "one bag"),
+    ("context.dense", [1.0], "count_mismatch", "1 values; model 'films' takes 2"),
+    ("context.dense", ["1", "2"], "invalid_field", "must be numbers"),
+    ("candidates.dense", np.ones((5, 2)), "count_mismatch", "2 values for each candidate; model 'films' takes 3"),
+    ("candidates.dense", np.ones((4, 3)), "count_mismatch", "4 candidates; candidates.sparse.film has 5"),
+    ("candidates.dense", np.ones(15), "count_mismatch", r"shape \(15,\)"),
+    ("candidates.dense", [[1.0], [1.0, 2.0]], "count_mismatch", "different lengths"),
+    ("candidates.weights.film", [1.0] * 5, "invalid_field", "takes no weights"),
+    ("candidates.weights.tag", [[1.0]] * 5, "count_mismatch", "weights"),
+    ("context.weights.liked-tag", [1.0], "count_mismatch", "1 weights for 3 ids"),
+    ("weights.nothing", [1.0], "unknown_feature", "no ids"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "kind", "message"), WRONG)
+def test_what_does_not_fit_is_refused_by_its_field_before_it_is_sent(layout, field, value, kind, message):
+    request = api_request(seed=1)
+    path = (field if field.count(".") != 1 or "dense" in field else f"context.{field}").split(".")
+    owner = request[path[0]]
+    for member in path[1:-1]:
+        owner = owner.setdefault(member, {})
+    if value is None:
+        del owner[path[-1]]
+    else:
+        owner[path[-1]] = value
+    with pytest.raises(InvalidRequestError, match=message) as found:
+        layout.packed_request(given_of(request))
+    assert (found.value.kind, found.value.field) == (kind, field)
+    assert str(found.value).startswith(f"{field}: ")
+
+
+def test_no_candidates_are_refused(layout):
+    with pytest.raises(InvalidRequestError, match="at least 1") as found:
+        RankFeatures.of({}, {"film": []}, {}, None, None)
+    assert (found.value.kind, found.value.field) == ("count_mismatch", "candidates")
+
+
+def test_the_client_imports_nothing_of_the_server():
+    heavy = ["torch", "pydantic", "fastapi", "uvicorn", "starlette", "loader", "shard_node", "router"]
+    code = f"import sys, serving.client; print([one for one in {heavy} if one in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

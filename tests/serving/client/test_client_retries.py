@@ -1,0 +1,457 @@
+"""What is tried again, when, and how often: against servers that fail on purpose, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import closing, contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from serving.client import (
+    Client,
+    ClientConfigError,
+    ClientError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    RetryPolicy,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from serving.proto.shardrank.v1 import ranking_pb2
+from shardrank_testing.client_calls import CLIENTS, calling
+from shardrank_testing.serving_api import run
+
+MODEL = "plain"
+DESCRIPTION = ranking_pb2.GetModelResponse(
+    model=MODEL,
+    version=3,
+    schema_digest="d",
+    features=[ranking_pb2.FeatureInfo(name="film", side="candidate", id_type="integer")],
+)
+ANSWER = ranking_pb2.RankResponse(model=MODEL, version=3, scores=[0.5, 0.25], order=[0, 1])
+JSON_DESCRIPTION = json.dumps(
+    {
+        "model": MODEL,
+        "version": 3,
+        "schema_digest": "d",
+        "features": [{"name": "film", "side": "candidate", "pooling": "sum", "weighted": False, "id_type": "integer"}],
+        "limits": {"max_candidates": 4096, "not_a_number": ["x"]},
+        "something_new": None,
+    }
+).encode()
+both_clients = pytest.mark.parametrize("kind", CLIENTS)
+
+
+class Time:
+    """A clock that only sleeping moves; random numbers are all 1."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    async def sleep_on_loop(self, seconds: float) -> None:
+        self.sleep(seconds)
+
+    def options(self, kind: type) -> dict[str, Any]:
+        sleep = self.sleep if kind is Client else self.sleep_on_loop
+        return {"clock": self.clock, "sleep": sleep, "random": lambda: 1.0}
+
+
+class GrpcStub:
+    """Answers Rank with what `fail` raises as long as it does, then with `ANSWER`.
+
+    Attributes:
+        ranks: the requests that came.
+        metadata: of the last call.
+    """
+
+    def __init__(self, fail: Callable[[int, grpc.ServicerContext], None]) -> None:
+        self.ranks: list[ranking_pb2.RankRequest] = []
+        self.metadata: dict[str, Any] = {}
+
+        def rank(request: bytes, context: grpc.ServicerContext) -> bytes:
+            self.ranks.append(ranking_pb2.RankRequest.FromString(request))
+            self.metadata = dict(context.invocation_metadata())
+            fail(len(self.ranks), context)
+            return ANSWER.SerializeToString()
+
+        methods = {
+            "Rank": grpc.unary_unary_rpc_method_handler(rank),
+            "GetModel": grpc.unary_unary_rpc_method_handler(lambda request, context: DESCRIPTION.SerializeToString()),
+        }
+        self.server = grpc.server(futures.ThreadPoolExecutor(4))
+        handler = grpc.method_handlers_generic_handler("shardrank.v1.RankingService", methods)
+        self.server.add_generic_rpc_handlers((handler,))
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+        try:
+            yield f"grpc://127.0.0.1:{port}"
+        finally:
+            self.server.stop(None).wait()
+
+
+def failing(times: int, status: grpc.StatusCode, kind: str = "", message: str = "no") -> Callable[..., None]:
+    def fail(number: int, context: grpc.ServicerContext) -> None:
+        if number <= times:
+            if kind:
+                context.set_trailing_metadata((("shardrank-error-kind", kind),))
+            context.abort(status, message)
+
+    return fail
+
+
+class HttpStub:
+    """A socket that answers each POST with the next of some raw answers, the last one for ever; b"" hangs up.
+
+    Attributes:
+        posts: head and body of the POSTs that came.
+        connections: how many were accepted.
+    """
+
+    def __init__(self, answers: list[bytes]) -> None:
+        self._answers = answers
+        self.posts: list[bytes] = []
+        self.connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for one in self._open:
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            self._open.append(peer)
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer, peer.makefile("rb") as stream:
+            while head := b"".join(iter(stream.readline, b"\r\n") if stream.peek(1) else ()):
+                length = next(
+                    (line for line in head.splitlines() if line.lower().startswith(b"content-length:")), b":0"
+                )
+                body = stream.read(int(length.split(b":")[1]))
+                if head.startswith(b"GET"):
+                    peer.sendall(http_answer(200, JSON_DESCRIPTION))
+                    continue
+                self.posts.append(head + b"\r\n" + body)
+                answer = self._answers[min(len(self.posts), len(self._answers)) - 1]
+                if not answer:
+                    return
+                peer.sendall(answer)
+
+
+def http_answer(status: int, body: bytes, headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+def http_error(status: int, kind: str, headers: str = "", field: str | None = None) -> bytes:
+    return http_answer(status, json.dumps({"error": {"kind": kind, "message": "no", "field": field}}).encode(), headers)
+
+
+OK = http_answer(200, ANSWER.SerializeToString())
+
+
+async def rank(call: Any, **options: Any) -> Any:
+    return await call("rank", MODEL, {}, {"film": [3, 9]}, **options)
+
+
+@both_clients
+def test_a_server_that_is_unavailable_for_two_calls_is_asked_a_third_time_with_what_is_left_of_the_deadline(kind):
+    stub, timing = GrpcStub(failing(2, grpc.StatusCode.UNAVAILABLE, "not_ready")), Time()
+
+    async def main() -> None:
+        with stub.running() as address:
+            async with calling(kind, address, timeout_ms=900, **timing.options(kind)) as call:
+                result = await rank(call)
+                np.testing.assert_array_equal(result.scores, np.float32([0.5, 0.25]))
+                assert (result.version, result.order.tolist()) == (3, [0, 1])
+
+    run(main())
+    # Random numbers are 1: the whole bound is waited, which doubles.
+    assert timing.slept == [0.025, 0.05]
+    assert [one.timeout_ms for one in stub.ranks] == [900, 875, 825]
+    assert all(one.packed.schema_digest == "d" and one.num_candidates == 2 for one in stub.ranks)
+
+
+@both_clients
+def test_attempts_end_with_the_policy_and_the_error_is_the_last_one(kind):
+    stub, timing = GrpcStub(failing(9, grpc.StatusCode.UNAVAILABLE, "shard_unavailable", "no replica")), Time()
+
+    async def main() -> None:
+        with stub.running() as address:
+            retry = RetryPolicy(max_attempts=4, backoff_ms=10, max_backoff_ms=15)
+            async with calling(kind, address, retry=retry, **timing.options(kind)) as call:
+                with pytest.raises(UnavailableError, match="no replica") as found:
+                    await rank(call)
+                assert found.value.kind == "shard_unavailable"
+
+    run(main())
+    assert timing.slept == [0.01, 0.015, 0.015]
+    assert len(stub.ranks) == 4
+
+
+@both_clients
+def test_no_retry_begins_that_would_end_past_the_deadline(kind):
+    stub, timing = GrpcStub(failing(9, grpc.StatusCode.UNAVAILABLE)), Time()
+
+    async def main() -> None:
+        with stub.running() as address:
+            retry = RetryPolicy(max_attempts=100, backoff_ms=100, max_backoff_ms=100, budget_burst=100)
+            async with calling(kind, address, retry=retry, timeout_ms=250, **timing.options(kind)) as call:
+                with pytest.raises(UnavailableError):
+                    await rank(call)
+
+    run(main())
+    assert timing.slept == [0.1, 0.1]
+    assert [one.timeout_ms for one in stub.ranks] == [250, 150, 50]
+
+
+def test_the_budget_bounds_the_retries_of_all_requests_together():
+    stub, timing = GrpcStub(failing(10_000, grpc.StatusCode.UNAVAILABLE)), Time()
+    with (
+        stub.running() as address,
+        Client(address, retry=RetryPolicy(max_attempts=5, budget_burst=6), **timing.options(Client)) as client,
+    ):
+        counts = []
+        for _ in range(40):
+            before = len(stub.ranks)
+            with pytest.raises(UnavailableError):
+                client.rank(MODEL, {}, {"film": [1]})
+            counts.append(len(stub.ranks) - before)
+    assert counts[:2] == [5, 3]
+    # Then one retry for ten requests.
+    assert sum(counts[2:]) - 38 in (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "error"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded", DeadlineExceededError),
+        (grpc.StatusCode.INVALID_ARGUMENT, "invalid_id", InvalidRequestError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded", OverloadedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "memory_budget", InternalError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "header_too_large", InvalidRequestError),
+        (grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", UnauthenticatedError),
+        (grpc.StatusCode.PERMISSION_DENIED, "permission_denied", PermissionDeniedError),
+        (grpc.StatusCode.NOT_FOUND, "model_not_found", NotFoundError),
+        (grpc.StatusCode.INTERNAL, "model_output", InternalError),
+        (grpc.StatusCode.UNKNOWN, "", InternalError),
+    ],
+)
+def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status, kind, error):
+    stub = GrpcStub(failing(1, status, kind, "candidates.sparse.film[1]: it is wrong"))
+    with stub.running() as address, Client(address) as client:
+        with pytest.raises(ClientError, match="it is wrong") as found:
+            client.rank(MODEL, {}, {"film": [1]})
+        assert type(found.value) is error
+        assert found.value.grpc_status == status.name
+        assert found.value.kind == (kind or "internal")
+        is_request = issubclass(error, InvalidRequestError) and kind != "header_too_large"
+        assert found.value.field == ("candidates.sparse.film[1]" if is_request else "")
+    assert len(stub.ranks) == 1
+
+
+@both_clients
+def test_a_server_that_is_gone_is_unavailable_after_the_policys_attempts(kind):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    async def main() -> None:
+        for scheme in ("grpc", "http"):
+            timing = Time()
+            async with calling(kind, f"{scheme}://127.0.0.1:{port}", **timing.options(kind)) as call:
+                with pytest.raises(UnavailableError) as found:
+                    await rank(call)
+                assert found.value.kind == "unavailable"
+                assert timing.slept == [0.025, 0.05]
+
+    run(main())
+
+
+@both_clients
+def test_over_http_503_and_connections_that_end_are_tried_again(kind):
+    not_ready = http_error(503, "not_ready")
+
+    async def main() -> None:
+        for failures in ([not_ready, not_ready], [b"", b""], [not_ready, b""]):
+            with closing(HttpStub([*failures, OK])) as stub:
+                timing = Time()
+                async with calling(kind, stub.address, **timing.options(kind)) as call:
+                    result = await rank(call, request_id="r")
+                    assert result.scores.tolist() == [0.5, 0.25]
+                assert timing.slept == [0.025, 0.05]
+                heads, bodies = zip(*(post.split(b"\r\n\r\n", 1) for post in stub.posts), strict=True)
+                assert all(b"POST /v1/models/plain:rank " in head for head in heads)
+                assert all(b"content-type: application/x-protobuf" in head.lower() for head in heads)
+                sent = [ranking_pb2.RankRequest.FromString(body) for body in bodies]
+                assert [one.timeout_ms for one in sent] == [1000, 975, 925]
+                assert {one.packed.schema_digest for one in sent} == {"d"}
+
+    run(main())
+
+
+@both_clients
+def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
+    shed = http_error(503, "overloaded", "retry-after: 2\r\n")
+
+    async def main() -> None:
+        with closing(HttpStub([shed, OK])) as stub:
+            timing = Time()
+            async with calling(kind, stub.address, timeout_ms=5000, **timing.options(kind)) as call:
+                await rank(call)
+            assert timing.slept == [2.025]
+        with closing(HttpStub([shed, OK])) as stub:
+            timing = Time()
+            async with calling(kind, stub.address, timeout_ms=1500, **timing.options(kind)) as call:
+                with pytest.raises(OverloadedError) as found:
+                    await rank(call)
+                assert (found.value.kind, found.value.retry_after_s) == ("overloaded", 2.0)
+            assert (timing.slept, len(stub.posts)) == ([], 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "kind", "field"),
+    [
+        (http_error(400, "invalid_id", field="candidates.x[0]"), InvalidRequestError, "invalid_id", "candidates.x[0]"),
+        (http_error(413, "body_too_large"), InvalidRequestError, "body_too_large", ""),
+        (http_error(401, "unauthenticated"), UnauthenticatedError, "unauthenticated", ""),
+        (http_error(403, "permission_denied"), PermissionDeniedError, "permission_denied", ""),
+        (http_error(404, "model_not_found"), NotFoundError, "model_not_found", ""),
+        (http_error(408, "request_timeout"), DeadlineExceededError, "request_timeout", ""),
+        (http_error(504, "deadline_exceeded"), DeadlineExceededError, "deadline_exceeded", ""),
+        (http_error(500, "internal"), InternalError, "internal", ""),
+        (http_error(507, "memory_budget"), InternalError, "memory_budget", ""),
+        (http_answer(429, b"slow down"), OverloadedError, "overloaded", ""),
+        (http_answer(500, b"<html>a proxy's page"), InternalError, "internal", ""),
+        (http_answer(418, b"[1]"), InvalidRequestError, "bad_request", ""),
+        (http_answer(200, b"\xff\xff"), InternalError, "malformed_answer", ""),
+    ],
+)
+def test_every_answer_over_http_that_is_none_is_a_typed_error_and_final(answer, error, kind, field):
+    with closing(HttpStub([answer])) as stub, Client(stub.address) as client:
+        with pytest.raises(ClientError) as found:
+            client.rank(MODEL, {}, {"film": [1]})
+        assert type(found.value) is error
+        assert (found.value.kind, found.value.field) == (kind, field)
+        status = int(answer.split()[1])
+        assert found.value.http_status == (status if status != 200 else 500)
+        assert len(stub.posts) == 1
+
+
+def test_http_connections_are_used_again():
+    with closing(HttpStub([OK])) as stub, Client(stub.address) as client:
+        for _ in range(5):
+            client.rank(MODEL, {}, {"film": [1]})
+        assert (len(stub.posts), stub.connections) == (5, 1)
+
+
+@both_clients
+def test_a_server_that_says_nothing_ends_with_the_deadline(kind):
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            for scheme in ("grpc", "http"):
+                address = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}"
+                async with calling(kind, address, timeout_ms=50) as call:
+                    with pytest.raises((DeadlineExceededError, UnavailableError)) as found:
+                        await rank(call)
+                    # gRPC says so if its handshake did not end in time.
+                    assert scheme == "grpc" or isinstance(found.value, DeadlineExceededError)
+
+    run(main())
+
+
+def test_an_answer_that_trickles_ends_with_the_deadline():
+    def trickle(peer: socket.socket) -> None:
+        peer.recv(65536)
+        peer.sendall(b"HTTP/1.1 200 X\r\ncontent-length: 1000000\r\n\r\n")
+        try:
+            while True:
+                peer.sendall(b" ")
+                time.sleep(0.01)
+        except OSError:
+            peer.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: trickle(listener.accept()[0]), daemon=True).start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with Client(address, timeout_ms=100) as client, pytest.raises(DeadlineExceededError):
+            client.describe(MODEL)
+
+
+def test_a_token_goes_with_every_call_and_may_change():
+    tokens = iter(["a", "b", "c"])
+    stub = GrpcStub(failing(0, grpc.StatusCode.OK))
+    with stub.running() as address, Client(address, token=lambda: next(tokens)) as client:
+        seen = []
+        for _ in range(2):
+            client.rank(MODEL, {}, {"film": [1]})
+            seen.append(stub.metadata["authorization"])
+    # The first went with the question what the model is.
+    assert seen == ["Bearer b", "Bearer c"]
+    with closing(HttpStub([OK])) as http, Client(http.address, token="secret") as client:
+        client.rank(MODEL, {}, {"film": [1]})
+        assert b"authorization: bearer secret" in http.posts[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "message"),
+    [
+        ("localhost:8081", {}, "must be http://"),
+        ("ftp://host", {}, "must be http://"),
+        ("grpc://host", {}, "needs a port"),
+        ("grpc://host:99999", {}, "[Pp]ort"),
+        ("grpc://host:1/path", {}, "more than scheme"),
+        ("http://user@host", {}, "more than scheme"),
+        ("http://host:1", {"ca": "ca.pem"}, "has no TLS"),
+        ("https://host:1", {"cert": "c.pem"}, "together"),
+        ("https://host:1", {"ca": "/nowhere/ca.pem"}, "No such file"),
+        ("grpcs://host:1", {"ca": "/nowhere/ca.pem"}, "/nowhere/ca.pem: No such file"),
+    ],
+)
+def test_an_address_that_can_not_be_used_is_told_at_once(address, options, message):
+    for kind in CLIENTS:
+        with pytest.raises(ClientConfigError, match=message):
+            kind(address, **options)
+
+
+def test_a_policy_that_is_none_is_told_at_once():
+    for wrong in ({"max_attempts": 0}, {"backoff_ms": -1}, {"budget_ratio": float("nan")}):
+        with pytest.raises(ClientConfigError, match=next(iter(wrong))):
+            RetryPolicy(**wrong)
