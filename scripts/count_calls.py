@@ -109,7 +109,8 @@ async def count(folder: Path, *, same: bool) -> dict[str, object]:
             varied = Payloads(VariedWorkload(SHAPE), "json", count=32, seed=3)
             pool = payloads(SHAPE, "mlp", 1, "json", 32) if same else varied
             place = (listening.host, listening.http_port)
-            requests = [post_request(*place, pool.path, dict(one.headers), one.body) for one in pool]
+            posts = [post_request(*place, pool.path, dict(one.headers), one.body) for one in pool]
+            requests = [b"".join((one.head, b"\r\n", one.body)) for one in posts]
             sock = await asyncio.to_thread(socket.create_connection, place, 30)
             with sock:
                 for number in range(WARM_UP_REQUESTS):
