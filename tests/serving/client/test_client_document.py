@@ -11,7 +11,7 @@ import pytest
 
 from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from serving.loading import ModelSource, load_served_model
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.serving_api import run, running_api
 from shardrank_testing.snapshots import write_snapshot

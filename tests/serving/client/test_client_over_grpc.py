@@ -21,7 +21,7 @@ from serving.client import (
 )
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model
-from serving.service import RankingService
+from serving.rank.service import RankingService
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
 from shardrank_testing.serving_api import (
     MODEL,
