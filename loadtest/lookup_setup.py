@@ -29,9 +29,8 @@ from shard_node.arena import Arena, allocate_rows, row_bytes_of
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.client import ShardClient
 from shard_node.loading import load_tables
-from shard_node.node import ShardNode
+from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.server import NodeServer
-from shard_node.shard import LocalShard, Shard
 
 MODEL = "bench"
 # Rows repeat after this many: random enough to fill codes, small enough to make gigabytes in seconds.

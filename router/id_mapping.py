@@ -12,8 +12,7 @@ from loader.manifest import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows
 from router.vocabulary import VocabularyIndex
-from shard_node.bags import Int32Array, Int64Array, KeyedBags
-from shard_node.checks import first_outside
+from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 
 _IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
 _REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
@@ -84,10 +83,17 @@ class IdMapper:
             The same bags with rows for values; ids unknown under `skip` are left out of their bags.
         """
         keys = bags.keys
-        if keys.size == 0 or not bags.num_values:
+        if keys.size == 0 or not bags.values.size:
             return MappedBags(bags, NONE_REJECTED)
-        if self._only_identity and self._all_are_rows(bags):
-            return MappedBags(bags, NONE_REJECTED)
+        if self._only_identity:
+            if self._common_size is not None:
+                # As unsigned numbers, negative values are larger than any size.
+                are_rows = int(np.maximum.reduce(bags.values.view(np.uint64))) < self._common_size
+            else:
+                limits = self._num_embeddings if keys.size == self._num_embeddings.size else self._num_embeddings[keys]
+                are_rows = first_outside(bags.values, bags.value_starts(), limits) is None
+            if are_rows:
+                return MappedBags(bags, NONE_REJECTED)
         values_per_key = bags.values_per_key()
         kinds = self._kind[keys]
         if (kinds == _IDENTITY).all():
@@ -108,15 +114,6 @@ class IdMapper:
         if not unknown.any():
             return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
         return self._resolve_unknown(bags, rows, unknown, values_per_key)
-
-    def _all_are_rows(self, bags: KeyedBags) -> bool:
-        if self._common_size is not None:
-            # As unsigned numbers, negative values are larger than any size.
-            return int(np.maximum.reduce(bags.values.view(np.uint64))) < self._common_size
-        limits = (
-            self._num_embeddings if bags.keys.size == self._num_embeddings.size else self._num_embeddings[bags.keys]
-        )
-        return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _map_mixed(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         keys = bags.keys

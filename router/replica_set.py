@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shard_node.address import Address
-from shard_node.shard import Shard
+from shard_node.node import Shard
 
 REST_S = 1.0
 

@@ -19,7 +19,7 @@ from router.id_mapping import IdMapper, MappedBags
 from router.plan import Plan
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import NodeUnavailableError
-from shard_node.shard import Shard
+from shard_node.node import Shard
 from shard_node.split import Part, add, split
 
 # For how long a shard that was down is not asked for rows that others have too.
@@ -96,14 +96,24 @@ class Router:
             RouterError, ShardNodeError: if a shard can't answer.
         """
         times, began = LookupTimes(), self._clock()
-        mapped = self.map(bags)
+        mapped = self._mapper.map(bags)
         by_feature = mapped.bags
         by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
         by_table = self._by_table(by_row)
-        times.map_s = self._clock() - began
-        blocks = await self._pool(model, version, by_table, deadline, times)
-        began = self._clock()
-        row_starts = self._starts_in_group(by_row)
+        mapped_at = self._clock()
+        times.map_s = mapped_at - began
+        if len(self._shards) == 1:
+            blocks = await self._shards[0].pool(model, version, by_table, deadline)
+            began = self._clock()
+            times.shard_wait_s = began - mapped_at
+        else:
+            blocks = await self._pool(model, version, by_table, deadline, times)
+            began = self._clock()
+        if bags.keys.size == len(self.schema.features):
+            starts = by_row.bag_starts()
+            row_starts = starts[:-1] - starts[self._first_in_group]
+        else:
+            row_starts = self._starts_in_group(by_row)
         embeddings = Embeddings(
             schema=self.schema,
             keys=bags.keys,
@@ -128,10 +138,6 @@ class Router:
         self, model: str, version: int, bags: CheckedBags, deadline: float, times: LookupTimes
     ) -> list[Float32Array]:
         began = self._clock()
-        if len(self._shards) == 1:
-            blocks = await self._shards[0].pool(model, version, bags, deadline)
-            times.shard_wait_s = self._clock() - began
-            return blocks
         down: dict[int, ShardrankError] = {}
         while True:
             parts = split(bags, self._owners.of(bags, self._up, next(self._turn)), range(len(self._shards)))
@@ -216,8 +222,6 @@ class Router:
     def _starts_in_group(self, bags: KeyedBags) -> Int64Array:
         """int64 [S], the row of its group's block at which each key begins."""
         starts = bags.bag_starts()
-        if bags.keys.size == len(self.schema.features):
-            return starts[:-1] - starts[self._first_in_group]
         first_key = np.searchsorted(bags.keys, self.schema.group_starts)
         return starts[:-1] - starts[first_key[self._group_of_feature[bags.keys]]]
 

@@ -25,7 +25,7 @@ from serving.rank.merge import MergedBatch
 from serving.rank.ranking import Ranking, RankingParts
 from shard_node.bags import Float32Array
 from shard_node.errors import DeadlineExceededError
-from shard_node.shard import Shard
+from shard_node.node import Shard
 
 
 class CardRanking(Ranking):

@@ -19,7 +19,7 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane
 from shard_node.errors import CardError, MemoryBudgetError
-from shard_node.shard import LocalShard, Shard
+from shard_node.node import LocalShard, Shard
 
 logger = logging.getLogger(__name__)
 

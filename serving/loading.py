@@ -30,8 +30,7 @@ from shard_node.address import Address
 from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
 from shard_node.loading import load_tables
-from shard_node.node import Sharding, ShardNode
-from shard_node.shard import LocalShard, Shard
+from shard_node.node import LocalShard, Shard, Sharding, ShardNode
 from shard_node.tls import ReloadingContext, TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)

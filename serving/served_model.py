@@ -32,8 +32,7 @@ from serving.rank.ranking import Ranking
 from serving.rank.replica import LoopReplica, Replica
 from serving.version_check import CheckedVersion, check_version, ranking_parts
 from shard_node.bags import KeyedBags
-from shard_node.node import NodeInfo
-from shard_node.shard import Shard
+from shard_node.node import NodeInfo, Shard
 
 OnRetry: TypeAlias = Callable[[str], None]
 ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]

@@ -11,13 +11,12 @@ import numpy.typing as npt
 from loader.layout import bucket_shift, bucket_start_in_file
 from loader.manifest import NUM_BUCKETS, TableSpec
 from loader.reader import Snapshot
-from shard_node.arena import Arena, allocate_rows, row_bytes_of
+from shard_node.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, TablePlace, allocate_rows, row_bytes_of
 from shard_node.bags import Int64Array
 from shard_node.cpu_engine import CpuEngine
 from shard_node.engine import Tier
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import Partition
-from shard_node.placement import NO_FILES_SHIFT, NOT_HERE, Placement, TablePlace
 from shard_node.row_copy import RowCopy
 from shard_node.table_layout import TableLayout
 

@@ -1,13 +1,17 @@
-"""Keyed bags: all bags of a batch in flat arrays, the form in which ids travel through shardrank."""
+"""Keyed bags: all bags of a batch in flat arrays, the form in which ids travel through shardrank; and their checks.
+
+Engines check bags and rows against the tables that they name before they read or write a row.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.codecs import codec_for
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
 
@@ -83,13 +87,16 @@ class KeyedBags:
         """int64 [S + 1], the first value of each key, then n. Not to be changed."""
         starts = self._value_starts
         if starts is None:
-            starts = self.offsets[self.bag_starts()]
+            bag_starts = self._bag_starts
+            starts = self.offsets[self.bag_starts() if bag_starts is None else bag_starts]
             object.__setattr__(self, "_value_starts", starts)
         return starts
 
     def values_per_key(self) -> Int64Array:
         """int64 [S], values of each key."""
-        starts = self.value_starts()
+        starts = self._value_starts
+        if starts is None:
+            starts = self.value_starts()
         counts: Int64Array = starts[1:] - starts[:-1]
         return counts
 
@@ -142,3 +149,194 @@ class CheckedBags(KeyedBags):
     """
 
     layout: TableLayout = field(kw_only=True)
+
+
+_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+# Of keys, bags_per_key, offsets, values and weights.
+_DTYPES = (_INT32, _INT64, _INT64, _INT64, _FLOAT32)
+
+
+def first_outside(
+    values: Int64Array, value_starts: Int64Array, limits: npt.NDArray[np.uint64]
+) -> tuple[int, int] | None:
+    """Finds a value that is negative or not below its key's limit.
+
+    Args:
+        values: int64 [n], key by key.
+        value_starts: int64 [S + 1], the first value of each key, then n.
+        limits: uint64 [S].
+
+    Returns:
+        (segment, position) of the first one, or None. If all is well this costs one pass over the values.
+    """
+    starts, ends = value_starts[:-1], value_starts[1:]
+    filled = starts < ends
+    if not filled.all():
+        # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
+        starts, limits = starts[filled], limits[filled]
+        if not starts.size:
+            return None
+    elif not values.size:
+        return None
+    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
+    unsigned = values.view(np.uint64)
+    wrong = np.maximum.reduceat(unsigned, starts) >= limits
+    if not wrong.any():
+        return None
+    which = int(wrong.argmax())
+    start, end = int(starts[which]), int(ends[filled][which])
+    return int(np.flatnonzero(filled)[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
+
+
+class TableLimits:
+    """What a layout allows, in arrays that are made once per layout and used for every request.
+
+    Attributes:
+        layout: the tables.
+    """
+
+    def __init__(self, layout: TableLayout) -> None:
+        self.layout = layout
+        self._num_embeddings = np.array([table.num_embeddings for table in layout.tables], np.uint64)
+        self._row_bytes = np.array([4 * table.embedding_dim for table in layout.tables], np.int64)
+        self._common_row_bytes = int(self._row_bytes[0]) if (self._row_bytes == self._row_bytes[0]).all() else None
+        self._equal_layout = layout
+
+    def answer_bytes(self, keys: Int32Array, bags_per_key: npt.NDArray[np.integer[Any]], num_bags: int) -> int:
+        """Bytes of the blocks that answer a request, from its two short arrays alone: before any memory is taken.
+
+        Args:
+            keys: int32 [S], tables.
+            bags_per_key: [S], as claimed.
+            num_bags: as claimed by the length of `offsets`.
+
+        Raises:
+            InvalidBagsError: where tables differ in width, for a key that is no table, or a count of bags that is not
+                within 0..num_bags. Where they don't, neither is looked at, and `check` refuses it later.
+        """
+        if self._common_row_bytes is not None:
+            return self._common_row_bytes * max(num_bags, 0)
+        if keys.size != bags_per_key.size:
+            raise InvalidBagsError(f"keys has {keys.size} entries, bags_per_key {bags_per_key.size}")
+        if not keys.size:
+            return 0
+        self._check_keys(keys)
+        counts = bags_per_key.astype(np.int64, copy=False)
+        # A negative count is a huge unsigned one.
+        if int(np.maximum.reduce(counts.view(np.uint64))) > max(num_bags, 0):
+            raise InvalidBagsError(f"bags_per_key must be within 0..{num_bags}, the bags that offsets describes")
+        return int(np.dot(self._row_bytes[keys], counts))
+
+    def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
+        """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
+
+        What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of
+        few vector operations; only if it fails is it asked what is wrong. `CheckedBags` of an equal layout have been
+        through it: of them only what costs nothing is asked, that arrays are flat and end together.
+
+        Args:
+            bags: to be checked.
+            tables: int64 [S], the table of each key, where keys number something else; known to be tables.
+
+        Raises:
+            InvalidBagsError: naming the array, or the table, the row and the limit.
+        """
+        arrays: tuple[npt.NDArray[Any], ...] = (bags.keys, bags.bags_per_key, bags.offsets, bags.values)
+        if bags.weights is not None:
+            arrays = (*arrays, bags.weights)
+        # The torch ops read flat memory of these dtypes without asking.
+        for array, dtype in zip(arrays, _DTYPES, strict=False):
+            if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+                raise _not_flat(bags)
+        if tables is None and isinstance(bags, CheckedBags) and bags.offsets.size:
+            # One process has few layouts of a model, and mostly asks for the same one again: it is compared once.
+            is_equal = bags.layout is self._equal_layout or bags.layout == self.layout
+            ends = int(bags.offsets[-1]), int(bags.bag_starts()[-1])
+            if is_equal and ends == (bags.values.size, bags.offsets.size - 1):
+                self._equal_layout = bags.layout
+                return
+        if tables is not None and tables.size != bags.keys.size:
+            raise InvalidBagsError(f"the batch has {bags.keys.size} keys, there must be {tables.size}")
+        if self._is_right(bags, tables):
+            return
+        bags.validate()
+        if tables is None:
+            self._check_keys(bags.keys)
+            tables = bags.keys.astype(np.int64)
+        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[tables])
+        if outside is None:
+            raise InvalidBagsError("the arrays do not describe bags of this model's tables")
+        segment, position = outside
+        table = self.layout.tables[int(tables[segment])]
+        raise InvalidBagsError(
+            f"row {int(bags.values[position])} (value {position}) is not in 0..{table.num_embeddings - 1} "
+            f"of table {table.name!r}"
+        )
+
+    def check_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        """Everything that `Engine.write_rows` asks of its arguments.
+
+        Raises:
+            InvalidBagsError: naming the table, and the row and the limit, or the array.
+        """
+        if not 0 <= table < len(self.layout.tables):
+            raise InvalidBagsError(f"{table} is no table, tables are 0..{len(self.layout.tables) - 1}")
+        spec = self.layout.tables[table]
+        where = f"table {spec.name!r}"
+        if rows.ndim != 1 or rows.dtype != np.int64:
+            raise InvalidBagsError(f"{where}: rows must be flat int64, got {rows.dtype} {list(rows.shape)}")
+        shape = (rows.size, codec_for(spec.dtype, spec.embedding_dim).row_bytes)
+        if stored.dtype != np.uint8 or stored.shape != shape or not stored.flags.c_contiguous:
+            raise InvalidBagsError(
+                f"{where}: stored must be contiguous uint8 {list(shape)}, got {stored.dtype} {list(stored.shape)}"
+            )
+        if (rows[1:] <= rows[:-1]).any():
+            raise InvalidBagsError(f"{where}: rows must ascend, none twice")
+        if rows.size and (rows[0] < 0 or rows[-1] >= spec.num_embeddings):
+            wrong = rows[0] if rows[0] < 0 else rows[-1]
+            raise InvalidBagsError(f"{where}: row {wrong} is not in 0..{spec.num_embeddings - 1}")
+
+    def _is_right(self, bags: KeyedBags, tables: Int64Array | None) -> bool:
+        keys, counts, offsets, weights = bags.keys, bags.bags_per_key, bags.offsets, bags.weights
+        num_keys, num_bags, num_values = keys.size, offsets.size - 1, bags.values.size
+        if counts.size != num_keys or num_bags < 0 or offsets[0] != 0 or offsets[num_bags] != num_values:
+            return False
+        if weights is not None and (weights.size != num_values or not np.isfinite(weights).all()):
+            return False
+        if not num_keys:
+            return num_bags == 0
+        # Each is checked before it is summed or used as an index: counts can't wrap around, offsets stay inside.
+        if int(np.maximum.reduce(counts.view(np.uint64))) > num_bags or (offsets[1:] < offsets[:-1]).any():
+            return False
+        if keys[0] < 0 or (keys[1:] <= keys[:-1]).any():
+            return False
+        if tables is None and keys[-1] >= len(self.layout.tables):
+            return False
+        if bags.bag_starts()[-1] != num_bags:
+            return False
+        limits = self._num_embeddings[keys if tables is None else tables]
+        if limits.size == 1 or (limits == limits[0]).all():
+            # One limit for all: as an unsigned number, a negative value is above it too.
+            return not num_values or bool(np.maximum.reduce(bags.values.view(np.uint64)) < limits[0])
+        return first_outside(bags.values, bags.value_starts(), limits) is None
+
+    def _check_keys(self, keys: Int32Array) -> None:
+        num_tables = len(self.layout.tables)
+        if keys.size and int(np.maximum.reduce(keys.view(np.uint32))) >= num_tables:
+            wrong = keys[(keys < 0) | (keys >= num_tables)]
+            raise InvalidBagsError(f"key {int(wrong[0])} is no table, tables are 0..{num_tables - 1}")
+
+
+def _not_flat(bags: KeyedBags) -> InvalidBagsError:
+    wrong = [
+        f"{name} must be flat and contiguous {dtype}, got {array.dtype} {list(array.shape)}"
+        for name, array, dtype in (
+            ("keys", bags.keys, _INT32),
+            ("bags_per_key", bags.bags_per_key, _INT64),
+            ("offsets", bags.offsets, _INT64),
+            ("values", bags.values, _INT64),
+            ("weights", bags.weights, _FLOAT32),
+        )
+        if array is not None and (array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous)
+    ]
+    return InvalidBagsError("; ".join(wrong))

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.arena import Arena
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.checks import TableLimits
+from shard_node.arena import NOT_HERE, Arena, Placement
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
 from shard_node.engine import CardsUse, LookupCount, MemoryUse, Tier
-from shard_node.placement import NOT_HERE, Placement
 from shard_node.row_lock import RowLock
 from shard_node.split import add, split
 from shard_node.table_layout import TableLayout
@@ -84,7 +82,10 @@ class CpuEngine:
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
-            blocks = self._pool_groups(bags, values_per_key)
+            if len(self._groups) == 1 and bags.offsets.size > 1:
+                blocks = [self._pool_group(self._groups[0], bags, values_per_key)]
+            else:
+                blocks = self._pool_groups(bags, values_per_key)
         finally:
             self._row_lock.end_read()
         with self._counts_lock:
@@ -130,8 +131,6 @@ class CpuEngine:
             self._arenas[number].touch(slots[arena == number])
 
     def _pool_groups(self, bags: KeyedBags, values_per_key: Int64Array) -> list[Float32Array]:
-        if len(self._groups) == 1 and bags.num_bags:
-            return [self._pool_group(self._groups[0], bags, values_per_key)]
         bag_starts = bags.bag_starts()
         blocks = []
         for group in self._groups:

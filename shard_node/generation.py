@@ -130,12 +130,20 @@ class Generations(Generic[Payload]):
         Raises:
             GenerationNotFoundError: naming what is here instead.
         """
+        return Lease(self, self.take(model, version))
+
+    def take(self, model: str, version: int | None = None) -> Generation[Payload]:
+        """The generation itself, counted as leased: `release` must follow, once.
+
+        Raises:
+            GenerationNotFoundError: as `lease`.
+        """
         with self._lock:
-            generation = self._live.get(model) if version is None else self._find(model, version)
-            if generation is None:
+            generation = self._live.get(model) if version is None else self._by_key.get((model, version))
+            if generation is None or generation.state == "draining":
                 raise self._not_found(model, version)
             generation.leases += 1
-        return Lease(self, generation)
+        return generation
 
     def payload(self, model: str, version: int) -> Payload:
         """What a version serves with, live or staged, without a lease: only for what outlasts its being freed.
@@ -147,10 +155,10 @@ class Generations(Generic[Payload]):
             return self._find(model, version).payload
 
     def release(self, generation: Generation[Payload]) -> None:
-        """Gives one lease back; called by `Lease.release`."""
+        """Gives back what `take` or a lease took."""
         with self._lock:
             generation.leases -= 1
-            drained = self._take_if_drained(generation)
+            drained = generation.state == "draining" and self._take_if_drained(generation)
         if drained:
             self._free(generation)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -178,8 +178,11 @@ class ShardNode:
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
-        with self.generations.lease(model, version) as lease:
-            return lease.payload.engine.pool(bags)
+        generation = self.generations.take(model, version)
+        try:
+            return generation.payload.engine.pool(bags)
+        finally:
+            self.generations.release(generation)
 
     def table_layout(self, model: str, version: int) -> TableLayout:
         """The layout that numbers the tables of a version. Raises GenerationNotFoundError."""
@@ -252,3 +255,55 @@ def _cards_report(generation: Generation[LoadedTables]) -> CardsReport | None:
         outside_table=use.outside_table,
         not_here=use.not_here,
     )
+
+
+class Shard(Protocol):
+    """Pools the bags whose rows a shard owns."""
+
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+        """Pools on one version of a model.
+
+        Args:
+            model: the model's name.
+            version: the version whose rows are wanted; no other may answer.
+            bags: keys are tables in layout order, values are rows.
+            deadline: absolute time on the monotonic clock, in seconds.
+
+        Returns:
+            One float32 block per group of the table layout, as `Engine.pool`.
+
+        Raises:
+            ShardNodeError: its subclasses say what and with which status.
+        """
+        ...
+
+    async def info(self) -> NodeInfo:
+        """What the shard serves."""
+        ...
+
+    async def close(self) -> None:
+        """Ends connections. Idempotent."""
+        ...
+
+
+class LocalShard:
+    """A shard in this process: a plain call, nothing serialised.
+
+    Attributes:
+        node: whose rows they are; for who pools them on the card that they are on.
+    """
+
+    def __init__(self, node: ShardNode) -> None:
+        self.node = node
+
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+        """Pools in the calling thread. The deadline is not looked at: the call can't wait for anything."""
+        del deadline
+        return self.node.pool(model, version, bags)
+
+    async def info(self) -> NodeInfo:
+        """What the node serves."""
+        return self.node.info()
+
+    async def close(self) -> None:
+        """Does nothing: the node belongs to whoever made it."""

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.manifest import Frozen
-from shard_node.checks import TableLimits
+from shard_node.bags import TableLimits
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,

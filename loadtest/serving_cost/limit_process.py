@@ -37,8 +37,7 @@ from serving.rank.ranking import Ranking
 from serving.version_check import ranking_parts
 from shard_node.bags import Float32Array
 from shard_node.loading import load_tables
-from shard_node.node import ShardNode
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard, ShardNode
 
 DEADLINE_S = 600.0
 

@@ -31,8 +31,7 @@ from serving.rank.batcher import Pending
 from serving.rank.merge import MergedBatch, merge, rank_order
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
-from shard_node.node import NodeInfo
-from shard_node.shard import Shard
+from shard_node.node import NodeInfo, Shard
 
 LOCAL_REPLICA = "local"
 

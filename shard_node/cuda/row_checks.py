@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from loader.layout import bucket_shift
 from loader.manifest import NUM_BUCKETS
-from shard_node.bags import Int64Array, KeyedBags
-from shard_node.checks import TableLimits
+from shard_node.bags import Int64Array, KeyedBags, TableLimits
 from shard_node.errors import InvalidBagsError
 from shard_node.node import Partition
 from shard_node.table_layout import TableLayout

@@ -13,10 +13,9 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
-from shard_node.bags import CheckedBags, Float32Array, KeyedBags
-from shard_node.checks import TableLimits
+from shard_node.bags import CheckedBags, Float32Array, KeyedBags, TableLimits
 from shard_node.errors import InvalidBagsError
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import lookup, make_node
 

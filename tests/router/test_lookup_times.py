@@ -13,8 +13,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags
 from router.router import Router
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.node import ShardNode
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard, ShardNode
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import Topology, lookup, make_node
 

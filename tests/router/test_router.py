@@ -28,7 +28,7 @@ from router.hashing import hashed_rows
 from router.id_mapping import IdMapper
 from router.router import Router
 from shard_node.bags import KeyedBags
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import (
     Topology,

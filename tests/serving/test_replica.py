@@ -16,8 +16,7 @@ from serving.rank.service import RankingService
 from serving.served_model import ServedModel, longest_sequence
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
-from shard_node.node import NodeInfo, ShardNode
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard, NodeInfo, ShardNode
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask, ask_in_thread, run
 from shardrank_testing.topologies import make_node
 

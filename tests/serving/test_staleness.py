@@ -19,8 +19,7 @@ from serving.rank.service import RankingService
 from serving.served_model import ServedModel
 from shard_node.delta_position import DeltaPosition
 from shard_node.loading import load_tables
-from shard_node.node import ServedVersion, ShardNode
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard, ServedVersion, ShardNode
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
 
 

@@ -26,7 +26,7 @@ from serving.rank.service import RankingService
 from serving.read_proto import read_lookup, read_rank
 from serving.served_model import ServedModel
 from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.bags import CheckedBags, KeyedBags
-from shard_node.checks import TableLimits
+from shard_node.bags import CheckedBags, KeyedBags, TableLimits
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
 from shardrank_testing.bags import random_table_bags

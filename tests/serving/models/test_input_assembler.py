@@ -20,9 +20,8 @@ from router.router import Router
 from serving.models.assembler import InputAssembler, find_runs, padded_sequence
 from serving.models.inputs import RankingInputs
 from shard_node.bags import KeyedBags
-from shard_node.node import LoadedTables, NodeIdentity, ShardNode
+from shard_node.node import LoadedTables, LocalShard, NodeIdentity, ShardNode
 from shard_node.reference import ReferenceEngine
-from shard_node.shard import LocalShard
 from shardrank_testing.ranking import ranking_spec
 
 ROWS = 20

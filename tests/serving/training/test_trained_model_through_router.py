@@ -25,8 +25,7 @@ from serving.training.export import GOLDEN_TOLERANCES, default_tolerance, export
 from serving.training.trainer import TrainingOptions, train
 from shard_node.bags import KeyedBags
 from shard_node.loading import load_tables
-from shard_node.node import ShardNode
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard, ShardNode
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)

@@ -40,8 +40,7 @@ from serving.rank.service import RankingService
 from serving.served_model import ServedModel
 from serving.server import Listening, ServerConfig, running_server
 from shard_node.bags import KeyedBags
-from shard_node.node import ShardNode
-from shard_node.shard import LocalShard
+from shard_node.node import LocalShard, ShardNode
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.snapshots import write_snapshot
 from shardrank_testing.topologies import decoded_tables, make_node

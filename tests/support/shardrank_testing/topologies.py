@@ -23,9 +23,8 @@ from shard_node.address import Address
 from shard_node.bags import KeyedBags
 from shard_node.client import ShardClient
 from shard_node.loading import load_tables
-from shard_node.node import ShardNode
+from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.server import NodeServer
-from shard_node.shard import LocalShard, Shard
 
 
 @dataclass(frozen=True)
