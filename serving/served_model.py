@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from loader.reader import Snapshot
@@ -21,17 +19,15 @@ from serving.card_ranking import CardRanking
 from serving.card_scorer import scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import NotReadyError
-from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.factory import DtypeChoice
 from serving.observe.metrics import ServingMetrics
 from serving.observe.statistics import VersionCounter
-from serving.rank.batcher import Batcher, Pending
+from serving.rank.batcher import Batcher
 from serving.rank.ranking import Ranking
 from serving.rank.replica import LoopReplica, Replica
 from serving.version_check import CheckedVersion, check_version, ranking_parts
-from shard_node.bags import KeyedBags
 from shard_node.node import NodeInfo, Shard
 
 OnRetry: TypeAlias = Callable[[str], None]
@@ -52,6 +48,7 @@ class ServedModel:
         model: its name.
         version: its number.
         schema: what a request looks like.
+        submit: queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's.
         description: what it tells of itself.
         counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
@@ -74,9 +71,9 @@ class ServedModel:
         self.counter = counter
         self.checked = checked
         self._batcher = batcher
+        self.submit = batcher.submit
         self._replicas = replicas
         self._on_close = on_close
-        self._has_sequences = bool(schema.features.is_none.any())
 
     @classmethod
     def load(
@@ -118,7 +115,8 @@ class ServedModel:
         limits, metrics = limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(snapshot.spec), limits)
         parts = ranking_parts(snapshot, schema, torch.float32)
-        batcher, counter = Batcher(limits, clock), VersionCounter()
+        is_none = schema.features.is_none
+        batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         mapper = _id_mapper(snapshot, schema.features)
 
         def ranking(number: int) -> Ranking:
@@ -154,12 +152,6 @@ class ServedModel:
         """Requests that wait for a replica."""
         return self._batcher.num_waiting
 
-    def submit(self, pending: Pending) -> None:
-        """Queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's."""
-        if self._has_sequences and isinstance(pending.request, RankRequest):
-            pending.longest_sequence = longest_sequence(pending.request.bags, self.schema.features.is_none)
-        self._batcher.submit(pending)
-
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """What the nodes of all shards tell of themselves now, each with its address.
 
@@ -191,16 +183,6 @@ class ServedModel:
         """Ends the replicas and frees what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
-
-
-def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
-    """Ids in the longest sequence of a rank request.
-
-    Args:
-        bags: of one request, all features.
-        is_none: bool [F], the features that are not pooled: context features, so each has one bag.
-    """
-    return int(bags.values_per_key()[is_none].max(initial=0))
 
 
 def _id_mapper(snapshot: Snapshot, features: FeatureSchema) -> IdMapper:

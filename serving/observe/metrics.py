@@ -131,28 +131,44 @@ class ServingMetrics:
             outcome: what it counts as for its version.
             now: monotonic seconds.
         """
-        self._child(self.requests, (call.api, call.method, call.model, status)).inc()
+        labels = (call.api, call.method, call.model, status)
+        answered = self._children.get(labels)
+        if answered is None:
+            answered = self._children[labels] = self.requests.labels(*labels)
+        answered.inc()
         if status != "ok":
             self.errors.labels(call.api, call.method, status).inc()
-        histograms = self._histograms(CALL_STAGES, call.model, call.method)
+        key = (CALL_STAGES, call.model, call.method)
+        histograms = self._histogram_children.get(key) or self._histograms(*key)
+        total_s = now - call.began
         if call.batch is not None and call.encoded:
-            self._observe(histograms, (*call.around_batch(), now - call.began))
+            self._kept.append((histograms, (*call.around_batch(), total_s)))
             if self.on_answered is not None:
                 self.on_answered(call, call.encoded - call.began)
         else:
-            self._observe(histograms[-1:], (now - call.began,))
+            self._kept.append((histograms[-1:], (total_s,)))
         if outcome is not None:
-            self._child(self._version_requests, (call.model, str(call.version), outcome)).inc()
+            of_version = (call.model, str(call.version), outcome)
+            child = self._children.get(of_version)
+            if child is None:
+                child = self._children[of_version] = self._version_requests.labels(*of_version)
+            child.inc()
+        if len(self._kept) >= MAX_KEPT:
+            self._make_observations()
 
     def batch_ended(self, model: str, times: BatchTimes, method: str) -> None:
         """Observe the size and the stages of a batch."""
+        stages: tuple[str, ...] = CARD_STAGES
+        seconds: tuple[float, ...] = (times.merge_s, times.lookup_s, times.rank_s, times.answer_s)
+        if times.lookup is not None:
+            stages, seconds = BATCH_STAGES, (*times.seconds(), times.lookup_s)
+        key = (stages, model, method)
+        self._kept.append((self._histogram_children.get(key) or self._histograms(*key), seconds))
         if times.num_candidates:
-            self._observe(self._sizes(model), (times.num_requests, times.num_candidates))
-        if times.lookup is None:
-            seconds: tuple[float, ...] = (times.merge_s, times.lookup_s, times.rank_s, times.answer_s)
-            self._observe(self._histograms(CARD_STAGES, model, method), seconds)
-        else:
-            self._observe(self._histograms(BATCH_STAGES, model, method), (*times.seconds(), times.lookup_s))
+            sizes = self._histogram_children.get((_SIZES, model, "")) or self._sizes(model)
+            self._kept.append((sizes, (times.num_requests, times.num_candidates)))
+        if len(self._kept) >= MAX_KEPT:
+            self._make_observations()
 
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error of what is no call, such as a connection."""
@@ -179,32 +195,13 @@ class ServingMetrics:
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
 
-    def _child(self, counter: Counter, labels: tuple[str, ...]) -> Counter:
-        child = self._children.get(labels)
-        if child is None:
-            child = self._children[labels] = counter.labels(*labels)
-        return child
-
     def _histograms(self, stages: tuple[str, ...], model: str, method: str) -> tuple[Histogram, ...]:
-        key = (stages, model, method)
-        children = self._histogram_children.get(key)
-        if children is None:
-            children = tuple(self._stages.labels(model, stage, method) for stage in stages)
-            self._histogram_children[key] = children
-        return children
+        children = tuple(self._stages.labels(model, stage, method) for stage in stages)
+        return self._histogram_children.setdefault((stages, model, method), children)
 
     def _sizes(self, model: str) -> tuple[Histogram, ...]:
-        key = (_SIZES, model, "")
-        children = self._histogram_children.get(key)
-        if children is None:
-            children = (self._batch_requests.labels(model), self._batch_candidates.labels(model))
-            self._histogram_children[key] = children
-        return children
-
-    def _observe(self, histograms: tuple[Histogram, ...], values: tuple[float, ...]) -> None:
-        self._kept.append((histograms, values))
-        if len(self._kept) >= MAX_KEPT:
-            self._make_observations()
+        children = (self._batch_requests.labels(model), self._batch_candidates.labels(model))
+        return self._histogram_children.setdefault((_SIZES, model, ""), children)
 
     def _make_observations(self) -> None:
         """Put what is kept into the histograms: whoever reads one calls it before."""

@@ -97,7 +97,7 @@ class VersionCounter:
         self._batches = 0.0
         self._last: float | None = None
 
-    def ended(self, call: Call, outcome: Outcome | None, now: float, *, is_answered: bool) -> None:
+    def ended(self, call: Call, outcome: str | None, now: float, *, is_answered: bool) -> None:
         """Count a call whose version was chosen.
 
         Args:

@@ -6,12 +6,10 @@ docs/profiling.md says what each stage is; the stages of a request follow each o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from router.embeddings import LookupTimes
-
-if TYPE_CHECKING:
-    from serving.observe.statistics import VersionCounter
+from shard_node.generation import Generation
 
 BEFORE_BATCH = ("receive", "decode", "parse", "queue")
 IN_BATCH = ("merge", "map", "split", "shard_wait", "add", "rank", "answer")
@@ -63,6 +61,14 @@ class BatchTimes:
         )
 
 
+class Counter(Protocol):
+    """Counts the calls of one version."""
+
+    def ended(self, call: Call, outcome: str | None, now: float, *, is_answered: bool) -> None:
+        """Count a call."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of an API, while it is handled and when it has ended. Times are monotonic seconds, 0 until they are.
@@ -73,7 +79,7 @@ class Call:
         began: when it came.
         model: name of the served model, once it is known; never what a client made up.
         version: the version that answers it, once that is chosen.
-        counter: of that version.
+        counter, generation: of that version.
         received: when its request had come in full.
         leased: when the version was chosen.
         parsed: when its request was parsed.
@@ -89,7 +95,8 @@ class Call:
     began: float
     model: str = ""
     version: int = 0
-    counter: VersionCounter | None = None
+    counter: Counter | None = None
+    generation: Generation[Any] | None = None
     received: float = 0.0
     leased: float = 0.0
     parsed: float = 0.0

@@ -18,10 +18,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
 from serving.formats.requests import Answer, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.times import BatchTimes
+from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
@@ -41,7 +45,8 @@ class Pending:
         lease: on the version that answers; `finish` releases it.
         deadline: when nobody waits any more, monotonic seconds.
         arrived: when it was queued, monotonic seconds.
-        future: gets the answer or the error.
+        future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
+            an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
         abandoned: set when nobody waits any more; what has not begun by then is dropped.
@@ -53,7 +58,7 @@ class Pending:
     lease: Lease[Any]
     deadline: float
     arrived: float
-    future: asyncio.Future[Any] | concurrent.futures.Future[Any]
+    future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None
     loop: asyncio.AbstractEventLoop | None
     longest_sequence: int = 0
     abandoned: bool = False
@@ -62,17 +67,8 @@ class Pending:
 
     def leave(self) -> None:
         """Have it fail: its client has gone. Only on the loop that its future belongs to."""
-        if not self.future.done():
+        if self.future is not None and not self.future.done():
             self.future.set_exception(ClientGoneError("the client closed the connection"))
-
-    @property
-    def method(self) -> str:
-        """`rank` or `lookup`, for metrics."""
-        return "rank" if isinstance(self.request, RankRequest) else "lookup"
-
-    def is_dead(self, now: float) -> bool:
-        """Whether its answer would come to nobody."""
-        return self.abandoned or self.deadline <= now
 
 
 class Batcher:
@@ -81,10 +77,18 @@ class Batcher:
     Args:
         limits: `max_queue` and the `max_batch_` ones.
         clock: monotonic seconds.
+        is_none: bool [F], the features that are not pooled, whose sequences are padded to a batch's longest; None if
+            the model has none.
     """
 
-    def __init__(self, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: RequestLimits,
+        clock: Callable[[], float] = time.monotonic,
+        is_none: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         self._limits = limits
+        self._is_none = is_none
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
@@ -103,21 +107,29 @@ class Batcher:
             OverloadedError: if the queue is full. The request was not taken: its lease is the caller's.
             ShuttingDownError: if the batcher is closed.
         """
+        if self._is_none is not None and isinstance(pending.request, RankRequest):
+            pending.longest_sequence = longest_sequence(pending.request.bags, self._is_none)
         dropped: list[Pending] = []
-        try:
-            with self._lock:
-                if self._closed_because:
-                    raise self._refusal()
-                if len(self._queue) >= self._limits.max_queue:
-                    self._drop_dead(dropped)
-                if len(self._queue) >= self._limits.max_queue:
-                    raise OverloadedError(
-                        f"{len(self._queue)} requests wait, the limit max_queue = {self._limits.max_queue}"
-                    )
+        refusal: ShuttingDownError | OverloadedError | None = None
+        wake = None
+        with self._lock:
+            if len(self._queue) >= self._limits.max_queue:
+                self._drop_dead(dropped)
+            if self._closed_because:
+                refusal = self._refusal()
+            elif len(self._queue) >= self._limits.max_queue:
+                limit = self._limits.max_queue
+                refusal = OverloadedError(f"{len(self._queue)} requests wait, the limit max_queue = {limit}")
+            else:
                 self._queue.append(pending)
-        finally:
+                wake = self._idle.pop() if self._idle else None
+        if dropped:
             finish([(one, _expired()) for one in dropped])
-        self._wake_one()
+        if refusal is not None:
+            raise refusal
+        while wake is not None and not _wake(wake):
+            with self._lock:
+                wake = self._idle.pop() if self._idle else None
 
     def take(self, wake: Wake) -> list[Pending] | None:
         """The next batch for a replica that is free; never blocks.
@@ -132,7 +144,7 @@ class Batcher:
         """
         dropped: list[Pending] = []
         with self._lock:
-            batch = self._take_batch(dropped)
+            batch = self._take_batch(dropped) if self._queue else []
             if not batch:
                 if self._closed_because:
                     return None
@@ -155,19 +167,12 @@ class Batcher:
     def _refusal(self) -> ShuttingDownError:
         return ShuttingDownError(f"this model version does not answer any more: {self._closed_because}")
 
-    def _wake_one(self) -> None:
-        while True:
-            with self._lock:
-                wake = self._idle.pop() if self._idle else None
-            if wake is None or _wake(wake):
-                return
-
     def _drop_dead(self, dropped: list[Pending]) -> None:
         # Each is asked once: it may be abandoned at any moment, and must end up in one of the two.
         now, waiting = self._clock(), self._queue
         self._queue = deque()
         for pending in waiting:
-            (dropped if pending.is_dead(now) else self._queue).append(pending)
+            (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
 
     def _take_batch(self, dropped: list[Pending]) -> list[Pending]:
         queue, now = self._queue, self._clock()
@@ -175,14 +180,14 @@ class Batcher:
         num_candidates = num_ids = longest_sequence = 0
         while queue and len(batch) < limits.max_batch_requests:
             head = queue[0]
-            if head.is_dead(now):
+            if head.abandoned or head.deadline <= now:
                 dropped.append(queue.popleft())
                 continue
             request = head.request
             if isinstance(request, LookupRequest):
                 return batch or [queue.popleft()]
             num_candidates += request.num_candidates
-            num_ids += request.bags.num_values
+            num_ids += request.bags.values.size
             # Sequences are padded to the longest, so one long one makes all candidates dear.
             longest_sequence = max(longest_sequence, head.longest_sequence)
             fits = (
@@ -259,18 +264,15 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
     Must be called exactly once for each request that was admitted, from any thread, when nothing uses its version's
     payload any more.
     """
+    here = asyncio._get_running_loop()
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:
         pending.lease.release()
-        if pending.loop is None:
+        if pending.loop is None or pending.loop is here:
             _settle(pending.future, outcome)
         else:
             by_loop[pending.loop].append((pending.future, outcome))
-    here = asyncio._get_running_loop() if by_loop else None
     for loop, settled in by_loop.items():
-        if loop is here:
-            _settle_all(settled)
-            continue
         try:
             loop.call_soon_threadsafe(_settle_all, settled)
         except RuntimeError:
@@ -284,9 +286,19 @@ def _settle_all(settled: list[tuple[Any, Answer | BaseException]]) -> None:
 
 
 def _settle(future: Any, outcome: Answer | BaseException) -> None:
-    if future.done():
+    if future is None or future.done():
         return
     if isinstance(outcome, BaseException):
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
+    """Ids in the longest sequence of a rank request.
+
+    Args:
+        bags: of one request, all features.
+        is_none: bool [F], the features that are not pooled: context features, so each has one bag.
+    """
+    return int(bags.values_per_key()[is_none].max(initial=0))

@@ -24,7 +24,7 @@ from serving.formats.requests import Answer, Unparsed
 from serving.limits import RequestLimits
 from serving.observe.collectors import NodeCollector, VersionCollector
 from serving.observe.metrics import ServingMetrics
-from serving.observe.statistics import outcome_of
+from serving.observe.statistics import Outcome, outcome_of
 from serving.observe.times import Call
 from serving.observe.watch import NodeWatch
 from serving.rank.batcher import Expiry, Pending
@@ -176,11 +176,11 @@ class RankingService:
         if call.counter is None:
             self.metrics.call_ended(call, status, None, now)
             return
-        outcome = outcome_of(error)
+        outcome: Outcome | None = "ok" if error is None else outcome_of(error)
         call.counter.ended(call, outcome, now, is_answered=error is None)
         self.metrics.call_ended(call, status, outcome, now)
         # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
-        if outcome is not None and not self.generations.has(call.model, call.version):
+        if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
 
     def admit(self, call: Call) -> None:
@@ -216,8 +216,9 @@ class RankingService:
             NotReadyError: for a model that is configured but not loaded yet.
         """
         lease = self.versions.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
-        call.model, call.version = lease.generation.model, lease.version
-        call.counter, call.leased = lease.generation.payload.counter, self.clock()
+        generation = call.generation = lease.generation
+        call.model, call.version = generation.model, generation.version
+        call.counter, call.leased = generation.payload.counter, self.clock()
         return lease
 
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
@@ -236,7 +237,10 @@ class RankingService:
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         self._submit(pending)
-        expiry = self._expiry_on(future.get_loop())
+        loop = future.get_loop()
+        expiry: Expiry | None = getattr(self._of_thread, "expiry", None)
+        if expiry is None or expiry.loop is not loop:
+            expiry = self._of_thread.expiry = Expiry(loop)
         expiry.add(future, pending.deadline - pending.arrived)
         watch_client(pending.leave)
         try:
@@ -244,6 +248,9 @@ class RankingService:
         finally:
             expiry.discard(future)
             pending.abandoned = True
+            # An error's traceback holds this frame, and the future the error.
+            pending.future = None
+            del future
 
     def wait_in_thread(self, pending: Pending) -> Answer:
         """Has a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
@@ -257,6 +264,8 @@ class RankingService:
             raise DeadlineExceededError("the deadline passed before the answer was complete") from None
         finally:
             pending.abandoned = True
+            pending.future = None
+            del future
 
     def describe(self, model: str, version: int | None = None) -> ModelDescription:
         """What a model tells of itself. Raises ModelNotFoundError."""
@@ -286,13 +295,6 @@ class RankingService:
 
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)
-
-    def _expiry_on(self, loop: asyncio.AbstractEventLoop) -> Expiry:
-        """That of a loop, which runs on this thread."""
-        expiry: Expiry | None = getattr(self._of_thread, "expiry", None)
-        if expiry is None or expiry.loop is not loop:
-            expiry = self._of_thread.expiry = Expiry(loop)
-        return expiry
 
     def _submit(self, pending: Pending) -> None:
         try:

@@ -59,7 +59,7 @@ def test_the_account_is_kept_for_the_time_of_the_block_alone(tmp_path) -> None:
     with profiled(path, metrics):
         assert json.loads(path.read_text())["accounts"] == []
         assert metrics.on_answered is not None
-        add_one(metrics.on_answered)
+        metrics.on_answered(Call("http", "rank", 0.0, "films", batch=BatchTimes(rank_s=1.0)), 1.0)
     assert metrics.on_answered is None
     assert json.loads(path.read_text())["accounts"][0]["requests"] == 1
     with profiled(None, metrics):
