@@ -58,14 +58,14 @@ class RequestLimits(Frozen):
     """
 
     max_body_bytes: int = Field(default=16 * 2**20, ge=1, le=2**30)
-    max_json_bytes: int = Field(default=4 * 2**20, ge=1, le=2**30)
-    max_message_fields: int = Field(default=2**15, ge=64, le=2**27)
-    max_string_ids: int = Field(default=2**15, ge=1, le=2**27)
+    max_json_bytes: int = Field(default=2 * 2**20, ge=1, le=2**30)
+    max_message_fields: int = Field(default=2**14, ge=64, le=2**27)
+    max_string_ids: int = Field(default=2**14, ge=1, le=2**27)
     max_candidates: int = Field(default=4096, ge=1, le=2**20)
     max_ids_per_bag: int = Field(default=4096, ge=1, le=2**24)
     max_ids_per_request: int = Field(default=2**20, ge=1, le=2**27)
     max_bags_per_feature: int = Field(default=65_536, ge=1, le=2**24)
-    max_lookup_floats: int = Field(default=2**20, ge=1, le=2**28)
+    max_lookup_floats: int = Field(default=2**18, ge=1, le=2**28)
     max_request_id_chars: int = Field(default=128, ge=1, le=1024)
     max_routing_key_chars: int = Field(default=128, ge=1, le=1024)
     default_timeout_ms: int = Field(default=1000, ge=1)

@@ -87,7 +87,7 @@ def lookup_request(
     """Check the numbers of a lookup. Raises as `rank_request`, and for an answer that would be too large."""
     limits = schema.limits
     check_text(limits, "routing_key", options.routing_key)
-    check_lookup_size(schema, bags)
+    check_lookup_size(schema, bags.keys, bags.bags_per_key, bags.values_per_key())
     check_values(schema, bags, lookup=True)
     timeout_s = check_timeout(limits, options)
     return LookupRequest(bags, timeout_s, check_text(limits, "request_id", options.request_id), texts)
@@ -200,6 +200,20 @@ def _bag_too_long(
     return LimitExceededError(path, "max_ids_per_bag", schema.limits.max_ids_per_bag, length, "ids in one bag")
 
 
+def check_bags_of_feature(schema: RequestSchema, part: Part, name: str, count: int) -> None:
+    """Raises LimitExceededError for more bags of a feature than any request may have, or ids of a context feature."""
+    limits = schema.limits
+    if part == "context":
+        limit, allowed, unit = "max_ids_per_bag", limits.max_ids_per_bag, "ids in one bag"
+    elif part == "candidates":
+        limit, allowed, unit = "max_candidates", limits.max_candidates, "candidates"
+    else:
+        limit, allowed, unit = "max_bags_per_feature", limits.max_bags_per_feature, "bags"
+    if count > allowed:
+        path = part if part == "candidates" else part_path(part, f"sparse.{name}")
+        raise LimitExceededError(path, limit, allowed, count, unit)
+
+
 def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
     """Raises CountMismatchError for none, LimitExceededError for too many."""
     if num_candidates < 1:
@@ -208,17 +222,29 @@ def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
         raise LimitExceededError("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
 
 
-def check_lookup_size(schema: RequestSchema, bags: KeyedBags) -> None:
-    """Raises LimitExceededError if the answer to a lookup would hold too many floats, or if there are too many bags."""
+def check_lookup_size(
+    schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array, values_per_key: Int64Array | None = None
+) -> None:
+    """Raises LimitExceededError if the answer to a lookup would hold too many floats, or if there are too many bags.
+
+    Args:
+        schema: of the model.
+        keys: int32 [S], flat feature indices.
+        bags_per_key: int64 [S].
+        values_per_key: int64 [S]; None if it is not known yet, which leaves out what depends on it.
+    """
     limits = schema.limits
-    too_many = bags.bags_per_key > limits.max_bags_per_feature
+    too_many = bags_per_key > limits.max_bags_per_feature
     if too_many.any():
         segment = int(too_many.argmax())
-        path = f"sparse.{schema.names[int(bags.keys[segment])]}"
-        count = int(bags.bags_per_key[segment])
+        path = f"sparse.{schema.names[int(keys[segment])]}"
+        count = int(bags_per_key[segment])
         raise LimitExceededError(path, "max_bags_per_feature", limits.max_bags_per_feature, count, "bags")
-    rows = np.where(schema.features.is_none[bags.keys], bags.values_per_key(), bags.bags_per_key)
-    floats = int((rows * schema.embedding_dims[bags.keys]).sum())
+    # A row is a list in the answer, and so is a bag of rows: each takes about as long to write as a float.
+    row, is_none = schema.embedding_dims[keys] + 1, schema.features.is_none[keys]
+    floats = int((bags_per_key * np.where(is_none, 1, row)).sum())
+    if values_per_key is not None:
+        floats += int((values_per_key * np.where(is_none, row, 0)).sum())
     if floats > limits.max_lookup_floats:
         allowed = limits.max_lookup_floats
         raise LimitExceededError("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import repeat
 
 import numpy as np
-import numpy.typing as npt
 
 from serving.errors import (
     CountMismatchError,
@@ -68,8 +67,6 @@ _FIELDS = {
     "FP32": ("fp32_contents", 6 << 3 | 2, 6 << 3 | 5),
     "BYTES": ("bytes_contents", 8 << 3 | 2, 8 << 3 | 2),
 }
-# Varints are decoded by passes over all of their bytes. A tensor of more of them is better sent as raw contents.
-MAX_VARINTS = 2**18
 
 
 class InferGrpcCodec:
@@ -197,23 +194,21 @@ class ContentsData:
     def integers(self, name: str, datatype: IntegerType, count: int) -> Integers:
         """As `TensorData`."""
         field, packed_tag, one_tag = _FIELDS[datatype]
-        if count > MAX_VARINTS:
-            path = f"{input_path(name)}.contents.{field}"
-            raise LimitExceededError(path, "varints", MAX_VARINTS, count, "elements; send them as raw_input_contents")
-        parts: list[npt.NDArray[np.int64]] = []
-        total = 0
+        # However they come, in chunks or one by one, they are decoded together.
+        varints, view = bytearray(), memoryview(self._message.data)
         for tag, start, end in self._message.fields(self._start, self._end):
             if tag == packed_tag:
-                packed = np.frombuffer(self._message.data, np.uint8, end - start, start)
-                total += count_varints(packed)
-                if total > count:
-                    break
-                parts.append(self._decoded(packed))
+                if end > start and view[end - 1] > 127:
+                    raise self._message.malformed("a packed field that breaks off")
+                varints += view[start:end]
             elif tag == one_tag:
-                total += 1
-                parts.append(np.array([signed(start)], np.int64))
-        self._check_count(name, field, total, count)
-        values = np.concatenate(parts) if parts else np.empty(0, np.int64)
+                varints += encode_varint(start)
+        packed = np.frombuffer(varints, np.uint8)
+        self._check_count(name, field, count_varints(packed), count)
+        try:
+            values = decode_varints(packed)
+        except ValueError as error:
+            raise self._message.malformed(str(error)) from None
         return values.astype(np.int32) if datatype == "INT32" else values
 
     def floats(self, name: str, count: int) -> Float32Array:
@@ -238,12 +233,6 @@ class ContentsData:
             decode_text(input_path(name), position, bytes(data[start:end]))
             for position, (start, end) in enumerate(spans)
         ]
-
-    def _decoded(self, packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-        try:
-            return decode_varints(packed)
-        except ValueError as error:
-            raise self._message.malformed(str(error)) from None
 
     def _check_count(self, name: str, field: str, got: int, count: int) -> None:
         if got != count:
@@ -274,6 +263,8 @@ def _tensor(message: Message, span: tuple[int, int], raw: tuple[int, int] | None
                 raise CountMismatchError(f"{input_path(name)}.shape", "more dimensions than any tensor here has")
             shape.append(signed(start))
         elif tag == _CONTENTS:
+            if contents is not None:
+                raise MalformedRequestError(f"{input_path(name)}.contents", "it is there twice")
             contents = start, end
         elif tag == _INPUT_PARAMETERS:
             has_region |= _parameter(message, start, end)[0] == "shared_memory_region"

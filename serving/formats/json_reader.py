@@ -20,10 +20,17 @@ import simdjson
 
 from loader.fingerprint import fingerprint_strings
 from serving.errors import BodyTooLargeError, InvalidFieldError, LimitExceededError
-from serving.formats.checks import check_num_candidates, keyed_bags, lookup_request, rank_request
-from serving.formats.json_refusal import decode_plainly, refuse_lookup, refuse_rank
+from serving.formats.checks import (
+    check_bags_of_feature,
+    check_lookup_size,
+    check_num_candidates,
+    keyed_bags,
+    lookup_request,
+    rank_request,
+)
+from serving.formats.json_refusal import MAX_KEYS, decode_plainly, key_twice, refusal_of
 from serving.formats.json_text import count_above
-from serving.formats.json_writer import encode, lookup_document, rank_document
+from serving.formats.json_writer import encode, encode_lookup, rank_document
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -86,9 +93,11 @@ class JsonCodec:
         try:
             document = _parse(text)
             keys = _keys(document, _RANK_KEYS if self.method == "rank" else _LOOKUP_KEYS)
-            return UnparsedJson(self.method, self._model, text, document, keys, limits)
+            return UnparsedJson(self.method, self._model, text, document, keys)
         except _NOT_TAKEN:
-            return RefusedJson(self.method, self._model, decode_plainly(text, self.method, limits))
+            # Said outside, so that the error does not refer to this one and what it holds.
+            pass
+        return RefusedJson(self.method, self._model, decode_plainly(text, self.method, limits))
 
 
 class UnparsedJson:
@@ -100,7 +109,6 @@ class UnparsedJson:
         text: of the document.
         document: of simdjson; valid until the next text is parsed on this thread.
         keys: of the document.
-        limits: of the process.
 
     Attributes:
         model, version, key: see `Unparsed`.
@@ -113,10 +121,8 @@ class UnparsedJson:
         text: bytes | bytearray,
         document: Any,
         keys: frozenset[str],
-        limits: RequestLimits,
     ) -> None:
         self.model = model
-        self._limits = limits
         self._method = method
         self._text = text
         self._document = document
@@ -139,39 +145,35 @@ class UnparsedJson:
         try:
             return self._rank(schema) if is_rank else self._lookup(schema)
         except _NOT_TAKEN:
-            plain = decode_plainly(self._text, self._method, self._limits)
-            raise _refusal(schema, self._method, plain) from None
+            pass
         finally:
             # The parser is free for another text once nothing read with it is left.
             self._document = None
+        raise refusal_of(schema, self._method, self._text)
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`."""
-        document = rank_document(answer) if isinstance(answer, RankAnswer) else lookup_document(answer)
-        return Encoded(encode(document))
+        return Encoded(encode(rank_document(answer)) if isinstance(answer, RankAnswer) else encode_lookup(answer))
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         brackets = _Brackets(self._text)
         context, candidates = (self._part(schema, part) for part in ("context", "candidates"))
         columns = [
-            _Column.of(part.sparse[name], part.weights.get(name), name, is_context, is_string)
+            _Column.of(schema, "context" if is_context else "candidates", name, part.sparse[name],
+                       part.weights.get(name), is_string=is_string)
             for name, is_context, is_string in schema.kinds
             for part in (context if is_context else candidates,)
-        ]
-        context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
-        candidate_dense = _candidate_dense(candidates.dense, schema.num_candidate_dense, brackets)
-        num_candidates = len(candidate_dense)
+        ]  # fmt: skip
+        num_candidates = 0 if candidates.dense is None else len(_array(candidates.dense))
         if schema.candidate_names:
             num_candidates = columns[schema.features.index[schema.candidate_names[0]]].num_bags
         check_num_candidates(schema.limits, num_candidates)
-        bags_per_key = schema.bags_per_key(num_candidates)
-        if len(candidate_dense) != num_candidates and (len(candidate_dense) or schema.num_candidate_dense):
-            raise NotTakenError
+        context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
+        dense = _candidate_dense(candidates.dense, num_candidates, schema.num_candidate_dense, brackets)
         bags, texts = _bags(schema, schema.keys, columns, brackets, lookup=False)
-        if not np.array_equal(bags.bags_per_key, bags_per_key):
+        if not np.array_equal(bags.bags_per_key, schema.bags_per_key(num_candidates)):
             raise NotTakenError
         brackets.check()
-        dense = candidate_dense.reshape(num_candidates, schema.num_candidate_dense)
         return rank_request(schema, bags, num_candidates, context_dense, dense, self._options, texts)
 
     def _lookup(self, schema: RequestSchema) -> LookupRequest:
@@ -180,9 +182,10 @@ class UnparsedJson:
         given = _keys(sparse, frozenset(schema.names))
         weights = _weights(self._document["weights"], schema.weighted_names & given) if "weights" in self._keys else {}
         keys = sorted(schema.features.index[name] for name in given)
+        names, are_strings = [schema.names[key] for key in keys], schema.is_string[keys].tolist()
         columns = [
-            _Column.of(sparse[schema.names[key]], weights.get(schema.names[key]), schema.names[key], False, is_string)
-            for key, is_string in zip(keys, schema.is_string[keys].tolist(), strict=True)
+            _Column.of(schema, "", name, sparse[name], weights.get(name), is_string=is_string)
+            for name, is_string in zip(names, are_strings, strict=True)
         ]
         bags, texts = _bags(schema, np.array(keys, np.int32), columns, brackets, lookup=True)
         brackets.check()
@@ -247,7 +250,7 @@ class RefusedJson:
 
     def parse(self, schema: RequestSchema) -> Request:
         """Raise what is wrong."""
-        raise _refusal(schema, self._method, self._request)
+        raise refusal_of(schema, self._method, self._request)
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`; there is never an answer."""
@@ -285,33 +288,44 @@ class _Column:
     """One feature's ids: a list of bags, or of ids with one in each bag; of the context one bag.
 
     Attributes:
-        is_nested: whether it is a list of bags.
-        num_bags: in it.
-        name: of the feature.
         ids: simdjson's list of integers; a Python list of strings or of lists of strings.
         weights: in the shape of the ids; None if there are none.
+        is_context: whether it is a feature of the context.
+        is_nested: whether it is a list of bags.
+        is_string: whether its ids are strings.
+        num_bags: in it.
     """
 
-    __slots__ = ("ids", "is_context", "is_nested", "is_string", "name", "num_bags", "weights")
+    __slots__ = ("ids", "is_context", "is_nested", "is_string", "num_bags", "weights")
 
-    def __init__(self, ids: Any, weights: Any, name: str, is_context: bool, is_string: bool) -> None:
+    def __init__(self, ids: Any, weights: Any, *, is_context: bool, is_nested: bool, is_string: bool) -> None:
         self.ids = ids
         self.weights = weights
-        self.name = name
         self.is_context = is_context
+        self.is_nested = is_nested
         self.is_string = is_string
-        self.is_nested = False
         self.num_bags = 1 if is_context else len(ids)
 
     @classmethod
-    def of(cls, found: Any, weights: Any, name: str, is_context: bool, is_string: bool) -> _Column:
-        """Look at a list. Raises NotTakenError if it is none."""
-        if not isinstance(found, simdjson.Array) or not (weights is None or isinstance(weights, simdjson.Array)):
+    def of(cls, schema: RequestSchema, part: Part, name: str, found: Any, weights: Any, *, is_string: bool) -> _Column:
+        """Look at a list.
+
+        Raises:
+            NotTakenError: it is none, or its weights are no list of the same length.
+            LimitExceededError: it has more bags than any request may have.
+        """
+        count = len(_array(found))
+        if weights is not None and len(_array(weights)) != count:
             raise NotTakenError
-        column = cls(found.as_list() if is_string else found, weights, name, is_context, is_string)
-        if not is_context and len(found):
-            column.is_nested = isinstance(found[0], simdjson.Array)
-        return column
+        check_bags_of_feature(schema, part, name, count)
+        is_context = part == "context"
+        is_nested = not is_context and count > 0 and isinstance(found[0], simdjson.Array)
+        if is_string:
+            # Lists that stand in place of strings are not to become objects either.
+            if count_above(found.mini, _BRACKET, 1 + count * is_nested):
+                raise NotTakenError
+            found = found.as_list()
+        return cls(found, weights, is_context=is_context, is_nested=is_nested, is_string=is_string)
 
     def lengths(self, brackets: _Brackets) -> Int64Array:
         """int64 [bags], the ids of each bag; accounts for the brackets."""
@@ -373,6 +387,8 @@ def _bags(
 ) -> tuple[Any, Sequence[str]]:
     """Flat bags of all features, and the strings among their ids."""
     counts = np.array([column.num_bags for column in columns], np.int64)
+    if lookup:
+        check_lookup_size(schema, keys, counts)
     lengths = [column.lengths(brackets) for column in columns]
     all_lengths = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
     values, texts = _values(schema, columns, lengths)
@@ -437,13 +453,15 @@ def _context_dense(found: Any, width: int, brackets: _Brackets) -> Float32Array:
     return values
 
 
-def _candidate_dense(found: Any, width: int, brackets: _Brackets) -> Float32Array:
-    """float32 [rows, Kd]. Raises NotTakenError for rows of another width."""
-    if found is None:
-        return np.empty((0, width), np.float32)
-    if (brackets.nested(_array(found)) != width).any():
+def _candidate_dense(found: Any, num_candidates: int, width: int, brackets: _Brackets) -> Float32Array:
+    """float32 [N, Kd]. Raises NotTakenError for another number of rows, or of values in them."""
+    if found is None and not width:
+        return np.empty((num_candidates, 0), np.float32)
+    if len(_array(found)) != num_candidates and (len(found) or width):
         raise NotTakenError
-    return _floats(found).reshape(len(found), width)
+    if (brackets.nested(found) != width).any():
+        raise NotTakenError
+    return _floats(found).reshape(num_candidates, width)
 
 
 def _weights(found: Any, allowed: frozenset[str]) -> dict[str, Any]:
@@ -454,13 +472,20 @@ def _weights(found: Any, allowed: frozenset[str]) -> dict[str, Any]:
 
 
 def _keys(found: Any, allowed: frozenset[str]) -> frozenset[str]:
-    """The keys of an object. Raises NotTakenError if it is none, has a key twice, or another one than allowed."""
+    """The keys of an object.
+
+    Raises:
+        NotTakenError: it is none, or has another key than allowed.
+        InvalidFieldError: a key is there twice.
+    """
     # They become Python objects, so there must be few.
-    if not isinstance(found, simdjson.Object) or len(found) > len(allowed):
+    if not isinstance(found, simdjson.Object) or len(found) > MAX_KEYS:
         raise NotTakenError
     keys = list(found.keys())
     different = frozenset(keys)
-    if len(different) != len(keys) or not different <= allowed:
+    if len(different) != len(keys):
+        raise key_twice(keys)
+    if not different <= allowed:
         raise NotTakenError
     return different
 
@@ -490,9 +515,3 @@ def _parse(text: bytes | bytearray) -> Any:
         # Integers beyond 64 bits, or something read from another text is still held.
         parser = _THREADS.parser = simdjson.Parser()
         return parser.parse(text)
-
-
-def _refusal(schema: RequestSchema, method: Method, request: Mapping[str, Any]) -> InvalidFieldError:
-    """Raise the error that names what is wrong, or return one for what the second pass finds nothing wrong with."""
-    (refuse_rank if method == "rank" else refuse_lookup)(schema, request)
-    return InvalidFieldError("", "a number is an integer beyond 64 bits, which is not taken even where a float belongs")

@@ -1,32 +1,47 @@
 """Why a JSON request was not taken: a second pass over the text that names the first place that is wrong.
 
-Runs only for text that `json_reader` did not take, of at most `max_json_bytes`. Lists are gone over by the
-interpreter's own loops, so that a wrong value at the end of a million costs no more than one at their beginning.
+Runs only for text that `json_reader` did not take, of at most `max_json_bytes`. What is too much is refused by its
+count, before it is gone over. Lists are gone over by the interpreter's own loops, so that a wrong value at the end of a
+million costs no more than one at their beginning.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from serving.errors import (
+    BadRequestError,
     CountMismatchError,
     InvalidFieldError,
     InvalidIdError,
     MalformedRequestError,
     MissingFeatureError,
 )
-from serving.formats.checks import MAX_FLOAT32, TextField, check_num_candidates, check_text, has_lone_surrogate
-from serving.formats.json_text import count_above
+from serving.formats.checks import (
+    MAX_FLOAT32,
+    TextField,
+    check_bags_of_feature,
+    check_num_candidates,
+    check_text,
+    has_lone_surrogate,
+    is_finite_number,
+)
+from serving.formats.json_text import count_above, many_lists
 from serving.formats.requests import Method
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
 
+# The slow decoder tells the field of what is not quite JSON (NaN, integers of thousands of digits, lone surrogates); in
+# longer texts, a quick one tells the byte.
+MAX_SLOW_BYTES = 2**18
 # A request has seven objects, and twice as many keys as features. Somewhat more are decoded, to name the wrong one.
 MAX_OBJECTS, MAX_KEYS = 64, 16_384
 _BRACE, _COLON = ord("{"), ord(":")
@@ -38,6 +53,9 @@ _KEYS: dict[Method, tuple[str, ...]] = {
 }
 _PART_KEYS = ("sparse", "weights", "dense")
 _SHOWN_CHARS = 40
+# Values are looked at by so many at once; only of a piece with a wrong one, each by itself.
+_PIECE = 1024
+_DECODER = msgspec.json.Decoder()
 # Beyond every range here. Stands for an integer of so many digits that Python does not convert them.
 _MOST_DIGITS = 100
 _HUGE = 10**5000
@@ -68,8 +86,34 @@ def decode_plainly(text: bytes | bytearray, method: Method, limits: RequestLimit
     return request
 
 
-def refuse_rank(schema: RequestSchema, request: Mapping[str, Any]) -> None:
-    """Raise the BadRequestError that fits the first problem of a rank body; return if there is none."""
+def refusal_of(
+    schema: RequestSchema, method: Method, request: Mapping[str, Any] | bytes | bytearray
+) -> BadRequestError:
+    """The error that fits the first problem of a request that the reader did not take.
+
+    Nothing that was made to find it is left when it is returned, nor does it refer to any.
+
+    Args:
+        schema: of the model.
+        method: what is asked for.
+        request: its text, or what `decode_plainly` made of it.
+    """
+    with many_lists():
+        return _refusal(schema, method, request)
+
+
+def _refusal(schema: RequestSchema, method: Method, request: Mapping[str, Any] | bytes | bytearray) -> BadRequestError:
+    try:
+        if not isinstance(request, Mapping):
+            request = decode_plainly(request, method, schema.limits)
+        (_check_rank if method == "rank" else _check_lookup)(schema, request)
+    except BadRequestError as error:
+        return error.with_traceback(None)
+    problem = "a number is an integer beyond 64 bits, which is not taken even where a float belongs"
+    return InvalidFieldError("", problem)
+
+
+def _check_rank(schema: RequestSchema, request: Mapping[str, Any]) -> None:
     if "candidates" not in request:
         raise InvalidFieldError("candidates", "missing; a rank request needs its candidates")
     context = _object("context", request.get("context", {}))
@@ -83,8 +127,7 @@ def refuse_rank(schema: RequestSchema, request: Mapping[str, Any]) -> None:
     _check_candidate_dense(schema, candidates)
 
 
-def refuse_lookup(schema: RequestSchema, request: Mapping[str, Any]) -> None:
-    """Raise the BadRequestError that fits the first problem of a lookup body; return if there is none."""
+def _check_lookup(schema: RequestSchema, request: Mapping[str, Any]) -> None:
     if "sparse" not in request:
         raise InvalidFieldError("sparse", "missing; a lookup needs the ids of at least one feature")
     _check_sparse(schema, "", request, all_needed=False)
@@ -108,17 +151,16 @@ def _decoded(text: bytes | bytearray) -> Mapping[str, Any]:
         if count := count_above(text, character, most):
             raise InvalidFieldError("", f"{count} {what}; a request has fewer than {most}")
     try:
-        decoded = text.decode("utf-8")
-        try:
-            request = json.loads(decoded, object_pairs_hook=_object_of)
-        except (json.JSONDecodeError, InvalidFieldError):
-            raise
-        except ValueError:  # an integer with more digits than Python converts; its field is to be named
-            request = json.loads(decoded, object_pairs_hook=_object_of, parse_int=_bounded_int)
+        with many_lists():
+            request = _decoded_slowly(text) if len(text) <= MAX_SLOW_BYTES else _DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise MalformedRequestError("", f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise MalformedRequestError("", f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("", str(error)) from None
+    except msgspec.DecodeError as error:
+        raise MalformedRequestError("", f"the body is not JSON: {error}") from None
     except (ValueError, RecursionError) as error:
         raise MalformedRequestError("", f"the body is not JSON that can be read: {error}") from None
     if not isinstance(request, dict):
@@ -126,12 +168,27 @@ def _decoded(text: bytes | bytearray) -> Mapping[str, Any]:
     return request
 
 
+def _decoded_slowly(text: bytes | bytearray) -> Any:
+    decoded = text.decode("utf-8")
+    try:
+        return json.loads(decoded, object_pairs_hook=_object_of)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer with more digits than Python converts; its field is to be named
+        return json.loads(decoded, object_pairs_hook=_object_of, parse_int=_bounded_int)
+
+
+def key_twice(keys: Sequence[str]) -> InvalidFieldError:
+    """The error for keys of which one is there twice."""
+    seen: set[str] = set()
+    twice = next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    return InvalidFieldError(twice[:200], "the key is there twice")
+
+
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise InvalidFieldError(twice[:200], "the key is there twice")
+        raise key_twice([key for key, _ in pairs])
     return made
 
 
@@ -160,15 +217,22 @@ def _check_keys(path: str, value: Mapping[str, Any], allowed: tuple[str, ...]) -
             raise InvalidFieldError(where[:200], f"unknown key; allowed are {list(allowed)}")
 
 
-def _first_outside(bag: Sequence[int]) -> int:
-    """The first position of an integer that is no id."""
-    return list(map(operator.or_, map(operator.lt, bag, repeat(0)), map(operator.gt, bag, repeat(MAX_ID)))).index(True)
-
-
-def _first_type(values: Iterable[Any], wanted: type) -> int | None:
+def _first_type(values: Sequence[Any], wanted: type) -> int | None:
     """The first position of a value of another type than `wanted`; None without one."""
-    others = list(map(operator.is_not, map(type, values), repeat(wanted)))
-    return others.index(True) if True in others else None
+    for start in range(0, len(values), _PIECE):
+        piece = values[start : start + _PIECE]
+        if set(map(type, piece)) != {wanted}:
+            return start + next(number for number, one in enumerate(piece) if type(one) is not wanted)
+    return None
+
+
+def _first_outside(values: Sequence[int]) -> int | None:
+    """The first position of an integer that is no id; None without one."""
+    for start in range(0, len(values), _PIECE):
+        piece = values[start : start + _PIECE]
+        if min(piece) < 0 or max(piece) > MAX_ID:
+            return start + next(number for number, one in enumerate(piece) if not 0 <= one <= MAX_ID)
+    return None
 
 
 def _check_sparse(schema: RequestSchema, part: Part, value: Mapping[str, Any], *, all_needed: bool) -> None:
@@ -196,6 +260,7 @@ def _check_sparse(schema: RequestSchema, part: Part, value: Mapping[str, Any], *
 def _check_feature(schema: RequestSchema, part: Part, name: str, ids: Any) -> None:
     path = part_path(part, f"sparse.{name}")
     column = _list(path, ids)
+    check_bags_of_feature(schema, part, name, len(column))
     is_string = name in schema.features.string_features
     nested = part != "context" and bool(column) and isinstance(column[0], list)
     flat = column
@@ -206,10 +271,7 @@ def _check_feature(schema: RequestSchema, part: Part, name: str, ids: Any) -> No
         flat = list(chain.from_iterable(column))
     position = _first_type(flat, str if is_string else int)
     if position is None and flat:
-        if is_string:
-            position = _first_surrogate(flat)
-        elif min(flat) < 0 or max(flat) > MAX_ID:
-            position = _first_outside(flat)
+        position = _first_surrogate(flat) if is_string else _first_outside(flat)
     if position is not None:
         raise _wrong_id(_place(path, column, position, nested=nested), part, name, flat[position], is_string=is_string)
 
@@ -263,19 +325,16 @@ def _check_weights(path: str, ids: list[Any], weights: Any) -> None:
 
 def _first_not_finite(values: Sequence[Any]) -> int | None:
     """The first position of what is no number that float32 can hold; None without one."""
-    kinds = set(map(type, values))
-    if kinds <= {int, float}:
-        try:
-            wrong = ~(np.abs(np.fromiter(values, np.float64, count=len(values))) <= MAX_FLOAT32)
-        except OverflowError:
-            return next(number for number, one in enumerate(values) if not abs(one) <= MAX_FLOAT32)
-        return int(wrong.argmax()) if wrong.any() else None
-    is_number = map(operator.or_, map(operator.is_, map(type, values), repeat(int)), _are_floats(values))
-    return list(is_number).index(False)
+    for start in range(0, len(values), _PIECE):
+        piece = values[start : start + _PIECE]
+        if not set(map(type, piece)) <= {int, float} or not _are_finite(piece):
+            return start + next(number for number, one in enumerate(piece) if not is_finite_number(one))
+    return None
 
 
-def _are_floats(values: Sequence[Any]) -> Iterable[bool]:
-    return map(operator.is_, map(type, values), repeat(float))
+def _are_finite(numbers: Sequence[float]) -> bool:
+    # The largest may be found beside a NaN, the sum not.
+    return max(map(abs, numbers)) <= MAX_FLOAT32 and not math.isnan(sum(numbers))
 
 
 def _check_candidate_counts(schema: RequestSchema, candidates: Mapping[str, Any]) -> None:

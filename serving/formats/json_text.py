@@ -1,12 +1,32 @@
-"""JSON text: what can be counted in it before anything is made of it."""
+"""JSON text: what can be counted in it before anything is made of it, and how much is made at once."""
 
 from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
 
 import numpy as np
 
 from serving.formats.requests import Buffer
 
 _QUOTE = ord('"')
+
+
+@contextlib.contextmanager
+def many_lists() -> Iterator[None]:
+    """Hold the garbage collector off while lists are made by the hundred thousand.
+
+    It would go over all of them again and again, for most of the time that they take, and none is part of a cycle.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def count_above(body: Buffer, character: int, most: int) -> int:

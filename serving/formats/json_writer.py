@@ -8,6 +8,7 @@ import msgspec
 
 from loader.errors import ShardrankError
 from serving.errors import MAX_FIELD_CHARS, printable
+from serving.formats.json_text import many_lists
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
 
 _ENCODER = msgspec.json.Encoder()
@@ -57,6 +58,12 @@ def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any
 def encode(document: Any) -> bytes:
     """JSON bytes."""
     return _ENCODER.encode(document)
+
+
+def encode_lookup(answer: LookupAnswer) -> bytes:
+    """JSON bytes of a lookup's answer, which may be large."""
+    with many_lists():
+        return encode(lookup_document(answer))
 
 
 def _nested(feature: FeatureEmbeddings) -> list[Any]:

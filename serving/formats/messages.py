@@ -180,7 +180,7 @@ class UnparsedRank(UnparsedMessage):
                 raise InvalidFieldError("packed", "it is given beside context or candidates")
             return self._packed(schema)
         data, message = self._message.data, self._message
-        features = FeatureSpans(message)
+        features = FeatureSpans(schema, message)
         context_dense, candidate_dense = (self._read_part(features, part) for part in ("context", "candidates"))
         columns = MapColumns(schema, features, lookup=False)
         dense = _floats(data, candidate_dense, "candidates.dense")
@@ -227,7 +227,7 @@ class UnparsedRank(UnparsedMessage):
         integers = _numbers(data, spans.get("ids"), "<i8", "packed.ids")
         lengths: Int64Array | None = None
         if spans.get("lengths", (0, 0))[0] < spans.get("lengths", (0, 0))[1]:
-            lengths = _numbers(data, spans["lengths"], "<i4", "packed.lengths").astype(np.int64)
+            lengths = _numbers(data, spans["lengths"], "<i4", "packed.lengths", np.int64)
             if lengths.size != int(bags_per_key.sum()):
                 raise CountMismatchError("packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags")
         values, ids_per_key = _packed_values(schema, bags_per_key, lengths, integers, texts)
@@ -249,7 +249,7 @@ class UnparsedLookup(UnparsedMessage):
 
     def parse(self, schema: RequestSchema) -> LookupRequest:
         """See `Unparsed`."""
-        features = FeatureSpans(self._message)
+        features = FeatureSpans(schema, self._message)
         for start, end in self._features:
             features.add("", start, end)
         columns = MapColumns(schema, features, lookup=True)
@@ -261,36 +261,44 @@ class UnparsedLookup(UnparsedMessage):
 
 
 class FeatureSpans:
-    """Where the numbers of a message's features lie, by part and name.
+    """Where the numbers of a message's features lie.
 
     Args:
+        schema: of the model.
         message: that they are in.
 
     Attributes:
-        names: of each part's features.
         columns: for each feature, where the pieces of its ids, lengths and weights lie, and its string ids.
     """
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, schema: RequestSchema, message: Message) -> None:
         self.message = message
-        self.names: dict[Part, list[str]] = {}
         self.columns: dict[str, tuple[list[tuple[int, int]], ...]] = {}
+        self._schema = schema
 
     def add(self, part: Part, start: int, end: int) -> None:
-        """Walk over one entry of a map of features. Raises MalformedRequestError, InvalidFieldError."""
+        """Walk over one entry of a map of features.
+
+        Raises:
+            MalformedRequestError: it is no such entry.
+            UnknownFeatureError: it is none of the part's features.
+            InvalidFieldError: it was given before.
+        """
         message, name = self.message, ""
-        value = (start, start)
+        value: tuple[int, int] | None = None
         for tag, at, stop in message.fields(start, end):
             if tag == _KEY:
                 name = message.text(at, stop, part_path(part, "sparse"))
             elif tag == _VALUE:
+                if value is not None:
+                    raise MalformedRequestError(part_path(part, "sparse"), "a feature's value is there twice")
                 value = at, stop
-        names = self.names.setdefault(part, [])
+        if name not in self._schema.name_sets[part]:
+            raise self._schema.unknown_feature(part, name)
         if name in self.columns:
             raise InvalidFieldError(part_path(part, f"sparse.{name}"), "it is given twice")
-        names.append(name)
         columns: tuple[list[tuple[int, int]], ...] = ([], [], [], [])
-        for tag, at, stop in message.fields(*value):
+        for tag, at, stop in message.fields(*(value or (0, 0))):
             if (column := _COLUMNS.get(tag)) is not None:
                 columns[column].append((at, stop))
             elif tag == _STRING_IDS:
@@ -307,7 +315,7 @@ class MapColumns:
         lookup: whether it is a lookup, which need not have all features.
 
     Raises:
-        UnknownFeatureError, MissingFeatureError: features that are not those of the model.
+        MissingFeatureError: one that a rank request must have is not there.
         MalformedRequestError: bytes that are no whole numbers.
         InvalidIdError: integers where strings belong, or the other way round.
         LimitExceededError: more ids than allowed.
@@ -318,13 +326,12 @@ class MapColumns:
 
     def __init__(self, schema: RequestSchema, features: FeatureSpans, *, lookup: bool) -> None:
         self._schema, self._lookup, self._data = schema, lookup, features.message.data
-        parts: tuple[Part, ...] = ("",) if lookup else ("context", "candidates")
-        for part in parts:
-            schema.check_names(part, features.names.get(part, []), all_needed=not lookup)
         if lookup:
-            given = sorted(schema.features.index[name] for name in features.names.get("", []))
+            given = sorted(schema.features.index[name] for name in features.columns)
             self._keys: Int32Array = np.array(given, dtype=np.int32)
         else:
+            for part in ("context", "candidates"):
+                schema.check_names(part, features.columns.keys() & schema.name_sets[part], all_needed=True)
             self._keys = schema.keys
         columns = [features.columns[schema.names[key]] for key in self._keys.tolist()]
         ids, lengths, self._weights, strings = (list(map(itemgetter(column), columns)) for column in range(4))
@@ -426,15 +433,18 @@ class MapColumns:
         return part_path("" if self._lookup else self._schema.part_of(name), f"sparse.{name}")
 
 
-def _numbers(data: bytes | bytearray, span: tuple[int, int] | None, dtype: str, path: str) -> npt.NDArray:  # type: ignore[type-arg]
-    """An array of the numbers at a place, aligned; a view of the message where they lie so."""
-    if span is None:
-        return np.empty(0, dtype)
-    width, size = np.dtype(dtype).itemsize, span[1] - span[0]
+def _numbers(
+    data: bytes | bytearray, span: tuple[int, int] | None, dtype: str, path: str, wanted: npt.DTypeLike | None = None
+) -> npt.NDArray:  # type: ignore[type-arg]
+    """An array of the numbers at a place, of another dtype if one is wanted.
+
+    A copy: in the message they are seldom aligned and often read-only, and as a view they would keep all of it.
+    """
+    start, end = span or (0, 0)
+    width, size = int(dtype[-1]), end - start
     if size % width:
         raise MalformedRequestError(path, f"{size} bytes, which is not a multiple of {width}")
-    values = np.frombuffer(data, dtype, size // width, span[0])
-    return values if values.flags.aligned else values.copy()
+    return np.frombuffer(data, dtype, size // width, start).astype(wanted or dtype)
 
 
 def _floats(data: bytes | bytearray, spans: list[tuple[int, int]], path: str) -> Float32Array:

@@ -21,6 +21,7 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 MAX_VARINT_BYTES = 10
 _UINT64 = (1 << 64) - 1
 _INT64_SIGN = 1 << 63
+_MAX_TAG = (1 << 32) - 1
 
 
 class Message:
@@ -63,8 +64,8 @@ class Message:
             if tag > 127:
                 tag, at = self._varint(at - 1, end)
             kind = tag & 7
-            if tag < 8:
-                raise self.malformed("a field has the number 0")
+            if not 8 <= tag <= _MAX_TAG:
+                raise self.malformed("a field has a number that there is not")
             if kind == LENGTH:
                 if at >= end:
                     raise self.malformed(f"it ends within field {tag >> 3}")
@@ -133,18 +134,19 @@ def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
     ends = np.flatnonzero(packed < 128)
     if not ends.size or ends[-1] != packed.size - 1:
         raise ValueError("the last number does not end")
-    starts = np.empty_like(ends)
-    starts[0] = 0
-    starts[1:] = ends[:-1] + 1
-    sizes = ends - starts + 1
-    longest = int(sizes.max())
+    sizes = np.diff(ends, prepend=-1)
+    shortest, longest = int(sizes.min()), int(sizes.max())
     if longest > MAX_VARINT_BYTES:
         raise ValueError(f"a number of more than {MAX_VARINT_BYTES} bytes")
-    values = (packed[starts] & 127).astype(np.uint64)
-    which = np.arange(ends.size)
-    for position in range(1, longest):
-        which = which[sizes[which] > position]
-        values[which] |= (packed[starts[which] + position] & 127).astype(np.uint64) << np.uint64(7 * position)
+    values = np.empty(ends.size, np.uint64)
+    for size in range(shortest, longest + 1):
+        # All numbers of one size at once.
+        which = np.flatnonzero(sizes == size)
+        starts = ends[which] - (size - 1)
+        bits = np.zeros(which.size, np.uint64)
+        for position in range(size):
+            bits |= (packed[starts + position] & 127).astype(np.uint64) << np.uint64(7 * position)
+        values[which] = bits
     return values.view(np.int64)
 
 

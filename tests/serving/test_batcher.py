@@ -18,6 +18,11 @@ EMPTY = KeyedBags.from_lengths(*(np.zeros(0, dtype) for dtype in (np.int32, np.i
 FAR = 1e9
 
 
+def rank_request(num_candidates: int, bags: KeyedBags) -> RankRequest:
+    dense = np.zeros((num_candidates, 0), np.float32)
+    return RankRequest(bags, num_candidates, np.zeros(0, np.float32), dense, timeout_s=1.0)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,25 +44,23 @@ class Model:
         return self.generations.all()[0].leases
 
     def rank(self, num_candidates: int = 1, deadline: float = FAR) -> Pending:
-        dense = np.zeros((num_candidates, 0), np.float32)
-        lease = self.generations.lease("films")
-        request = RankRequest(lease, EMPTY, num_candidates, np.zeros(0, np.float32), dense, deadline)
-        return Pending(request, 0.0, concurrent.futures.Future(), None)
+        return self.pending(rank_request(num_candidates, EMPTY), deadline)
 
     def sized(self, num_candidates: int, num_ids: int, longest: int) -> Pending:
         """A rank request of some cost."""
-        pending = self.rank(num_candidates)
         bags = KeyedBags.from_lengths(
             *(np.array([one], dtype) for one, dtype in ((0, np.int32), (1, np.int64), (num_ids, np.int64))),
             np.zeros(num_ids, np.int64),
         )
-        pending.request.bags = bags
+        pending = self.pending(rank_request(num_candidates, bags), FAR)
         pending.longest_sequence = longest
         return pending
 
     def lookup(self) -> Pending:
-        request = LookupRequest(self.generations.lease("films"), EMPTY, FAR)
-        return Pending(request, 0.0, concurrent.futures.Future(), None)
+        return self.pending(LookupRequest(EMPTY, timeout_s=1.0), FAR)
+
+    def pending(self, request: RankRequest | LookupRequest, deadline: float) -> Pending:
+        return Pending(request, self.generations.lease("films"), deadline, 0.0, concurrent.futures.Future(), None)
 
 
 @pytest.fixture

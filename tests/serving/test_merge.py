@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.formats.requests import RankRequest
 from serving.rank.merge import (
-    Merger,
     _Lengths,
     _merge_by_blocks,
     _merge_by_index,
@@ -119,7 +117,7 @@ def request(num_candidates: int, first: int) -> RankRequest:
         np.arange(first, first + num_candidates),
     )
     dense = np.full((num_candidates, 2), first, np.float32)
-    return RankRequest(None, bags, num_candidates, np.array([first], np.float32), dense, deadline=0.0)
+    return RankRequest(bags, num_candidates, np.array([first], np.float32), dense, timeout_s=1.0)
 
 
 def test_dense_inputs_and_owners_follow_their_requests():
@@ -144,65 +142,3 @@ def test_zeros_of_both_signs_are_equal_scores():
     scores = np.array([-0.0, 0.0, -1.0, 0.0, -0.0], np.float32)
     assert rank_order(scores, np.array([0, 3, 5]), owner).tolist() == [0, 1, 2, 0, 1]
     assert rank_order(scores[[0, 1, 3, 4]], np.array([0, 2, 4]), owner[[0, 1, 3, 4]]).tolist() == [0, 1, 0, 1]
-
-
-def requests_of_one_shape(
-    rng: np.random.Generator, count: int, shape: KeyedBags, num_candidates: int, *, weighted: bool
-):
-    """As parsers make them: keys, bags and offsets are the very same arrays."""
-    made = []
-    for number in range(count):
-        values = rng.integers(0, 100, shape.num_values)
-        weights = rng.random(values.size, np.float32) if weighted and number != 1 else None
-        bags = KeyedBags(shape.keys, shape.bags_per_key, shape.offsets, values, weights)
-        context, dense = rng.random(2, np.float32), rng.random((num_candidates, 3), np.float32)
-        made.append(RankRequest(None, bags, num_candidates, context, dense, deadline=0.0))
-    return made
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_batches_of_a_shape_that_was_seen_before_are_those_of_merging_anew(ragged, weighted):
-    rng, merger = np.random.default_rng(11), Merger()
-    shapes = []
-    for num_candidates in (2, 5):
-        bags_per_key = np.array([1, num_candidates, num_candidates, 1])
-        lengths = rng.integers(0, 4, bags_per_key.sum()) if ragged else np.repeat([3, 2, 2, 1], bags_per_key)
-        keys = np.arange(4, dtype=np.int32)
-        empty = np.zeros(int(lengths.sum()), np.int64)
-        shapes.append((KeyedBags.from_lengths(keys, bags_per_key, lengths, empty), num_candidates))
-    for shape, num_candidates in (shapes[0], shapes[0], shapes[1], shapes[0], shapes[1]):
-        for count in (1, 3, 2, 3):
-            requests = requests_of_one_shape(rng, count, shape, num_candidates, weighted=weighted)
-            found, expected = merger.merge(requests), merge(requests)
-            found.bags.validate()
-            assert as_lists(found.bags) == as_lists(expected.bags)
-            assert found.bags.value_starts().tolist() == expected.bags.value_starts().tolist()
-            for name in (
-                "candidates_per_request",
-                "candidate_starts",
-                "request_of_candidate",
-                "context_dense",
-                "candidate_dense",
-            ):
-                assert getattr(found, name).tolist() == getattr(expected, name).tolist()
-
-
-def test_requests_of_several_shapes_are_merged_by_their_own():
-    merger = Merger()
-    same = request(2, 10)
-    twin = RankRequest(
-        None,
-        KeyedBags(same.bags.keys, same.bags.bags_per_key, same.bags.offsets, same.bags.values + 5),
-        2,
-        same.context_dense,
-        same.candidate_dense,
-        deadline=0.0,
-    )
-    for batch, values in (
-        ([same, twin], [10, 11, 15, 16]),
-        ([same, request(2, 30)], [10, 11, 30, 31]),
-        ([same, twin], [10, 11, 15, 16]),
-        ([request(1, 7), same], [7, 10, 11]),
-    ):
-        assert merger.merge(batch).bags.values.tolist() == values

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import gc
 import json
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from router.plan import Plan
 from serving.canary import CanaryChoice
 from serving.embedded import Ranker
 from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
+from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.messages import MessageCodec
 from serving.loading import ModelSource, load_served_model
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.rank.answer import answer, answer_in_thread
+from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
-from serving.read_proto import read_lookup, read_rank
 from serving.served_model import ServedModel
 from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError
 from shard_node.node import LocalShard
@@ -50,6 +54,16 @@ IN_LIVE = next(key for key in KEYS if not CHOICE.takes(MODEL, key))
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory) -> ApiModel:
     return write_api_model(tmp_path_factory.mktemp("newer"), version=2, seed=9)
+
+
+class PatientClient:
+    """Sets no deadline, and stays."""
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        pass
 
 
 def loaded(model: ApiModel, service: RankingService) -> ServedModel:
@@ -143,23 +157,19 @@ def test_without_a_routing_key_the_request_id_is_the_key(api_model, newer):
             assert rank(service, request_id=key, routing_key="")["version"] == expected_version(key)
             assert rank(service, request_id=key, routing_key=IN_CANARY)["version"] == 2
             message = rank_message(api_request(1) | {"request_id": key})
-            with service.call("grpc", "rank") as call:
-                request = service.parse_rank_message(call, read_rank(message.SerializeToString()))
-                assert request.lease.version == expected_version(key)
-                request.lease.release()
+            answered = answer_in_thread(service, MessageCodec("rank"), message.SerializeToString())
+            assert answered.version == expected_version(key)
 
 
 def test_requests_without_any_key_are_numbered_so_that_the_canary_gets_its_share(api_model, newer):
     count = 400
     with two_versions(api_model, newer) as service:
         service.set_canary(MODEL, 2, 0.2)
-        body = json.dumps(api_request(1, 1)).encode()
+        unparsed = JsonCodec("rank", MODEL).read(json.dumps(api_request(1, 1)).encode(), service.limits)
         versions = []
         for _ in range(count):
-            with service.call("http", "rank") as call:
-                request = service.parse_rank(call, MODEL, body)
-                versions.append(request.lease.version)
-                request.lease.release()
+            with service.call("http", "rank") as call, service.lease_for(call, unparsed) as lease:
+                versions.append(lease.version)
         assert abs(versions.count(2) - 0.2 * count) < 6 * math.sqrt(count * 0.2 * 0.8)
 
 
@@ -169,10 +179,8 @@ def test_the_key_is_read_however_its_name_is_written(api_model, newer, name):
         service.set_canary(MODEL, 2, SHARE)
         for key in (IN_CANARY, IN_LIVE):
             body = f'{{"{name}": "{key}", "sparse": {{"film": [1]}}}}'.encode()
-            with service.call("http", "lookup") as call:
-                request = service.parse_lookup(call, MODEL, body)
-                assert request.lease.version == expected_version(key)
-                request.lease.release()
+            answered = answer_in_thread(service, JsonCodec("lookup", MODEL), body)
+            assert answered.version == expected_version(key)
 
 
 def test_a_request_that_names_a_version_is_not_touched(api_model, newer):
@@ -180,11 +188,8 @@ def test_a_request_that_names_a_version_is_not_touched(api_model, newer):
         service.set_canary(MODEL, 2, SHARE)
         assert rank(service, version=1, routing_key=IN_CANARY)["version"] == 1
         assert rank(service, version=2, routing_key=IN_LIVE)["version"] == 2
-        with service.call("grpc", "lookup") as call:
-            message = ranking_pb2.LookupRequest(model=MODEL, version=1, routing_key=IN_CANARY)
-            request = service.parse_lookup_message(call, read_lookup(message.SerializeToString()))
-            assert request.lease.version == 1
-            request.lease.release()
+        message = ranking_pb2.LookupRequest(model=MODEL, version=1, routing_key=IN_CANARY)
+        assert answer_in_thread(service, MessageCodec("lookup"), message.SerializeToString()).version == 1
 
 
 def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api_model, newer):
@@ -306,8 +311,10 @@ def test_refused_ids_count_as_errors_and_their_scores_not_at_all(api_model, newe
         service.install(gated_model(api_model, service, gate))
 
         async def ask(request: dict) -> object:
-            with service.call("embedded", "rank") as call:
-                return await service.rank(service.parse_rank(call, MODEL, request))
+            async def receive() -> bytes:
+                return encode_request(request)
+
+            return await answer(service, JsonCodec("rank", MODEL), receive, PatientClient())
 
         first = asyncio.create_task(ask(api_request(0)))
         await gate.wait_until_busy()
@@ -367,7 +374,14 @@ def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metr
     with two_versions(api_model, newer) as service:
         service.flip(MODEL, 2)
         with service.call("embedded", "rank") as call:
-            service.rank_in_thread(service.parse_rank(call, MODEL, api_request(1) | {"version": 1}))
+            unparsed = JsonCodec("rank", MODEL).read(encode_request(api_request(1) | {"version": 1}), service.limits)
+            service.admit(call)
+            lease = service.lease_for(call, unparsed)
+            request = unparsed.parse(lease.payload.schema)
+            deadline = service.clock() + 30.0
+            service.wait_in_thread(
+                Pending(request, lease, deadline, service.clock(), concurrent.futures.Future(), None)
+            )
             # Its lease has ended with the batch; what is left to do is writing the answer.
             assert service.retire(MODEL, 1).retired.wait(30.0)
         rank(service)

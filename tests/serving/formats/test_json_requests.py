@@ -1,3 +1,5 @@
+"""The JSON form: the arrays that a request says, and exactly what a plain reading in Python takes."""
+
 from __future__ import annotations
 
 import json
@@ -11,17 +13,14 @@ from hypothesis import strategies as st
 from loader.fingerprint import fingerprint_strings
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.feature_schema import FeatureSchema
-from serving.errors import BadRequestError, LimitExceededError
+from serving.errors import BadRequestError, InvalidFieldError, LimitExceededError
+from serving.formats.json_reader import MAX_KEPT_BYTES, JsonCodec
 from serving.formats.schema import RequestSchema
-from serving.limits import RequestLimits
-from serving.parse_json import JsonParser, peek_key, peek_version
-from serving.parse_proto import ProtoParser
-from serving.read_proto import read_rank
-from shard_node.generation import Generations
-from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec, rank_message
+from serving.limits import MAX_ID, RequestLimits
+from shardrank_testing.parsing import parse_json, parse_message
+from shardrank_testing.serving_api import CITIES, api_request, api_spec, rank_message
 
 SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
-PARSER = JsonParser(SCHEMA)
 
 
 def nested(request: dict[str, Any], name: str) -> list[list[Any]]:
@@ -31,14 +30,14 @@ def nested(request: dict[str, Any], name: str) -> list[list[Any]]:
     return [one if isinstance(one, list) else [one] for one in request["candidates"]["sparse"][name]]
 
 
-def parsed_bags(bags: Any) -> dict[str, list[list[int]]]:
+def parsed_bags(bags: Any, schema: RequestSchema = SCHEMA) -> dict[str, list[list[int]]]:
     found, bag = {}, 0
     for key, count in zip(bags.keys.tolist(), bags.bags_per_key.tolist(), strict=True):
         own = []
         for _ in range(count):
             own.append(bags.values[int(bags.offsets[bag]) : int(bags.offsets[bag + 1])].tolist())
             bag += 1
-        found[SCHEMA.names[key]] = own
+        found[schema.names[key]] = own
     return found
 
 
@@ -47,13 +46,13 @@ def parsed_bags(bags: Any) -> dict[str, list[list[int]]]:
 @settings(max_examples=20)
 def test_parsed_arrays_hold_what_the_request_says(as_bytes, seed, count):
     request = api_request(seed, count)
-    parsed = PARSER.rank(json.dumps(request).encode() if as_bytes else request, None, now=100.0)
+    parsed = parse_json(SCHEMA, json.dumps(request).encode() if as_bytes else request)
     expected = {name: nested(request, name) for name in SCHEMA.names}
     expected["city"] = [fingerprint_strings(expected["city"][0]).tolist()]
     assert parsed_bags(parsed.bags) == expected
     parsed.bags.validate()
     assert parsed.num_candidates == count
-    assert parsed.deadline == 130.0
+    assert parsed.timeout_s == 30.0
     assert list(parsed.texts) == request["context"]["sparse"]["city"]
     np.testing.assert_array_equal(parsed.context_dense, np.array(request["context"]["dense"], "f4"))
     np.testing.assert_array_equal(parsed.candidate_dense, np.array(request["candidates"]["dense"], "f4"))
@@ -61,7 +60,7 @@ def test_parsed_arrays_hold_what_the_request_says(as_bytes, seed, count):
 
 def test_weights_stand_beside_their_ids_and_are_one_elsewhere():
     request = api_request(3)
-    parsed = PARSER.rank(request, None, 0.0)
+    parsed = parse_json(SCHEMA, request)
     segment_values = np.split(parsed.bags.weights, np.cumsum(parsed.bags.values_per_key())[:-1])
     by_name = dict(zip(SCHEMA.names, segment_values, strict=True))
     tag = [weight for bag in request["candidates"]["weights"]["tag"] for weight in bag]
@@ -70,28 +69,46 @@ def test_weights_stand_beside_their_ids_and_are_one_elsewhere():
     assert all((by_name[name] == 1).all() for name in SCHEMA.names if name not in ("tag", "liked-tag"))
 
 
-def test_without_weights_there_is_no_weights_array():
+@pytest.mark.parametrize("nothing", ["absent", None, {}])
+def test_without_weights_there_is_no_weights_array(nothing):
     request = api_request(3)
-    del request["context"]["weights"], request["candidates"]["weights"]
-    assert PARSER.rank(request, None, 0.0).bags.weights is None
+    for part in ("context", "candidates"):
+        if nothing == "absent":
+            del request[part]["weights"]
+        else:
+            request[part]["weights"] = nothing
+    assert parse_json(SCHEMA, request).bags.weights is None
+    request["candidates"]["weights"] = {"tag": None}
+    assert parse_json(SCHEMA, request).bags.weights is None
 
 
 def test_flat_and_nested_ids_are_the_same():
     flat, deep = api_request(5), api_request(5)
     deep["candidates"]["sparse"]["film"] = [[one] for one in flat["candidates"]["sparse"]["film"]]
-    assert parsed_bags(PARSER.rank(flat, None, 0.0).bags) == parsed_bags(PARSER.rank(deep, None, 0.0).bags)
+    assert parsed_bags(parse_json(SCHEMA, flat).bags) == parsed_bags(parse_json(SCHEMA, deep).bags)
 
 
 def test_a_lookup_takes_any_features_and_any_number_of_bags():
     body = {"sparse": {"film": [[1, 2], [], [776]], "city": ["Oslo", "Lima"], "tag": [[5, 6]]}, "weights": {}}
     body["weights"] = {"tag": [[0.5, 2.0]]}
-    parsed = PARSER.lookup(body, None, 0.0)
+    parsed = parse_json(SCHEMA, body, "lookup")
     assert parsed_bags(parsed.bags) == {
         "film": [[1, 2], [], [776]],
         "city": [[one] for one in fingerprint_strings(["Oslo", "Lima"]).tolist()],
         "tag": [[5, 6]],
     }
     assert sorted(parsed.bags.weights.tolist()) == [0.5, 1, 1, 1, 1, 1, 2.0]
+
+
+def test_arrays_are_a_requests_own_and_may_be_written_to():
+    body = json.dumps(api_request(1)).encode()
+    first, second = (parse_json(SCHEMA, body) for _ in range(2))
+    for name in ("values", "weights"):
+        assert getattr(first.bags, name).flags.writeable
+        assert not np.shares_memory(getattr(first.bags, name), getattr(second.bags, name))
+    for name in ("context_dense", "candidate_dense"):
+        assert getattr(first, name).flags.writeable
+        assert getattr(first, name).flags.aligned
 
 
 JSON_VALUES = st.recursive(
@@ -103,34 +120,14 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["film", "x", "dense"]), inner),
     max_leaves=6,
 )
-GENERATIONS: Generations[str] = Generations(lambda payload: None)
-GENERATIONS.stage(MODEL, 1, "nothing")
 PATHS = [
-    (),
-    ("context",),
-    ("candidates",),
-    ("timeout_ms",),
-    ("top_k",),
-    ("version",),
-    ("request_id",),
-    ("routing_key",),
-    ("context", "sparse"),
-    ("context", "weights"),
-    ("context", "dense"),
-    ("context", "sparse", "city"),
-    ("context", "sparse", "history"),
-    ("context", "sparse", "history", 1),
-    ("context", "weights", "liked-tag"),
-    ("candidates", "sparse"),
-    ("candidates", "dense"),
-    ("candidates", "dense", 1),
-    ("candidates", "dense", 1, 2),
-    ("candidates", "sparse", "film"),
-    ("candidates", "sparse", "film", 2),
-    ("candidates", "sparse", "genre", 0),
-    ("candidates", "weights", "tag"),
-    ("candidates", "weights", "tag", 0),
-]
+    (), ("context",), ("candidates",), ("timeout_ms",), ("top_k",), ("version",), ("request_id",), ("routing_key",),
+    ("context", "sparse"), ("context", "weights"), ("context", "dense"), ("context", "sparse", "city"),
+    ("context", "sparse", "history"), ("context", "sparse", "history", 1), ("context", "weights", "liked-tag"),
+    ("candidates", "sparse"), ("candidates", "dense"), ("candidates", "dense", 1), ("candidates", "dense", 1, 2),
+    ("candidates", "sparse", "film"), ("candidates", "sparse", "film", 2), ("candidates", "sparse", "genre", 0),
+    ("candidates", "weights", "tag"), ("candidates", "weights", "tag", 0),
+]  # fmt: skip
 
 
 @given(st.sampled_from(PATHS), JSON_VALUES, st.booleans())
@@ -149,8 +146,7 @@ def test_whatever_stands_anywhere_is_parsed_or_refused_by_name(path, value, as_b
     body = json.dumps(request).encode() if as_bytes else request
     parsed, refusal = None, None
     try:
-        with GENERATIONS.lease(MODEL, 1) as lease:
-            parsed = PARSER.rank(body, lease, 0.0)
+        parsed = parse_json(SCHEMA, body)
     except BadRequestError as error:
         refusal = error
     if parsed is not None:
@@ -164,31 +160,29 @@ def test_whatever_stands_anywhere_is_parsed_or_refused_by_name(path, value, as_b
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_refused(body):
     with pytest.raises(BadRequestError):
-        PARSER.rank(body, None, 0.0)
-
-
-def test_an_endlessly_nested_body_is_refused():
-    for body in (b"[" * 100_000, b'{"context":' * 100_000):
-        with pytest.raises(BadRequestError):
-            PARSER.rank(body, None, 0.0)
+        parse_json(SCHEMA, body)
 
 
 @pytest.mark.parametrize(
     ("limit", "value"),
-    [("max_body_bytes", 100), ("max_candidates", 4), ("max_ids_per_bag", 3), ("max_ids_per_request", 20)],
+    [("max_json_bytes", 100), ("max_candidates", 4), ("max_ids_per_bag", 3), ("max_ids_per_request", 20)],
 )
 def test_a_limit_is_named_with_its_value(limit, value):
-    parser = JsonParser(RequestSchema(SCHEMA.features, RequestLimits(**{limit: value})))
+    schema = RequestSchema(SCHEMA.features, RequestLimits(**{limit: value}))
     with pytest.raises(LimitExceededError, match=rf"{limit} = {value}"):
-        parser.rank(json.dumps(api_request(2)).encode(), None, 0.0)
+        parse_json(schema, json.dumps(api_request(2)).encode())
 
 
-def test_the_version_is_seen_before_the_body_is_parsed():
-    assert peek_version(b'{"context": {"version": 3}, "version": 12}') == 12
-    assert peek_version(b'{"context": {"version": 3}}') is None
-    assert peek_version(b'{"version": "x"}') is None
-    assert peek_version({"version": 4}) == 4
-    assert peek_version({"version": True}) is None
+def read(body: Any) -> Any:
+    return JsonCodec("rank", "films").read(json.dumps(body).encode(), SCHEMA.limits)
+
+
+def test_the_version_is_known_before_the_features_are_looked_at():
+    assert read({"context": {"version": 3}, "version": 12}).version == 12
+    assert read({"context": {"version": 3}}).version is None
+    for wrong in ("x", True, 0, -7, 10**23, 1.0, None):
+        with pytest.raises(InvalidFieldError, match=r"^version: "):
+            read({"version": wrong})
 
 
 @pytest.mark.parametrize(
@@ -198,18 +192,35 @@ def test_the_version_is_seen_before_the_body_is_parsed():
         ({"request_id": "b"}, "b"),
         ({"routing_key": "", "request_id": "b"}, "b"),
         ({"context": {"routing_key": "c"}}, ""),
-        ({"routing_key": 7}, ""),
-        ({"routing_key": ["a"]}, ""),
         ({}, ""),
     ],
 )
-def test_the_key_is_seen_before_the_body_is_parsed(body, key):
-    assert peek_key(body) == peek_key(json.dumps(body).encode()) == key
+def test_the_key_is_known_before_the_features_are_looked_at(body, key):
+    assert read(body).key == key
+    # Also where the text is one that only the second pass reads.
+    assert read(body | {"candidates": {"dense": [float("nan")]}}).key == key
 
 
-def test_of_a_key_that_comes_twice_the_last_one_counts_as_it_does_when_the_body_is_parsed():
-    assert peek_key(rb'{"routing_key": "a", "routing\u005fkey": "b"}') == "b"
-    assert peek_key(b'{"routing_key": "a"') == ""
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"routing_key": "a", "routing\u005fkey": "b"}',
+        '{"context":{"sparse":{"user":[1],"user":[2,3]},"dense":[1]}, "candidates": {}}',
+        '{"candidates": {}, "candidates": {}}',
+        '{"timeout_ms":1,"timeout_ms":2}',
+    ],
+)
+def test_a_key_that_comes_twice_is_refused_by_name(text):
+    for body in (text.encode(), text.replace("{", '{"request_id": 1e999,', 1).encode()):
+        with pytest.raises(
+            InvalidFieldError, match=r"^(routing_key|user|candidates|timeout_ms): the key is there twice"
+        ):
+            parse_json(SCHEMA, body)
+
+
+def test_keys_are_the_same_however_they_are_written():
+    request = json.dumps(api_request(1)).replace('"timeout_ms"', r'"\u0074imeout_ms"')
+    assert parse_json(SCHEMA, request.replace('"film"', r'"f\u0069lm"')).timeout_s == 30.0
 
 
 def other_schema(*, context: bool, candidates: bool, dense: tuple[int, int]) -> RequestSchema:
@@ -229,25 +240,53 @@ def other_schema(*, context: bool, candidates: bool, dense: tuple[int, int]) -> 
 
 def test_a_model_without_context_needs_no_context():
     schema = other_schema(context=False, candidates=True, dense=(0, 0))
-    expected = [[1], [2]]
     for request in (
         {"candidates": {"sparse": {"x": [1, 2]}}},
         {"context": {}, "candidates": {"sparse": {"x": [[1], [2]]}, "dense": []}},
         {"context": {"sparse": {}, "dense": []}, "candidates": {"sparse": {"x": [1, 2]}, "dense": [[], []]}},
     ):
-        parsed = JsonParser(schema).rank(json.dumps(request).encode(), None, 0.0)
-        assert np.split(parsed.bags.values, parsed.bags.offsets[1:-1])[0].tolist() == expected[0]
+        parsed = parse_json(schema, json.dumps(request).encode())
+        assert parsed_bags(parsed.bags, schema) == {"x": [[1], [2]]}
         assert (parsed.num_candidates, parsed.candidate_dense.shape, parsed.context_dense.shape) == (2, (2, 0), (0,))
-        message = rank_message(request)
-        proto = ProtoParser(schema).rank(read_rank(message.SerializeToString()), None, 0.0)
-        assert (proto.bags.values.tolist(), proto.num_candidates) == ([1, 2], 2)
+        by_message = parse_message(schema, rank_message(request))
+        assert (by_message.bags.values.tolist(), by_message.num_candidates) == ([1, 2], 2)
 
 
 def test_a_model_without_candidate_features_counts_candidates_by_their_dense_rows():
     schema = other_schema(context=True, candidates=False, dense=(1, 2))
     request = {"context": {"sparse": {"c": [7, 8]}, "dense": [0.5]}, "candidates": {"dense": [[1, 2], [3, 4], [5, 6]]}}
-    parsed = JsonParser(schema).rank(request, None, 0.0)
+    parsed = parse_json(schema, request)
     assert (parsed.num_candidates, parsed.bags.bags_per_key.tolist(), parsed.bags.lengths.tolist()) == (3, [1], [2])
-    proto = ProtoParser(schema).rank(read_rank(rank_message(request).SerializeToString()), None, 0.0)
-    np.testing.assert_array_equal(proto.candidate_dense, parsed.candidate_dense)
-    assert proto.num_candidates == 3
+    by_message = parse_message(schema, rank_message(request))
+    np.testing.assert_array_equal(by_message.candidate_dense, parsed.candidate_dense)
+    assert by_message.num_candidates == 3
+
+
+def test_a_long_text_is_read_alike_and_its_memory_is_not_kept():
+    body = json.dumps(api_request(1)).encode() + b" " * MAX_KEPT_BYTES
+    np.testing.assert_array_equal(
+        parse_json(SCHEMA, bytearray(body)).bags.values, parse_json(SCHEMA, api_request(1)).bags.values
+    )
+
+
+def test_a_text_that_was_refused_does_not_stand_in_the_way_of_the_next():
+    good = json.dumps(api_request(1))
+    for wrong in ("{", good[:-1], good.replace('"dense": [', '"dense": [true,'), good.replace("30000", "9" * 50)):
+        with pytest.raises(BadRequestError):
+            parse_json(SCHEMA, wrong)
+        assert parse_json(SCHEMA, good).num_candidates == 5
+
+
+def test_integers_are_floats_where_floats_belong_up_to_64_bits():
+    request = api_request(1)
+    request["context"]["dense"] = [2**64 - 1, -(2**63)]
+    assert parse_json(SCHEMA, request).context_dense.tolist() == [2.0**64, -(2.0**63)]
+    request["context"]["dense"] = [2**64, 0]
+    with pytest.raises(InvalidFieldError, match="an integer beyond 64 bits"):
+        parse_json(SCHEMA, request)
+
+
+def test_the_largest_id_is_taken():
+    request = api_request(1)
+    request["context"]["sparse"]["user"] = [0, MAX_ID]
+    assert parsed_bags(parse_json(SCHEMA, request).bags)["user"] == [[0, MAX_ID]]

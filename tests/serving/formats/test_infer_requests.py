@@ -25,41 +25,37 @@ from serving.errors import (
     UnknownFeatureError,
     UnsupportedExtensionError,
 )
+from serving.formats.infer import parse_version
+from serving.formats.infer_grpc import InferGrpcCodec
+from serving.formats.infer_http import InferHttpCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.oip.infer_request import parse_version
-from serving.oip.parser import InferParser
-from serving.oip.read_grpc import read_infer as read_message
-from serving.oip.read_http import read_infer as read_body
-from serving.parse_json import JsonParser
 from serving.proto.inference import open_inference_pb2 as messages
 from shardrank_testing.inference_requests import Tensor, binary_body, bytes_tensor, json_body, message_of, tensors_of
 from shardrank_testing.serving_api import MODEL, api_request, api_spec
 
 LIMITS = RequestLimits()
 SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
-PARSER = InferParser(SCHEMA)
 
 
-class Leased:
-    """What a parser needs of a lease: it passes it on."""
-
-    class generation:  # noqa: N801
-        version = 1
+def parse(request, schema=SCHEMA):
+    return request.parse(schema)
 
 
-LEASE = Leased()
+def read_body(body, header_length=None):
+    length = None if header_length is None else str(header_length)
+    return InferHttpCodec(MODEL, "", length).read(body, LIMITS)
 
 
-def parse(request, parser=PARSER):
-    return parser.rank(request, LEASE, 100.0)
+def read_message(data):
+    return InferGrpcCodec().read(data, LIMITS)
 
 
 def http_request(tensors, form="binary", **members):
     if form == "json":
-        return read_body(MODEL, None, json_body(tensors, **members), None, LIMITS)
+        return read_body(json_body(tensors, **members))
     body, headers = binary_body(tensors, **members)
-    return read_body(MODEL, None, body, int(headers["inference-header-content-length"]), LIMITS)
+    return read_body(body, int(headers["inference-header-content-length"]))
 
 
 def grpc_request(tensors, *, raw=True, **fields):
@@ -91,19 +87,6 @@ def assert_same(got, expected):
     assert got.candidate_dense.flags.writeable
     assert list(got.texts) == list(expected.texts)
     assert (got.top_k, got.request_id) == (expected.top_k, expected.request_id)
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), num_candidates=st.integers(1, 30), order=st.randoms(use_true_random=False))
-def test_every_form_is_the_same_request_as_json_in_any_order_of_inputs(seed, num_candidates, order):
-    request = api_request(seed, num_candidates)
-    expected = JsonParser(SCHEMA).rank(request, LEASE, 100.0)
-    given_tensors = tensors_of(api_spec(), request)
-    order.shuffle(given_tensors)
-    assert_same(parse(http_request(given_tensors)), expected)
-    assert_same(parse(http_request(given_tensors, "json")), expected)
-    assert_same(parse(grpc_request(given_tensors)), expected)
-    assert_same(parse(grpc_request(given_tensors, raw=False)), expected)
 
 
 def test_rectangular_nested_and_int32_ids_are_the_same_as_ragged_ones():
@@ -148,19 +131,19 @@ def test_parameters_set_deadline_order_and_key():
         id="mine",
         parameters={"timeout_ms": 40, "timeout": 50_000, "top_k": 2, "routing_key": "u", "other": []},
     )
-    assert (request.key(), request.routing_key) == ("u", "u")
+    assert request.key == "u"
     parsed = parse(request)
-    assert parsed.deadline == pytest.approx(100.04)
+    assert parsed.timeout_s == pytest.approx(0.04)
     assert (parsed.top_k, parsed.request_id) == (2, "mine")
     message = message_of(tensors(), MODEL, id="mine")
     message.parameters["timeout"].int64_param = 30_000
     message.parameters["top_k"].uint64_param = 3
     from_message = read_message(message.SerializeToString())
-    assert from_message.key() == "mine"
-    assert parse(from_message).deadline == pytest.approx(100.03)
+    assert from_message.key == "mine"
+    assert parse(from_message).timeout_s == pytest.approx(0.03)
     assert parse(from_message).top_k == 3
     no_timeout = parse(http_request(tensors(), parameters={"timeout": 0}))
-    assert no_timeout.deadline == pytest.approx(100 + LIMITS.default_timeout_ms / 1000)
+    assert no_timeout.timeout_s == LIMITS.default_timeout_ms / 1000
 
 
 @pytest.mark.parametrize(
@@ -216,9 +199,10 @@ def test_a_wrong_input_is_refused_by_name(given_tensors, error, message):
     ],
 )
 def test_the_limits_hold(limits, message):
-    parser = InferParser(RequestSchema(SCHEMA.features, limits))
+    schema = RequestSchema(SCHEMA.features, limits)
+    request = http_request(tensors(), id="mine", parameters={"timeout": 2_000_000, "routing_key": "users"})
     with pytest.raises(LimitExceededError, match=message):
-        parse(http_request(tensors(), id="mine", parameters={"timeout": 2_000_000, "routing_key": "users"}), parser)
+        parse(request, schema)
 
 
 def header_of(given_tensors, **members):
@@ -229,7 +213,7 @@ def header_of(given_tensors, **members):
 
 def read_parts(header, binary):
     encoded = json.dumps(header).encode()
-    return read_body(MODEL, None, encoded + binary, len(encoded), LIMITS)
+    return read_body(encoded + binary, len(encoded))
 
 
 def test_binary_data_must_fill_the_body_and_the_shapes():
@@ -306,14 +290,14 @@ def test_json_data_must_be_what_shape_and_datatype_say(name, data, message):
     body = json.loads(json_body(tensors()))
     next(one for one in body["inputs"] if one["name"] == name)["data"] = data
     with pytest.raises(ShardrankError, match=message):
-        parse(read_body(MODEL, None, json.dumps(body).encode(), None, LIMITS))
+        parse(read_body(json.dumps(body).encode()))
 
 
 def test_flat_json_data_is_taken_for_any_shape():
     body = json.loads(json_body(tensors()))
     dense = next(one for one in body["inputs"] if one["name"] == "candidates.dense")
     dense["data"] = [one for row in dense["data"] for one in row]
-    assert_same(parse(read_body(MODEL, None, json.dumps(body).encode(), None, LIMITS)), parse(http_request(tensors())))
+    assert_same(parse(read_body(json.dumps(body).encode())), parse(http_request(tensors())))
 
 
 @pytest.mark.parametrize(
@@ -371,9 +355,9 @@ def test_a_model_whose_inputs_have_the_same_name_can_not_be_called():
         dense_inputs=DenseInputs(context=0, candidate=0),
         dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
     )
-    parser = InferParser(RequestSchema(FeatureSchema.of(spec), LIMITS))
+    schema = RequestSchema(FeatureSchema.of(spec), LIMITS)
     with pytest.raises(AmbiguousInputsError, match=r"two inputs named 'x\.lengths'"):
-        parse(http_request(tensors()), parser)
+        parse(http_request(tensors()), schema)
 
 
 _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})
@@ -389,7 +373,7 @@ _MESSAGE = message_of(tensors(), MODEL).SerializeToString()
 )
 def test_a_damaged_request_is_refused_or_read_but_never_a_defect(position, flipped, cut, is_cut):
     for good, read in (
-        (_BODY, lambda body: read_body(MODEL, None, body, int(_HEADERS["inference-header-content-length"]), LIMITS)),
+        (_BODY, lambda body: read_body(body, int(_HEADERS["inference-header-content-length"]))),
         (_MESSAGE, read_message),
     ):
         damaged = bytearray(good)

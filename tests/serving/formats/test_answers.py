@@ -1,0 +1,142 @@
+"""Answers in every form, read back by the libraries that clients read them with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from router.feature_schema import FeatureSchema
+from serving.formats.infer_grpc import InferGrpcCodec
+from serving.formats.infer_http import InferHttpCodec
+from serving.formats.json_reader import JsonCodec
+from serving.formats.messages import MessageCodec, encode_lookup, encode_rank
+from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from serving.proto.inference import open_inference_pb2
+from serving.proto.shardrank.v1 import ranking_pb2
+from shardrank_testing.serving_api import api_spec
+
+LIMITS = RequestLimits()
+SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+
+
+@st.composite
+def rank_answers(draw: st.DrawFn) -> RankAnswer:
+    scores = draw(hnp.arrays(np.float32, st.integers(1, 40), elements=FLOATS))
+    order = np.argsort(-scores, kind="stable")[: draw(st.integers(1, 40))]
+    return RankAnswer(draw(NAMES), draw(st.integers(1, 2**63 - 1)), scores, order, draw(st.just("") | NAMES))
+
+
+@st.composite
+def lookup_answers(draw: st.DrawFn) -> LookupAnswer:
+    embeddings = {}
+    for name in draw(st.sets(NAMES, max_size=4)):
+        lengths = draw(st.none() | hnp.arrays(np.int64, st.integers(0, 4), elements=st.integers(0, 3)))
+        rows = draw(st.integers(0, 5)) if lengths is None else int(lengths.sum())
+        values = draw(hnp.arrays(np.float32, (rows, draw(st.integers(1, 5))), elements=FLOATS))
+        embeddings[name] = FeatureEmbeddings(values, lengths)
+    return LookupAnswer(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
+
+
+@given(rank_answers())
+def test_scores_read_back_from_a_message(answer):
+    read = ranking_pb2.RankResponse.FromString(encode_rank(answer))
+    assert (read.model, read.version, read.request_id) == (answer.model, answer.version, answer.request_id)
+    assert np.array(read.scores, "f4").tobytes() == answer.scores.tobytes()
+    assert list(read.order) == answer.order.tolist()
+
+
+@given(lookup_answers())
+def test_embeddings_read_back_from_a_message(answer):
+    read = ranking_pb2.LookupResponse.FromString(encode_lookup(answer))
+    assert (read.model, read.version, read.request_id) == (answer.model, answer.version, answer.request_id)
+    assert set(read.embeddings) == set(answer.embeddings)
+    for name, feature in answer.embeddings.items():
+        found = read.embeddings[name]
+        assert found.embedding_dim == feature.values.shape[1]
+        assert np.array(found.values, "f4").tobytes() == feature.values.tobytes()
+        assert list(found.lengths) == ([] if feature.lengths is None else feature.lengths.tolist())
+
+
+@given(rank_answers(), lookup_answers())
+def test_json_answers_read_back_to_the_same_float32(ranked, looked_up):
+    codec = JsonCodec("rank", "films").read(b"{}", LIMITS)
+    read = json.loads(codec.encode(ranked).body)
+    assert (read["model"], read["version"], read.get("request_id", "")) == (
+        ranked.model,
+        ranked.version,
+        ranked.request_id,
+    )
+    assert np.array(read["scores"], "f4").tobytes() == ranked.scores.tobytes()
+    assert read["order"] == ranked.order.tolist()
+    read = json.loads(codec.encode(looked_up).body)
+    for name, feature in looked_up.embeddings.items():
+        rows = read["embeddings"][name]
+        if feature.lengths is not None:
+            assert [len(bag) for bag in rows] == feature.lengths.tolist()
+            rows = [row for bag in rows for row in bag]
+        flat = [one for row in rows for one in row]
+        assert np.array(flat, "f4").tobytes() == feature.values.tobytes()
+        assert all(len(row) == feature.values.shape[1] for row in rows)
+
+
+def infer_message(outputs: list[str]) -> bytes:
+    message = open_inference_pb2.ModelInferRequest(model_name="films")
+    for name in outputs:
+        message.outputs.add(name=name)
+    return message.SerializeToString()
+
+
+def expected_output(answer: RankAnswer, name: str) -> tuple[str, Any]:
+    return ("FP32", answer.scores) if name == "scores" else ("INT64", answer.order)
+
+
+OUTPUTS = st.sampled_from([[], ["scores"], ["order"], ["order", "scores"]])
+
+
+@given(rank_answers(), OUTPUTS)
+def test_an_inference_message_reads_back(answer, outputs):
+    unparsed = InferGrpcCodec(lambda: "made").read(infer_message(outputs), LIMITS)
+    read = open_inference_pb2.ModelInferResponse.FromString(unparsed.encode(answer).body)
+    assert (read.model_name, read.model_version) == (answer.model, str(answer.version))
+    assert read.id == (answer.request_id or "made")
+    names = outputs or ["scores", "order"]
+    assert [one.name for one in read.outputs] == names
+    for output, raw in zip(read.outputs, read.raw_output_contents, strict=True):
+        datatype, values = expected_output(answer, output.name)
+        assert (output.datatype, list(output.shape), raw) == (datatype, [values.size], values.tobytes())
+
+
+@given(rank_answers(), OUTPUTS, st.booleans())
+def test_an_inference_body_reads_back(answer, outputs, binary):
+    named = [{"name": name} for name in outputs]
+    body = json.dumps({"inputs": [], "outputs": named, "parameters": {"binary_data_output": binary}}).encode()
+    encoded = InferHttpCodec("films", "", None, lambda: "made").read(body, LIMITS).encode(answer)
+    length = int(dict(encoded.headers).get("inference-header-content-length", len(encoded.body)))
+    header, tail = json.loads(encoded.body[:length]), encoded.body[length:]
+    assert (header["id"], header["model_version"]) == (answer.request_id or "made", str(answer.version))
+    assert [one["name"] for one in header["outputs"]] == (outputs or ["scores", "order"])
+    for output in header["outputs"]:
+        datatype, values = expected_output(answer, output["name"])
+        assert (output["datatype"], output["shape"]) == (datatype, [values.size])
+        if binary:
+            size = output["parameters"]["binary_data_size"]
+            assert tail[:size] == values.tobytes()
+            tail = tail[size:]
+        else:
+            assert np.array(output["data"], values.dtype).tobytes() == values.tobytes()
+    assert tail == b""
+
+
+def test_what_was_read_from_a_message_answers_with_a_message():
+    answer = RankAnswer("films", 3, np.array([0.5], np.float32), np.array([0]))
+    unparsed = MessageCodec("rank").read(ranking_pb2.RankRequest(model="films").SerializeToString(), LIMITS)
+    assert unparsed.encode(answer) == (encode_rank(answer), "application/x-protobuf", ())

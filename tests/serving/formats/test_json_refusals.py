@@ -1,0 +1,206 @@
+"""JSON made to mislead the parser or to break its error path: refused by name, in errors that can be written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
+from router.feature_schema import FeatureSchema
+from serving.errors import (
+    BadRequestError,
+    InvalidFieldError,
+    InvalidIdError,
+    LimitExceededError,
+    MalformedRequestError,
+    ModelNotFoundError,
+)
+from serving.formats.json_refusal import MAX_SLOW_BYTES
+from serving.formats.json_text import count_above
+from serving.formats.json_writer import encode, error_document
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from shardrank_testing.parsing import parse_json
+from shardrank_testing.serving_api import MODEL, api_request, api_spec
+
+SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+
+
+def string_schema(names: tuple[str, ...] = ("code",)) -> RequestSchema:
+    spec = ModelSpec(
+        model=MODEL,
+        tables=(
+            TableSpec(
+                name="t",
+                num_embeddings=10,
+                embedding_dim=4,
+                feature_names=names,
+                id_mapping=VocabularyMapping(id_type="string"),
+            ),
+        ),
+        features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+    return RequestSchema(FeatureSchema.of(spec), RequestLimits())
+
+
+@pytest.mark.parametrize("column", [[["a"], "bc"], [["a"], "b"], [[], "bc", ["d"]]])
+def test_a_bare_string_among_bags_is_refused_and_not_read_as_its_characters(column):
+    schema = string_schema()
+    for body in ({"sparse": {"code": column}}, json.dumps({"sparse": {"code": column}}).encode()):
+        with pytest.raises(InvalidFieldError, match=r"sparse\.code\[1\]: .* is not a list of ids"):
+            parse_json(schema, body, "lookup")
+    with pytest.raises(InvalidFieldError, match=r"candidates\.sparse\.code\[1\]"):
+        parse_json(schema, {"candidates": {"sparse": {"code": column}}})
+
+
+@pytest.mark.parametrize("value", [0, -7, 10**23])
+def test_a_version_out_of_range_is_named(value):
+    with pytest.raises(InvalidFieldError, match=r"version: .* is not in 1\.\."):
+        parse_json(SCHEMA, api_request(1) | {"version": value})
+
+
+def test_a_timeout_below_one_names_the_limit():
+    with pytest.raises(InvalidFieldError, match=r"timeout_ms: -1 is not in 1\.\.max_timeout_ms = 60000"):
+        parse_json(SCHEMA, api_request(1) | {"timeout_ms": -1})
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_an_id_of_five_thousand_digits_is_named_by_its_field(sign):
+    body = b'{"sparse": {"film": [1, ' + sign.encode() + b"7" * 5000 + b"]}}"
+    with pytest.raises(InvalidIdError, match=r"sparse\.film\[1\]: a huge integer is not in 0\.\."):
+        parse_json(SCHEMA, body, "lookup")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"\ud800": 1}',
+        rb'{"sparse": {"\udc00": [1]}}',
+        rb'{"sparse": {"film": [1]}, "weights": {"\ud800": [1]}}',
+        rb'{"sparse": {"city": ["\ud800"]}}',
+        rb'{"sparse": {"film": [1]}, "request_id": "\ud800"}',
+        rb'{"sparse": {"film": [1]}, "routing_key": "\ud800"}',
+    ],
+)
+def test_a_lone_surrogate_is_refused_in_an_error_that_can_be_written(body):
+    for given_body in (body, json.loads(body)):
+        with pytest.raises(BadRequestError) as refusal:
+            parse_json(SCHEMA, given_body, "lookup")
+        assert json.loads(encode(error_document(refusal.value)))["error"]["field"]
+
+
+def test_any_error_can_be_written():
+    document = json.loads(encode(error_document(ModelNotFoundError("model: \ud800"))))
+    assert document["error"]["message"] == "model: \\ud800"
+
+
+def test_the_error_of_a_wide_model_names_what_is_spelled_alike_and_stays_short():
+    schema = string_schema(tuple(f"feature_{number:04}" for number in range(1100)))
+    for body in ({"sparse": {"featur_0042": [[1]]}}, {"sparse": {"x" * 100_000: [[1]]}}):
+        with pytest.raises(BadRequestError, match="it has 1100, such as") as refusal:
+            parse_json(schema, body, "lookup")
+        assert len(str(refusal.value)) < 1024
+    for near in ("featur_0042", "eature_0042", "feature0042", "feature_0042x", "faeture_0042"):
+        with pytest.raises(BadRequestError, match="feature_0042'"):
+            parse_json(schema, {"sparse": {near: [[1]]}}, "lookup")
+    with pytest.raises(BadRequestError, match="one of 1100 that are missing") as refusal:
+        parse_json(schema, {"candidates": {}})
+    assert len(str(refusal.value)) < 1024
+
+
+def test_more_keys_than_a_request_can_have_are_refused_undecoded():
+    body = ('{"sparse":{' + ",".join(f'"{number}":1' for number in range(100_000))).encode()
+    with pytest.raises(InvalidFieldError, match=r"^100001 keys; a request has fewer than 16384"):
+        parse_json(SCHEMA, body, "lookup")
+    with pytest.raises(InvalidFieldError, match=r"^1001 objects; a request has fewer than 64"):
+        parse_json(SCHEMA, b'{"sparse":[' + b"{}," * 1000, "lookup")
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"context":' * 100_000, b'{"context":' * 60, b"[" * 2**21])
+def test_an_endlessly_nested_body_is_refused(body):
+    with pytest.raises(BadRequestError):
+        parse_json(SCHEMA, body)
+
+
+@given(st.lists(st.sampled_from([",", ":", '"', "\\", "[", "é", "a", "\n"]), max_size=30).map("".join))
+def test_what_stands_in_strings_does_not_count(text):
+    for ascii_only in (True, False):
+        for character, document in ((",", [text + 20 * ",", text, 1, 2]), (":", [{text: 20 * ":"}] * 3)):
+            encoded = json.dumps(document, ensure_ascii=ascii_only).encode()
+            assert count_above(encoded, ord(character), 2) == 3
+            assert count_above(encoded, ord(character), 3) == 0
+
+
+def test_the_one_wrong_id_among_many_is_named():
+    bags = [[1, 2]] * 1500
+    for position, wrong in ((0, -1), (2999, -1), (777, 2**63), (2047, 2**64), (5, True), (6, 1.0), (7, "x"), (8, None)):
+        column = [list(bag) for bag in bags]
+        column[position // 2][position % 2] = wrong
+        with pytest.raises(InvalidIdError, match=rf"sparse\.film\[{position // 2}\]\[{position % 2}\]: "):
+            parse_json(SCHEMA, {"sparse": {"film": column}}, "lookup")
+
+
+def test_the_one_wrong_weight_among_many_is_named():
+    for position, wrong in ((0, "x"), (2999, float("nan")), (777, float("inf")), (1024, 1e39), (5, True), (6, None)):
+        weights = [[0.5, -1] for _ in range(1500)]
+        weights[position // 2][position % 2] = wrong
+        with pytest.raises(InvalidFieldError, match=rf"weights\.tag\[{position // 2}\]\[{position % 2}\]: .* float32"):
+            parse_json(SCHEMA, {"sparse": {"tag": [[1, 2]] * 1500}, "weights": {"tag": weights}}, "lookup")
+
+
+def test_what_is_not_quite_json_is_named_by_its_field_in_short_texts_and_by_its_byte_in_long_ones():
+    film = [1] * 1000
+    with pytest.raises(InvalidIdError, match=r"sparse\.film\[1000\]: NaN is not an integer"):
+        parse_json(SCHEMA, json.dumps({"sparse": {"film": [*film, float("nan")]}}).encode(), "lookup")
+    long = json.dumps({"sparse": {"film": [*film, float("nan")]}}).encode() + b" " * MAX_SLOW_BYTES
+    with pytest.raises(MalformedRequestError, match=r"not JSON: .*\(byte 3021\)"):
+        parse_json(SCHEMA, long, "lookup")
+    with pytest.raises(InvalidFieldError, match=r"the key is there twice"):
+        parse_json(SCHEMA, b'{"sparse": {}, "sparse": {}}' + b" " * MAX_SLOW_BYTES, "lookup")
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "limit"),
+    [
+        ("lookup", b'{"sparse":{"film":[' + b"true," * 65_537 + b"1]}}", "max_bags_per_feature = 65536"),
+        ("lookup", b'{"sparse":{"city":[' + b"[],[[]]," * 40_000 + b"1]}}", "max_bags_per_feature = 65536"),
+        ("rank", b'{"candidates":{"sparse":{"film":[' + b"1.5," * 4096 + b"1]}}}", "max_candidates = 4096"),
+        (
+            "rank",
+            b'{"context":{"sparse":{"user":[' + b"-1," * 4096 + b'1]}},"candidates":{}}',
+            "max_ids_per_bag = 4096",
+        ),
+    ],
+)
+def test_what_is_too_much_is_refused_by_its_count_whatever_it_is(method, body, limit):
+    if method == "rank":
+        # All features are there, so that only their number is wrong.
+        whole = api_request(1)
+        given_part = json.loads(body)
+        for part, value in given_part.items():
+            whole[part]["sparse"] |= value.get("sparse", {})
+        whole["context"].pop("weights"), whole["candidates"].pop("weights")
+        body = json.dumps(whole).encode()
+    with pytest.raises(LimitExceededError, match=limit):
+        parse_json(SCHEMA, body, method)
+
+
+@pytest.mark.parametrize("cut", range(1, 200, 3))
+def test_a_body_that_breaks_off_is_malformed(cut):
+    with pytest.raises(MalformedRequestError, match="not JSON"):
+        parse_json(SCHEMA, json.dumps(api_request(1))[:-cut].encode())
+
+
+def test_a_list_with_a_bracket_more_is_not_made_good_by_another_with_one_less():
+    request = api_request(1)
+    request["candidates"]["sparse"] |= {"film": [1, [2, 3], 4, 5, []], "genre": [[1], 2, 3, 4, 5]}
+    with pytest.raises(InvalidFieldError, match=r"candidates\.sparse\.film\[1\]"):
+        parse_json(SCHEMA, request)
+    request = api_request(1)
+    request["candidates"]["sparse"]["film"] = [1, 2, 3, 4, [5]]
+    with pytest.raises(InvalidFieldError, match=r"candidates\.sparse\.film\[4\]"):
+        parse_json(SCHEMA, request | {"request_id": "["})

@@ -1,0 +1,195 @@
+"""The protobuf wire format: the walk over a message and its numbers, against the protobuf library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2
+from google.protobuf.internal import decoder, encoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.errors import LimitExceededError, MalformedRequestError
+from serving.formats.protobuf import (
+    Message,
+    count_varints,
+    decode_varints,
+    encode_field,
+    encode_integer,
+    encode_varint,
+    signed,
+)
+from serving.proto.inference import open_inference_pb2
+from serving.proto.shardrank.v1 import ranking_pb2
+
+INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300)
+
+
+def message(data: bytes, max_fields: int = 1000) -> Message:
+    return Message(data, "a.Message", max_fields, "max_message_fields")
+
+
+def as_array(data: bytes) -> Any:
+    return np.frombuffer(data, np.uint8)
+
+
+@given(st.lists(INT64, max_size=50))
+def test_varints_are_those_of_the_library(numbers):
+    packed = descriptor_pb2.SourceCodeInfo.Location(path=[]).SerializeToString()
+    assert packed == b""
+    tensor = open_inference_pb2.InferTensorContents(int64_contents=numbers).SerializeToString()
+    spans = [tensor[start:end] for _, start, end in message(tensor).fields()]
+    joined = b"".join(spans)
+    assert decode_varints(as_array(joined)).tolist() == numbers
+    assert count_varints(as_array(joined)) == len(numbers)
+    assert b"".join(encode_varint(one % 2**64) for one in numbers) == joined
+    values = np.array(numbers, np.int64)
+    assert decode_varints(as_array(joined)).dtype == values.dtype
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 3))
+def test_a_varint_is_read_where_it_lies_and_padded_ones_too(number, padding):
+    written = encode_varint(number)
+    assert decoder._DecodeVarint(written, 0) == (number, len(written))
+    padding = min(padding, 10 - len(written))
+    if padding:
+        written = written[:-1] + bytes([written[-1] | 128]) + b"\x80" * (padding - 1) + b"\x00"
+    found = list(message(encode_varint(7 << 3) + written).fields())
+    assert found == [(7 << 3, number, 0)]
+    assert decode_varints(as_array(written)).tolist() == [signed(number)]
+
+
+@pytest.mark.parametrize("data", [b"\x80", b"\x01\xff", b"\xff" * 10 + b"\x01", b"\x01" + b"\x80" * 11 + b"\x00"])
+def test_a_varint_that_does_not_end_is_refused(data):
+    with pytest.raises(ValueError, match="number"):
+        decode_varints(as_array(data))
+    with pytest.raises(MalformedRequestError, match="a varint that does not end"):
+        list(message(b"\x08" + data.replace(b"\x01", b"", 1) if data[0] == 1 else b"\x08" + data).fields())
+
+
+TEXTS = st.text(max_size=4)
+PARAMETERS = st.dictionaries(
+    TEXTS,
+    st.one_of(
+        st.builds(open_inference_pb2.InferParameter, int64_param=INT64),
+        st.builds(open_inference_pb2.InferParameter, string_param=TEXTS),
+        st.builds(open_inference_pb2.InferParameter, double_param=st.floats(allow_nan=False)),
+        st.builds(open_inference_pb2.InferParameter, bool_param=st.booleans()),
+    ),
+    max_size=2,
+)
+TENSORS = st.builds(
+    open_inference_pb2.ModelInferRequest.InferInputTensor,
+    name=TEXTS,
+    shape=st.lists(INT64, max_size=3),
+    parameters=PARAMETERS,
+    contents=st.builds(
+        open_inference_pb2.InferTensorContents,
+        fp32_contents=st.lists(st.floats(width=32, allow_nan=False), max_size=3),
+        bytes_contents=st.lists(st.binary(max_size=4), max_size=3),
+    ),
+)
+MESSAGES = st.one_of(
+    st.builds(
+        open_inference_pb2.ModelInferRequest,
+        model_name=TEXTS,
+        parameters=PARAMETERS,
+        inputs=st.lists(TENSORS, max_size=3),
+        raw_input_contents=st.lists(st.binary(max_size=200), max_size=3),
+    ),
+    st.builds(
+        ranking_pb2.RankRequest,
+        model=TEXTS,
+        version=INT64,
+        num_candidates=st.integers(0, 2**32 - 1),
+        context=st.builds(ranking_pb2.FeatureSet, dense=st.lists(st.floats(width=32, allow_nan=False), max_size=4)),
+    ),
+)
+
+
+def by_library(data: bytes) -> list[tuple[int, Any]]:
+    """Tags and contents, by the decoder of the protobuf library."""
+    found, at = [], 0
+    while at < len(data):
+        tag, at = decoder._DecodeVarint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = decoder._DecodeVarint(data, at)
+            found.append((tag, value))
+            continue
+        size = {1: 8, 5: 4}.get(kind)
+        if size is None:
+            size, at = decoder._DecodeVarint(data, at)
+        found.append((tag, data[at : at + size]))
+        at += size
+    return found
+
+
+@given(MESSAGES)
+def test_the_fields_of_a_message_are_those_of_the_library(made):
+    data = made.SerializeToString()
+    found = [(tag, start if tag & 7 == 0 else data[start:end]) for tag, start, end in message(data).fields()]
+    assert found == by_library(data)
+
+
+@given(MESSAGES, st.integers(0, 10**6), st.integers(1, 255))
+def test_a_damaged_message_is_walked_over_within_its_bytes_or_refused(made, position, flipped):
+    damaged = bytearray(made.SerializeToString())
+    if damaged:
+        damaged[position % len(damaged)] ^= flipped
+    try:
+        fields = list(message(bytes(damaged)).fields())
+    except MalformedRequestError:
+        return
+    for tag, start, end in fields:
+        assert 8 <= tag < 2**32
+        assert tag & 7 == 0 or 0 < start <= end <= len(damaged)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"\x00", "a number that there is not"),
+        (b"\x07", "a number that there is not"),
+        (b"\xf8\xff\xff\xff\xff\x01\x01", "a number that there is not"),
+        (b"\x0a", "it ends within field 1"),
+        (b"\x0a\x05abc", "field 1 is longer than what is left"),
+        (b"\x0d\x01\x02", "it ends within field 1"),
+        (b"\x09\x01\x02", "it ends within field 1"),
+        (b"\x0b\x0c", "field 1 has wire type 3; groups are not taken"),
+        (b"\x0e", "wire type 6"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "longer than what is left"),
+    ],
+)
+def test_what_is_no_message_is_malformed(data, problem):
+    with pytest.raises(MalformedRequestError, match=f"the message is not a a.Message: .*{problem}"):
+        list(message(data).fields())
+
+
+def test_fields_of_all_walks_over_a_message_count_together():
+    data = b"\x08\x01" * 6
+    one = message(data, 10)
+    assert len(list(one.fields())) == 6
+    assert len(list(one.fields(0, 8))) == 4
+    with pytest.raises(LimitExceededError, match=r"more than 10 fields in the message, .* max_message_fields = 10"):
+        next(one.fields())
+
+
+def test_a_walk_stops_at_the_first_field_beyond_the_limit():
+    walked = 0
+    with pytest.raises(LimitExceededError):  # noqa: PT012 - what was walked over until then is counted
+        for _ in message(b"\x9a\x06\x00" * 1_000_000, 50).fields():
+            walked += 1
+    assert walked == 50
+
+
+@given(st.integers(1, 2**29 - 1), st.binary(max_size=300), st.integers(0, 2**63))
+def test_what_is_written_is_what_the_library_writes(number, content, value):
+    written: list[bytes] = []
+    encoder.BytesEncoder(number, False, False)(written.append, content, True)
+    assert encode_field(number, content) == (b"".join(written) if content else b"")
+    written.clear()
+    encoder.UInt64Encoder(number, False, False)(written.append, value, True)
+    assert encode_integer(number, value) == (b"".join(written) if value else b"")
