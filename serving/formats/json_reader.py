@@ -19,7 +19,7 @@ import numpy.typing as npt
 import simdjson
 
 from loader.fingerprint import fingerprint_strings
-from serving.errors import BodyTooLargeError, InvalidFieldError, LimitExceededError
+from serving.errors import BadRequestError, BodyTooLargeError, InvalidFieldError, LimitExceededError
 from serving.formats.checks import (
     check_bags_of_feature,
     check_lookup_size,
@@ -146,8 +146,10 @@ class UnparsedJson:
             return self._rank(schema) if is_rank else self._lookup(schema)
         except _NOT_TAKEN:
             pass
+        except BadRequestError as error:
+            # Its frames hold what was read with the parser, which is free for another text once nothing of it is left.
+            raise error.with_traceback(None) from None
         finally:
-            # The parser is free for another text once nothing read with it is left.
             self._document = None
         raise refusal_of(schema, self._method, self._text)
 
@@ -250,11 +252,16 @@ class RefusedJson:
 
     def parse(self, schema: RequestSchema) -> Request:
         """Raise what is wrong."""
-        raise refusal_of(schema, self._method, self._request)
+        raise self._refusal(schema)
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`; there is never an answer."""
         raise NotImplementedError
+
+    def _refusal(self, schema: RequestSchema) -> BadRequestError:
+        # What was decoded is not to live as long as the error.
+        request, self._request = self._request, {}
+        return refusal_of(schema, self._method, request)
 
 
 def encode_request(request: Mapping[str, Any]) -> bytes:

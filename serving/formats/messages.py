@@ -24,7 +24,14 @@ from serving.errors import (
     MalformedRequestError,
     SchemaDigestError,
 )
-from serving.formats.checks import check_num_candidates, dense_matrix, keyed_bags, lookup_request, rank_request
+from serving.formats.checks import (
+    check_lookup_size,
+    check_num_candidates,
+    dense_matrix,
+    keyed_bags,
+    lookup_request,
+    rank_request,
+)
 from serving.formats.protobuf import Message, encode_field, encode_integer, packed_bytes, signed
 from serving.formats.requests import (
     Answer,
@@ -340,6 +347,10 @@ class MapColumns:
         self._num_integers, self._num_lengths, self._num_weights = sizes
         self._num_ids = self._num_integers + num_strings
         self._check_id_types(num_strings)
+        if lookup:
+            check_lookup_size(schema, self._keys, np.where(self._num_lengths > 0, self._num_lengths, self._num_ids))
+        elif (most := int(self._num_lengths.max(initial=0))) > schema.limits.max_candidates:
+            check_num_candidates(schema.limits, most)
         total, allowed = int(self._num_ids.sum()), schema.limits.max_ids_per_request
         if total > allowed:
             raise LimitExceededError("sparse", "max_ids_per_request", allowed, total, "ids over all features")
