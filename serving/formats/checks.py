@@ -64,21 +64,21 @@ def rank_request(
         InvalidFieldError: a number that is not finite, or an option out of its range.
         LimitExceededError: an option above its limit.
     """
-    limits = schema.limits
-    check_text(limits, "routing_key", options.routing_key)
-    check_values(schema, bags)
-    check_dense("context", context_dense)
-    check_dense("candidates", candidate_dense)
-    return RankRequest(
-        bags,
-        num_candidates,
-        context_dense,
-        candidate_dense,
-        check_timeout(limits, options),
-        check_top_k(options.top_k),
-        check_text(limits, "request_id", options.request_id),
-        texts,
-    )
+    limits, values, weights = schema.limits, bags.values, bags.weights
+    # One look for each kind of thing; where one fails, or there is something rare, it is gone over again to say what.
+    if options.request_id or options.routing_key:
+        check_text(limits, "routing_key", options.routing_key)
+        check_text(limits, "request_id", options.request_id)
+    if weights is not None or (values.size and int(np.minimum.reduce(values)) < 0):
+        check_values(schema, bags)
+    if context_dense.size and not np.logical_and.reduce(np.isfinite(context_dense)):
+        check_dense("context", context_dense)
+    if candidate_dense.size and not np.logical_and.reduce(np.isfinite(candidate_dense), axis=None):
+        check_dense("candidates", candidate_dense)
+    timeout_s = check_timeout(limits, options)
+    top_k = None if options.top_k is None else check_top_k(options.top_k)
+    request_id = options.request_id
+    return RankRequest(bags, num_candidates, context_dense, candidate_dense, timeout_s, top_k, request_id, texts)
 
 
 def lookup_request(
@@ -121,14 +121,18 @@ def keyed_bags(
         CountMismatchError: lengths that do not add up to the ids.
         LimitExceededError: too many ids, in all or in one bag.
     """
-    check_num_ids(schema, values.size)
+    limits, num_ids, longest = schema.limits, values.size, 1
+    if num_ids > limits.max_ids_per_request:
+        check_num_ids(schema, num_ids)
     if lengths is None:
-        bags = KeyedBags(keys, bags_per_key, np.arange(values.size + 1), values, weights)
+        bags = KeyedBags(keys, bags_per_key, np.arange(num_ids + 1), values, weights)
         described = bags_per_key
     else:
         # Bounded one by one before they are summed, so that the sum can't wrap around.
-        if lengths.size and not 0 <= int(np.minimum.reduce(lengths)) <= int(np.maximum.reduce(lengths)) <= values.size:
-            _refuse_length(schema, keys, bags_per_key, lengths, values.size, lookup=lookup)
+        if lengths.size:
+            longest = int(np.maximum.reduce(lengths))
+            if not 0 <= int(np.minimum.reduce(lengths)) <= longest <= num_ids:
+                _refuse_length(schema, keys, bags_per_key, lengths, num_ids, lookup=lookup)
         bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
         described = bags.values_per_key()
     if not np.array_equal(described, ids_per_key):
@@ -137,7 +141,7 @@ def keyed_bags(
         path = part_path("" if lookup else schema.part_of(name), f"sparse.{name}")
         said, given = int(described[segment]), int(ids_per_key[segment])
         raise CountMismatchError(f"{path}.lengths", f"they add up to {said}, but there are {given} ids")
-    if lengths is not None:
+    if longest > limits.max_ids_per_bag:
         check_bag_lengths(schema, bags, lookup=lookup)
     return bags
 

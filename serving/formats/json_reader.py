@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -44,20 +44,22 @@ from serving.formats.requests import (
 )
 from serving.formats.schema import Part, RequestSchema
 from serving.limits import MAX_ID, RequestLimits
-from shard_node.bags import Float32Array, Int64Array
+from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 # A parser keeps several times its longest text in memory, one for each thread: longer texts get one of their own.
 MAX_KEPT_BYTES = 2**20
 _BRACKET, _QUOTE = ord("["), ord('"')
-_OPTION_KEYS = frozenset({"timeout_ms", "version", "request_id", "routing_key"})
-_RANK_KEYS = frozenset({"context", "candidates", "top_k"}) | _OPTION_KEYS
-_LOOKUP_KEYS = frozenset({"sparse", "weights"}) | _OPTION_KEYS
+_INTEGERS, _TEXTS = ("version", "timeout_ms", "top_k"), ("request_id", "routing_key")
+_OPTION_KEYS = frozenset((*_INTEGERS, *_TEXTS))
+_RANK_KEYS = _OPTION_KEYS | {"context", "candidates"}
+_LOOKUP_KEYS = (_OPTION_KEYS - {"top_k"}) | {"sparse", "weights"}
 _PART_KEYS = frozenset({"sparse", "weights", "dense"})
 _NONE: frozenset[str] = frozenset()
 _THREADS = threading.local()
 # What simdjson, NumPy and the checks below say of a text that is not as it should be.
 _NOT_TAKEN = (TypeError, ValueError, OverflowError, RuntimeError, KeyError, IndexError)
-Column: TypeAlias = Any
+# Of one feature: its ids, their weights or None, its name, its part of the request, and whether its ids are strings.
+_Source: TypeAlias = tuple[Any, Any, str, Part, bool]
 
 
 class NotTakenError(ValueError):
@@ -127,15 +129,24 @@ class UnparsedJson:
         self._text = text
         self._document = document
         self._keys = keys
-        self.version = self._integer("version", 1)
-        self._options = Options(
-            self._integer("timeout_ms", 1),
-            None,
-            self._integer("top_k", 1),
-            self._string("request_id"),
-            self._string("routing_key"),
-        )
-        self.key = self._options.routing_key or self._options.request_id
+        integers: list[int | None] = [None, None, None]
+        texts = ["", ""]
+        if not keys.isdisjoint(_OPTION_KEYS):
+            for number, name in enumerate(_INTEGERS):
+                if name in keys:
+                    value = document[name]
+                    if type(value) is not int or not 1 <= value <= MAX_ID:
+                        raise NotTakenError
+                    integers[number] = value
+            for number, name in enumerate(_TEXTS):
+                if name in keys:
+                    value = document[name]
+                    if type(value) is not str:
+                        raise NotTakenError
+                    texts[number] = value
+        self.version = integers[0]
+        self._options = Options(integers[1], None, integers[2], *texts)
+        self.key = texts[1] or texts[0]
 
     def parse(self, schema: RequestSchema) -> Request:
         """See `Unparsed`."""
@@ -159,23 +170,22 @@ class UnparsedJson:
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         brackets = _Brackets(self._text)
-        context, candidates = (self._part(schema, part) for part in ("context", "candidates"))
-        columns = [
-            _Column.of(schema, "context" if is_context else "candidates", name, part.sparse[name],
-                       part.weights.get(name), is_string=is_string)
-            for name, is_context, is_string in schema.kinds
-            for part in (context if is_context else candidates,)
-        ]  # fmt: skip
+        context, candidates = self._part(schema, "context"), self._part(schema, "candidates")
+        sources: list[_Source] = []
+        for name, is_context, is_string in schema.kinds:
+            part = context if is_context else candidates
+            weights = part.weights.get(name) if part.weights else None
+            sources.append((part.sparse[name], weights, name, "context" if is_context else "candidates", is_string))
         num_candidates = 0 if candidates.dense is None else len(_array(candidates.dense))
         if schema.candidate_names:
-            num_candidates = columns[schema.features.index[schema.candidate_names[0]]].num_bags
+            first = schema.features.index[schema.candidate_names[0]]
+            num_candidates = len(_array(sources[first][0]))
         check_num_candidates(schema.limits, num_candidates)
         context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
         dense = _candidate_dense(candidates.dense, num_candidates, schema.num_candidate_dense, brackets)
-        bags, texts = _bags(schema, schema.keys, columns, brackets, lookup=False)
-        if not np.array_equal(bags.bags_per_key, schema.bags_per_key(num_candidates)):
-            raise NotTakenError
-        brackets.check()
+        bags, texts = _bags(schema, schema.keys, sources, brackets, schema.bags_per_key(num_candidates))
+        if brackets.left:
+            brackets.check()
         return rank_request(schema, bags, num_candidates, context_dense, dense, self._options, texts)
 
     def _lookup(self, schema: RequestSchema) -> LookupRequest:
@@ -184,13 +194,16 @@ class UnparsedJson:
         given = _keys(sparse, frozenset(schema.names))
         weights = _weights(self._document["weights"], schema.weighted_names & given) if "weights" in self._keys else {}
         keys = sorted(schema.features.index[name] for name in given)
-        names, are_strings = [schema.names[key] for key in keys], schema.is_string[keys].tolist()
-        columns = [
-            _Column.of(schema, "", name, sparse[name], weights.get(name), is_string=is_string)
-            for name, is_string in zip(names, are_strings, strict=True)
+        sources: list[_Source] = [
+            (sparse[name], weights.get(name), name, "", is_string)
+            for name, _, is_string in (schema.kinds[key] for key in keys)
         ]
-        bags, texts = _bags(schema, np.array(keys, np.int32), columns, brackets, lookup=True)
-        brackets.check()
+        flat_keys = np.array(keys, np.int32)
+        counts = np.array([len(_array(source[0])) for source in sources], np.int64)
+        check_lookup_size(schema, flat_keys, counts)
+        bags, texts = _bags(schema, flat_keys, sources, brackets, counts)
+        if brackets.left:
+            brackets.check()
         return lookup_request(schema, bags, self._options, texts)
 
     def _part(self, schema: RequestSchema, part: Part) -> _PartObject:
@@ -215,20 +228,6 @@ class UnparsedJson:
         quotes = int(np.count_nonzero(np.frombuffer(self._text, np.uint8) == _QUOTE)) - self._text.count(b'\\"')
         if quotes // 2 > 2 * allowed:
             raise LimitExceededError("sparse", "max_string_ids", allowed, f"about {quotes // 2}", "strings in the body")
-
-    def _integer(self, name: str, least: int) -> int | None:
-        if name not in self._keys:
-            return None
-        value = self._document[name]
-        if type(value) is not int or not least <= value <= MAX_ID:
-            raise NotTakenError
-        return value
-
-    def _string(self, name: str) -> str:
-        value = self._document[name] if name in self._keys else ""
-        if type(value) is not str:
-            raise NotTakenError
-        return value
 
 
 class RefusedJson:
@@ -291,72 +290,6 @@ class _PartObject:
         self.dense = dense
 
 
-class _Column:
-    """One feature's ids: a list of bags, or of ids with one in each bag; of the context one bag.
-
-    Attributes:
-        ids: simdjson's list of integers; a Python list of strings or of lists of strings.
-        weights: in the shape of the ids; None if there are none.
-        is_context: whether it is a feature of the context.
-        is_nested: whether it is a list of bags.
-        is_string: whether its ids are strings.
-        num_bags: in it.
-    """
-
-    __slots__ = ("ids", "is_context", "is_nested", "is_string", "num_bags", "weights")
-
-    def __init__(self, ids: Any, weights: Any, *, is_context: bool, is_nested: bool, is_string: bool) -> None:
-        self.ids = ids
-        self.weights = weights
-        self.is_context = is_context
-        self.is_nested = is_nested
-        self.is_string = is_string
-        self.num_bags = 1 if is_context else len(ids)
-
-    @classmethod
-    def of(cls, schema: RequestSchema, part: Part, name: str, found: Any, weights: Any, *, is_string: bool) -> _Column:
-        """Look at a list.
-
-        Raises:
-            NotTakenError: it is none, or its weights are no list of the same length.
-            LimitExceededError: it has more bags than any request may have.
-        """
-        count = len(_array(found))
-        if weights is not None and len(_array(weights)) != count:
-            raise NotTakenError
-        check_bags_of_feature(schema, part, name, count)
-        is_context = part == "context"
-        is_nested = not is_context and count > 0 and isinstance(found[0], simdjson.Array)
-        if is_string:
-            # Lists that stand in place of strings are not to become objects either.
-            if count_above(found.mini, _BRACKET, 1 + count * is_nested):
-                raise NotTakenError
-            found = found.as_list()
-        return cls(found, weights, is_context=is_context, is_nested=is_nested, is_string=is_string)
-
-    def lengths(self, brackets: _Brackets) -> Int64Array:
-        """int64 [bags], the ids of each bag; accounts for the brackets."""
-        if self.is_nested:
-            return brackets.nested(self.ids)
-        brackets.left -= 1
-        size = len(self.ids)
-        return np.array([size], np.int64) if self.is_context else np.ones(size, np.int64)
-
-    def integers(self) -> bytes:
-        """All ids, as int64 in memory. Raises TypeError or ValueError for what is no such integer."""
-        return self.ids.as_buffer(of_type="i") if len(self.ids) else b""
-
-    def strings(self) -> list[str]:
-        """All string ids. Raises NotTakenError for what is none."""
-        bags = self.ids if self.is_nested else [self.ids]
-        if set(map(type, bags)) - {list}:
-            raise NotTakenError
-        texts = list(chain.from_iterable(bags))
-        if set(map(type, texts)) - {str}:
-            raise NotTakenError
-        return texts
-
-
 class _Brackets:
     """Proves that lists are nested as deep as they were read.
 
@@ -390,61 +323,98 @@ class _Brackets:
 
 
 def _bags(
-    schema: RequestSchema, keys: Any, columns: Sequence[_Column], brackets: _Brackets, *, lookup: bool
-) -> tuple[Any, Sequence[str]]:
-    """Flat bags of all features, and the strings among their ids."""
-    counts = np.array([column.num_bags for column in columns], np.int64)
-    if lookup:
-        check_lookup_size(schema, keys, counts)
-    lengths = [column.lengths(brackets) for column in columns]
-    all_lengths = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-    values, texts = _values(schema, columns, lengths)
-    weights = _flat_weights(columns, lengths, values.size, brackets)
-    ids_per_key = np.fromiter(map(np.add.reduce, lengths), np.int64, count=len(lengths))
-    if int(ids_per_key.sum()) != values.size:
-        raise NotTakenError
-    return keyed_bags(schema, keys, counts, all_lengths, ids_per_key, values, weights, lookup=lookup), texts
+    schema: RequestSchema,
+    keys: Int32Array,
+    sources: Sequence[_Source],
+    brackets: _Brackets,
+    bags_per_key: Int64Array,
+) -> tuple[KeyedBags, Sequence[str]]:
+    """Flat bags of all features, and the strings among their ids: one pass over the features, none over ids.
 
-
-def _values(
-    schema: RequestSchema, columns: Sequence[_Column], lengths: Sequence[Int64Array]
-) -> tuple[Int64Array, Sequence[str]]:
-    if not any(column.is_string for column in columns):
-        return np.frombuffer(bytearray().join([column.integers() for column in columns]), np.int64), ()
+    Raises:
+        NotTakenError, TypeError, ValueError: lists that are not nested alike, or hold what is no id.
+        LimitExceededError: more bags or strings than any request may have.
+    """
+    limits = schema.limits
+    most = {"context": limits.max_ids_per_bag, "candidates": limits.max_candidates, "": limits.max_bags_per_feature}
     texts: list[str] = []
-    parts: list[Int64Array] = []
-    for column in columns:
-        if not column.is_string:
-            parts.append(np.frombuffer(column.integers(), np.int64))
-            continue
-        own = column.strings()
-        if len(texts) + len(own) > schema.limits.max_string_ids:
-            allowed = schema.limits.max_string_ids
-            raise LimitExceededError("sparse", "max_string_ids", allowed, len(texts) + len(own), "string ids")
-        texts += own
-        parts.append(fingerprint_strings(own))
-    return np.concatenate(parts), texts
+    buffers: list[Any] = []
+    lengths: list[Int64Array] = []
+    has_weights = is_lookup = False
+    for (found, weights, name, part, is_string), expected in zip(sources, bags_per_key.tolist(), strict=True):
+        if not isinstance(found, simdjson.Array):
+            raise NotTakenError
+        count, is_context, is_lookup = len(found), part == "context", part == ""
+        if count > most[part]:
+            check_bags_of_feature(schema, part, name, count)
+        if count != expected and not is_context:
+            raise NotTakenError
+        if count and not is_context and isinstance(found[0], simdjson.Array):
+            own = np.fromiter(map(len, cast(Any, found)), np.int64, count=count)
+            brackets.left -= 1 + count
+        else:
+            own = np.array([count], np.int64) if is_context else np.ones(count, np.int64)
+            brackets.left -= 1
+        lengths.append(own)
+        has_weights |= weights is not None
+        if is_string:
+            strings = _strings(found, own, limits.max_string_ids - len(texts))
+            texts += strings
+            buffers.append(fingerprint_strings(strings))
+        else:
+            buffers.append(found.as_buffer(of_type="i") if count else b"")
+    values = np.frombuffer(bytearray().join(buffers), np.int64)
+    flat_weights = _flat_weights(sources, lengths, values.size, brackets) if has_weights else None
+    sums = [np.add.reduce(own) for own in lengths]
+    ids_per_key = np.array(sums, np.int64)
+    if int(np.add.reduce(ids_per_key)) != values.size:
+        raise NotTakenError
+    flat = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
+    bags = keyed_bags(schema, keys, bags_per_key, flat, ids_per_key, values, flat_weights, lookup=is_lookup)
+    return bags, texts
+
+
+def _strings(found: Any, lengths: Int64Array, most: int) -> list[str]:
+    """All string ids of a feature.
+
+    Raises:
+        NotTakenError: for what is none.
+        LimitExceededError: more than may be left.
+    """
+    is_nested = len(found) > 0 and isinstance(found[0], simdjson.Array)
+    # Lists that stand in place of strings are not to become objects either.
+    if count_above(found.mini, _BRACKET, 1 + len(found) * is_nested):
+        raise NotTakenError
+    if int(lengths.sum()) > most:
+        raise LimitExceededError("sparse", "max_string_ids", most, int(lengths.sum()), "string ids more")
+    bags = found.as_list() if is_nested else [found.as_list()]
+    if set(map(type, bags)) - {list}:
+        raise NotTakenError
+    texts = list(chain.from_iterable(bags))
+    if set(map(type, texts)) - {str}:
+        raise NotTakenError
+    return texts
 
 
 def _flat_weights(
-    columns: Sequence[_Column], lengths: Sequence[Int64Array], num_values: int, brackets: _Brackets
-) -> Float32Array | None:
-    """float32 [n], 1 where a feature has no weights; None if none has."""
-    if all(column.weights is None for column in columns):
-        return None
-    weights = np.ones(num_values, np.float32)
+    sources: Sequence[_Source], lengths: Sequence[Int64Array], num_values: int, brackets: _Brackets
+) -> Float32Array:
+    """float32 [n], 1 where a feature has no weights."""
+    flat = np.ones(num_values, np.float32)
     start = 0
-    for column, own in zip(columns, lengths, strict=True):
+    for (found, weights, _, part, _), own in zip(sources, lengths, strict=True):
         end = start + int(own.sum())
-        if column.weights is not None:
-            if column.is_nested:
-                if not np.array_equal(brackets.nested(column.weights), own):
+        if weights is not None:
+            if len(_array(weights)) != len(found):
+                raise NotTakenError
+            if part != "context" and len(found) and isinstance(found[0], simdjson.Array):
+                if not np.array_equal(brackets.nested(weights), own):
                     raise NotTakenError
             else:
                 brackets.left -= 1
-            weights[start:end] = _floats(column.weights)
+            flat[start:end] = _floats(weights)
         start = end
-    return weights
+    return flat
 
 
 def _context_dense(found: Any, width: int, brackets: _Brackets) -> Float32Array:
