@@ -137,6 +137,11 @@ class ServedVersions:
         Raises:
             ModelNotFoundError, NotReadyError: as `lease`.
         """
+        if version is None and model not in self._canaries:
+            try:
+                return self.generations.lease(model)
+            except GenerationNotFoundError:
+                return self.lease(model)
         if version is not None:
             return self.lease(model, version)
         while (choice := self._canaries.get(model)) is not None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shard_node.arena import NOT_HERE, Arena, Placement
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
 from shard_node.engine import CardsUse, LookupCount, MemoryUse, Tier
-from shard_node.row_lock import RowLock
+from shard_node.generation import RowLock
 from shard_node.split import add, split
 from shard_node.table_layout import TableLayout
 

@@ -11,7 +11,7 @@ from loader.codecs import codec_for
 from loader.manifest import ModelSpec
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
 from shard_node.engine import CardsUse, LookupCount, MemoryUse
-from shard_node.row_lock import RowLock
+from shard_node.generation import RowLock
 from shard_node.table_layout import TableLayout
 
 

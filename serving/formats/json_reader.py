@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from serving.formats.checks import (
 )
 from serving.formats.json_refusal import MAX_KEYS, decode_plainly, key_twice, refusal_of
 from serving.formats.json_text import count_above
-from serving.formats.json_writer import encode, encode_lookup, rank_document
+from serving.formats.json_writer import encode_lookup, encode_rank
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -166,7 +166,9 @@ class UnparsedJson:
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`."""
-        return Encoded(encode(rank_document(answer)) if isinstance(answer, RankAnswer) else encode_lookup(answer))
+        if isinstance(answer, RankAnswer):
+            return Encoded(encode_rank(answer))
+        return Encoded(encode_lookup(answer))
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         brackets = _Brackets(self._text)
@@ -179,7 +181,7 @@ class UnparsedJson:
         num_candidates = 0 if candidates.dense is None else len(_array(candidates.dense))
         if schema.candidate_names:
             first = schema.features.index[schema.candidate_names[0]]
-            num_candidates = len(_array(sources[first][0]))
+            num_candidates = len(cast(Any, sources[first][0]))
         check_num_candidates(schema.limits, num_candidates)
         context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
         dense = _candidate_dense(candidates.dense, num_candidates, schema.num_candidate_dense, brackets)
@@ -209,7 +211,7 @@ class UnparsedJson:
     def _part(self, schema: RequestSchema, part: Part) -> _PartObject:
         """One part of a rank request. Raises NotTakenError unless it has just the features that it must have."""
         if part not in self._keys:
-            if schema.names_of(part):
+            if schema.name_sets[part]:
                 raise NotTakenError
             return _PartObject({}, {}, None)
         found = self._document[part]
@@ -279,15 +281,12 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
             raise InvalidFieldError("", f"the request has no JSON form: {error}") from None
 
 
-class _PartObject:
+class _PartObject(NamedTuple):
     """A part of a rank request: features by name, weights by name, and the dense inputs or None."""
 
-    __slots__ = ("dense", "sparse", "weights")
-
-    def __init__(self, sparse: Any, weights: dict[str, Any], dense: Any) -> None:
-        self.sparse = sparse
-        self.weights = weights
-        self.dense = dense
+    sparse: Any
+    weights: dict[str, Any]
+    dense: Any
 
 
 class _Brackets:
@@ -365,8 +364,7 @@ def _bags(
             buffers.append(found.as_buffer(of_type="i") if count else b"")
     values = np.frombuffer(bytearray().join(buffers), np.int64)
     flat_weights = _flat_weights(sources, lengths, values.size, brackets) if has_weights else None
-    sums = [np.add.reduce(own) for own in lengths]
-    ids_per_key = np.array(sums, np.int64)
+    ids_per_key = np.array(list(map(np.add.reduce, lengths)), np.int64)
     if int(np.add.reduce(ids_per_key)) != values.size:
         raise NotTakenError
     flat = np.concatenate(lengths) if lengths else np.empty(0, np.int64)

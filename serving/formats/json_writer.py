@@ -60,6 +60,11 @@ def encode(document: Any) -> bytes:
     return _ENCODER.encode(document)
 
 
+def encode_rank(answer: RankAnswer) -> bytes:
+    """JSON bytes of a rank request's answer."""
+    return _ENCODER.encode(rank_document(answer))
+
+
 def encode_lookup(answer: LookupAnswer) -> bytes:
     """JSON bytes of a lookup's answer, which may be large."""
     with many_lists():

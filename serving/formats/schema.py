@@ -97,12 +97,12 @@ class RequestSchema:
         spec = self.features.spec
         return np.array([spec.table_of(name).embedding_dim for name in self.names], dtype=np.int64)
 
-    @property
+    @cached_property
     def num_context_dense(self) -> int:
         """Kc, dense values of a request."""
         return self.features.spec.dense_inputs.context
 
-    @property
+    @cached_property
     def num_candidate_dense(self) -> int:
         """Kd, dense values of a candidate."""
         return self.features.spec.dense_inputs.candidate

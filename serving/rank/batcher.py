@@ -268,7 +268,11 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:
         pending.lease.release()
-        if pending.loop is None or pending.loop is here:
+        if pending.loop is here:
+            # As `_settle`, without a call: where the event loop ranks, all pass here.
+            if (future := pending.future) is not None and not future.done():
+                (future.set_exception if isinstance(outcome, BaseException) else future.set_result)(outcome)  # type: ignore[arg-type]
+        elif pending.loop is None:
             _settle(pending.future, outcome)
         else:
             by_loop[pending.loop].append((pending.future, outcome))

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 import numpy as np
@@ -34,6 +35,7 @@ from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
 
 LOCAL_REPLICA = "local"
+_REQUEST, _DEADLINE = attrgetter("request"), attrgetter("deadline")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,10 +148,10 @@ class Ranking:
             RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
-        requests = [cast(RankRequest, pending.request) for pending in waiting]
+        requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
         batch = merge(requests)
         times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), merge_s=self._clock() - began)
-        scores, rejected = await self.score(batch, max([pending.deadline for pending in waiting]), times)
+        scores, rejected = await self.score(batch, max(map(_DEADLINE, waiting)), times)
         scored = self._clock()
         outcomes = self._outcomes(requests, batch, scores, rejected)
         self._tell_times(times, scored, waiting, "rank")
@@ -166,7 +168,7 @@ class Ranking:
             for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True)
         ]
         # A sum is finite only if all of them are, and one number is asked faster than many.
-        if not len(rejected) and math.isfinite(np.add.reduce(scores)):
+        if not rejected.feature.size and math.isfinite(np.add.reduce(scores)):
             self._counter.scored(scores)
             return outcomes
         finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])

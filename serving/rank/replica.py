@@ -242,19 +242,16 @@ class LoopReplica:
         batch = self._batcher.take(self._wake)
         if not batch:
             return
-        _run(answer_batch(self._ranking, batch, self._clock))
+        answering = answer_batch(self._ranking, batch, self._clock)
+        try:
+            answering.send(None)
+        except StopIteration:
+            pass
+        else:
+            answering.close()
+            raise ServingError("ranking waited for something on the event loop of the APIs")
         # Not before the sockets were read, and what they brought was parsed: one turn of the loop for each.
         self._loop.call_soon(self._loop.call_soon, self._turn)
-
-
-def _run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine that never waits, to its end."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    coroutine.close()
-    raise ServingError("ranking waited for something on the event loop of the APIs")
 
 
 async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:

@@ -236,7 +236,11 @@ class RankingService:
             RouterError, ShardNodeError: if the shards can't answer.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
-        self._submit(pending)
+        try:
+            pending.lease.generation.payload.submit(pending)
+        except BaseException:
+            pending.lease.release()
+            raise
         loop = future.get_loop()
         expiry: Expiry | None = getattr(self._of_thread, "expiry", None)
         if expiry is None or expiry.loop is not loop:
@@ -255,7 +259,11 @@ class RankingService:
     def wait_in_thread(self, pending: Pending) -> Answer:
         """Has a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
         future = cast("concurrent.futures.Future[Answer]", pending.future)
-        self._submit(pending)
+        try:
+            pending.lease.generation.payload.submit(pending)
+        except BaseException:
+            pending.lease.release()
+            raise
         try:
             return future.result(max(0.0, pending.deadline - self.clock()))
         except TimeoutError:
@@ -295,10 +303,3 @@ class RankingService:
 
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)
-
-    def _submit(self, pending: Pending) -> None:
-        try:
-            pending.lease.generation.payload.submit(pending)
-        except BaseException:
-            pending.lease.release()
-            raise

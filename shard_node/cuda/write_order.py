@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shard_node.cuda.cards import Event, Stream
-from shard_node.row_lock import RowLock
+from shard_node.generation import RowLock
 
 
 class Reader:

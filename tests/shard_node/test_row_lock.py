@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shard_node.row_lock import RowLock
+from shard_node.generation import RowLock
 
 TIMEOUT_S = 30.0
 
