@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -48,6 +48,8 @@ from shard_node.bags import Float32Array, Int64Array
 
 # A parser keeps several times its longest text in memory, one for each thread: longer texts get one of their own.
 MAX_KEPT_BYTES = 2**20
+# A column of so few is cheap whatever it holds; its count is checked with all others.
+_FEW_BAGS = 1024
 _BRACKET, _QUOTE = ord("["), ord('"')
 _OPTION_KEYS = frozenset({"timeout_ms", "version", "request_id", "routing_key"})
 _RANK_KEYS = frozenset({"context", "candidates", "top_k"}) | _OPTION_KEYS
@@ -161,11 +163,13 @@ class UnparsedJson:
         brackets = _Brackets(self._text)
         context, candidates = (self._part(schema, part) for part in ("context", "candidates"))
         columns = [
-            _Column.of(schema, "context" if is_context else "candidates", name, part.sparse[name],
-                       part.weights.get(name), is_string=is_string)
+            _Column.of(schema, "context", name, context.sparse[name], context.weights.get(name), is_string)
+            if is_context
+            else _Column.of(
+                schema, "candidates", name, candidates.sparse[name], candidates.weights.get(name), is_string
+            )
             for name, is_context, is_string in schema.kinds
-            for part in (context if is_context else candidates,)
-        ]  # fmt: skip
+        ]
         num_candidates = 0 if candidates.dense is None else len(_array(candidates.dense))
         if schema.candidate_names:
             num_candidates = columns[schema.features.index[schema.candidate_names[0]]].num_bags
@@ -186,7 +190,7 @@ class UnparsedJson:
         keys = sorted(schema.features.index[name] for name in given)
         names, are_strings = [schema.names[key] for key in keys], schema.is_string[keys].tolist()
         columns = [
-            _Column.of(schema, "", name, sparse[name], weights.get(name), is_string=is_string)
+            _Column.of(schema, "", name, sparse[name], weights.get(name), is_string)
             for name, is_string in zip(names, are_strings, strict=True)
         ]
         bags, texts = _bags(schema, np.array(keys, np.int32), columns, brackets, lookup=True)
@@ -314,22 +318,24 @@ class _Column:
         self.num_bags = 1 if is_context else len(ids)
 
     @classmethod
-    def of(cls, schema: RequestSchema, part: Part, name: str, found: Any, weights: Any, *, is_string: bool) -> _Column:
+    def of(cls, schema: RequestSchema, part: Part, name: str, found: Any, weights: Any, is_string: bool) -> _Column:
         """Look at a list.
 
         Raises:
             NotTakenError: it is none, or its weights are no list of the same length.
             LimitExceededError: it has more bags than any request may have.
         """
-        count = len(_array(found))
+        if not isinstance(found, simdjson.Array):
+            raise NotTakenError
+        count, is_context = len(found), part == "context"
+        if count > _FEW_BAGS:
+            check_bags_of_feature(schema, part, name, count)
         if weights is not None and len(_array(weights)) != count:
             raise NotTakenError
-        check_bags_of_feature(schema, part, name, count)
-        is_context = part == "context"
         is_nested = not is_context and count > 0 and isinstance(found[0], simdjson.Array)
         if is_string:
             # Lists that stand in place of strings are not to become objects either.
-            if count_above(found.mini, _BRACKET, 1 + count * is_nested):
+            if count_above(cast(bytes, found.mini), _BRACKET, 1 + count * is_nested):
                 raise NotTakenError
             found = found.as_list()
         return cls(found, weights, is_context=is_context, is_nested=is_nested, is_string=is_string)
