@@ -350,8 +350,14 @@ def infer_http_cases() -> Iterator[Case]:
         "zeros": b"0," * (room // 2),
     }.items():
         yield Case(f"infer body: {name}", codec, body[:first] + more + body[first:], PLAIN, 100)
-    for name, unit in {"empty inputs": b"{},", "keys": b'"a":1,', "no commas": b'{"name":"a","shape":[],"datatype":""},',
-                       "dims": b'{"name":"a","shape":[' + b"1," * 500 + b'1],"datatype":""},'}.items():  # fmt: skip
+    one_input = b'{"name":"a","shape":[],"datatype":""},'
+    long_shape = b'{"name":"a","shape":[' + b"1," * 500 + b'1],"datatype":""},'
+    for name, unit in {
+        "empty inputs": b"{},",
+        "keys": b'"a":1,',
+        "inputs without data": one_input,
+        "dims": long_shape,
+    }.items():
         opening, closing = (b'{"inputs":[', b"{}]}") if unit[:1] == b"{" else (b"{", b'"inputs":[]}')
         yield Case(f"infer body: {name}", codec, filled(unit, TEXT - 99, opening) + closing, PLAIN, 100)
     given_dims = b'{"inputs":[{"name":"a","datatype":"","shape":[' + b"1," * (TEXT // 2 - 99) + b'1],"data":[]}]}'

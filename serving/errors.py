@@ -11,7 +11,6 @@ ServingError
 │   ├── InvalidIdError          400                      negative, float, boolean, >= 2^63, or of the wrong type
 │   ├── UnknownIdError          400                      an id without a row, in a table that rejects it
 │   └── LimitExceededError      400                      more than a configured limit; the message names it
-│       ├── TooManyEntriesError 400                      more than can be within the limits; not decoded at all
 │       └── BodyTooLargeError   413
 ├── UnauthenticatedError        401 UNAUTHENTICATED      no token, or one that is not known
 ├── PermissionDeniedError       403 PERMISSION_DENIED    a token whose scope is too narrow
@@ -124,15 +123,6 @@ class LimitExceededError(BadRequestError):
     def __init__(self, field: str, limit: str, allowed: int, got: int | str, unit: str) -> None:
         super().__init__(field, f"{got} {unit}, more than the limit {limit} = {allowed}")
         self.limit = limit
-
-
-class TooManyEntriesError(LimitExceededError):
-    """More list entries, or more keys, than any request within the limits has; seen before anything is decoded."""
-
-    def __init__(self, limit: str, allowed: int, got: int, unit: str, at_most: int) -> None:
-        super().__init__("", limit, allowed, got, unit)
-        problem = f"{got} {unit}; a request within the limits has at most {at_most}, among them {limit} = {allowed}"
-        BadRequestError.__init__(self, "", problem)
 
 
 class BodyTooLargeError(LimitExceededError):

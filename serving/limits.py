@@ -20,6 +20,9 @@ def _comma_separated(value: Any) -> Any:
 class RequestLimits(Frozen):
     """What one request, one connection and one process may take.
 
+    With the defaults no single message takes more than 50 ms to read or refuse, JSON of its full limit 100 ms
+    (`scripts/worst_message.py` measures it); while it is read, others wait.
+
     Attributes:
         max_body_bytes: bytes of one request body (HTTP) or message (gRPC).
         max_json_bytes: bytes of JSON in one request. It takes longer to read than binary forms, and most to refuse.
@@ -30,7 +33,8 @@ class RequestLimits(Frozen):
         max_ids_per_bag: ids of one feature for one candidate, or of one context feature.
         max_ids_per_request: ids of one request over all features.
         max_bags_per_feature: bags of one feature in a lookup.
-        max_lookup_floats: floats that the answer to a lookup may hold.
+        max_lookup_floats: floats that the answer to a lookup may hold; each row and each bag of rows counts
+            as one more.
         max_request_id_chars: characters of a request's own `request_id`.
         max_routing_key_chars: characters of a request's `routing_key`.
         default_timeout_ms: deadline of a request that brings none.

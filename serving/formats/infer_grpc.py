@@ -31,6 +31,7 @@ from serving.formats.infer import (
     parse_version,
 )
 from serving.formats.protobuf import (
+    MAX_VARINT_BYTES,
     Message,
     count_varints,
     decode_varints,
@@ -251,13 +252,9 @@ def _tensor(message: Message, span: tuple[int, int], raw: tuple[int, int] | None
         elif tag == _DATATYPE:
             datatype = _text(message, "inputs", start, end)
         elif tag == _SHAPE:
-            packed = np.frombuffer(message.data, np.uint8, end - start, start)
-            if end - start > _MAX_SHAPE_DIMS * 10 or len(shape) > _MAX_SHAPE_DIMS:
+            if end - start > _MAX_SHAPE_DIMS * MAX_VARINT_BYTES or len(shape) > _MAX_SHAPE_DIMS:
                 raise CountMismatchError(f"{input_path(name)}.shape", "more dimensions than any tensor here has")
-            try:
-                shape += decode_varints(packed).tolist()
-            except ValueError as error:
-                raise message.malformed(str(error)) from None
+            shape += message.varints(start, end)
         elif tag == _SHAPE_ONE:
             if len(shape) > _MAX_SHAPE_DIMS:
                 raise CountMismatchError(f"{input_path(name)}.shape", "more dimensions than any tensor here has")

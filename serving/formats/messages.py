@@ -337,7 +337,9 @@ class MapColumns:
             given = sorted(schema.features.index[name] for name in features.columns)
             self._keys: Int32Array = np.array(given, dtype=np.int32)
         else:
-            for part in ("context", "candidates"):
+            # Only features of the model are there, each once, so that their number tells whether all are.
+            parts: tuple[Part, ...] = ("context", "candidates")
+            for part in parts if len(features.columns) < len(schema.names) else ():
                 schema.check_names(part, features.columns.keys() & schema.name_sets[part], all_needed=True)
             self._keys = schema.keys
         columns = [features.columns[schema.names[key]] for key in self._keys.tolist()]

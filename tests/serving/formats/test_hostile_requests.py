@@ -258,7 +258,7 @@ def traced() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.mark.parametrize("case", hostile_cases())
+@pytest.mark.parametrize("case", list(hostile_cases()))
 def test_what_is_hostile_is_refused_by_its_count_and_nothing_of_it_is_kept(case):
     body = case.make()
     assert len(body) <= SIZE
