@@ -49,6 +49,7 @@ MAX_VERSION_CHARS = 19
 MAX_NAME_CHARS = 128
 _DTYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 _TEXT_LENGTH = Struct("<I")
+_INTEGER_TYPES = ("INT64", "INT32")
 
 
 class TensorData(Protocol):
@@ -138,6 +139,7 @@ class _Inputs:
     def __init__(self, schema: RequestSchema, given: Mapping[str, Tensor]) -> None:
         self._schema = schema
         self._given = given
+        self._num_required = len(schema.inputs.required)
         self._counts: list[int] = []
         self._num_bags: list[int] = []
         self._widths: list[int] = []
@@ -145,8 +147,7 @@ class _Inputs:
 
     def request(self, options: Options) -> RankRequest:
         schema = self._schema
-        for key, (name, is_context, is_string) in enumerate(schema.kinds):
-            self._read_shape(key, name, is_context=is_context, is_string=is_string)
+        self._read_shapes()
         dense = self._given.get(CANDIDATE_DENSE)
         if schema.candidate_names:
             num_candidates = self._num_bags[schema.features.index[schema.candidate_names[0]]]
@@ -163,30 +164,37 @@ class _Inputs:
         candidate_dense = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
         return rank_request(schema, bags, num_candidates, context_dense, candidate_dense, options, texts)
 
-    def _read_shape(self, key: int, name: str, *, is_context: bool, is_string: bool) -> None:
-        """Take the counts of one feature: ids, bags, and ids of each bag where all have as many."""
-        tensor = self._given[name]
-        count, shape = element_count(tensor), tensor.shape
-        limits = self._schema.limits
-        if count > limits.max_ids_per_request:
-            raise LimitExceededError(input_path(name), "max_ids_per_request", limits.max_ids_per_request, count, "ids")
-        num_bags, width = shape if len(shape) == 2 else (shape[0], 1)
-        if is_context:
-            if len(shape) == 2 and num_bags != 1:
-                raise _wrong_shape(tensor, "a context feature has [ids] or [1, ids]")
-            num_bags, width = 1, count
-        elif (lengths := self._given.get(name + LENGTHS_SUFFIX)) is not None:
-            if len(shape) != 1:
-                raise _wrong_shape(tensor, f"with {name}{LENGTHS_SUFFIX} it must be [ids]")
-            num_bags, width = element_count(lengths), 0
-            _check_datatype(lengths, ("INT64", "INT32"), InvalidIdError)
-            self._own_lengths[key] = lengths
-        if not is_context:
-            check_num_candidates(limits, num_bags)
-        _check_datatype(tensor, ("BYTES",) if is_string else ("INT64", "INT32"), InvalidIdError)
-        self._counts.append(count)
-        self._num_bags.append(num_bags)
-        self._widths.append(width)
+    def _read_shapes(self) -> None:
+        """Take the counts of each feature: ids, bags, and ids of each bag where all have as many."""
+        given, limits, has_optional = self._given, self._schema.limits, len(self._given) > self._num_required
+        counts, all_bags, widths = self._counts, self._num_bags, self._widths
+        for key, (name, is_context, is_string) in enumerate(self._schema.kinds):
+            tensor = given[name]
+            shape, datatype = tensor.shape, tensor.datatype
+            is_flat = len(shape) == 1
+            count = shape[0] if is_flat and 0 <= shape[0] <= MAX_ID else element_count(tensor)
+            if count > limits.max_ids_per_request:
+                allowed = limits.max_ids_per_request
+                raise LimitExceededError(input_path(name), "max_ids_per_request", allowed, count, "ids")
+            num_bags, width = (shape[0], 1) if is_flat else shape
+            if is_context:
+                if not is_flat and num_bags != 1:
+                    raise _wrong_shape(tensor, "a context feature has [ids] or [1, ids]")
+                num_bags, width = 1, count
+            elif has_optional and (lengths := given.get(name + LENGTHS_SUFFIX)) is not None:
+                if not is_flat:
+                    raise _wrong_shape(tensor, f"with {name}{LENGTHS_SUFFIX} it must be [ids]")
+                num_bags, width = element_count(lengths), 0
+                if lengths.datatype not in _INTEGER_TYPES:
+                    _check_datatype(lengths, _INTEGER_TYPES, InvalidIdError)
+                self._own_lengths[key] = lengths
+            if not is_context and not 0 < num_bags <= limits.max_candidates:
+                check_num_candidates(limits, num_bags)
+            if is_string or datatype not in _INTEGER_TYPES:
+                _check_datatype(tensor, ("BYTES",) if is_string else _INTEGER_TYPES, InvalidIdError)
+            counts.append(count)
+            all_bags.append(num_bags)
+            widths.append(width)
 
     def _bags(self, num_candidates: int) -> tuple[Int64Array, Int64Array]:
         """int64 [F], bags of each feature, and int64 [B], ids of each bag."""
@@ -201,21 +209,39 @@ class _Inputs:
         total, allowed = sum(self._counts), schema.limits.max_ids_per_request
         if total > allowed:
             raise LimitExceededError("sparse", "max_ids_per_request", allowed, total, "ids over all features")
+        if not self._own_lengths:
+            return given, np.repeat(np.array(self._widths, np.int64), given)
+        each = [
+            tensor.data.integers(tensor.name, cast(IntegerType, tensor.datatype), num_candidates)
+            for tensor in self._own_lengths.values()
+        ]
+        own = np.concatenate(each, dtype=np.int64)
+        keys = np.array(list(self._own_lengths), np.intp)
+        counts = np.array(self._counts, np.int64)[keys]
+        # Bounded before they are summed, so that no sum wraps around; each of these features has a bag for a candidate.
+        if int(np.minimum.reduce(own)) < 0 or int(np.maximum.reduce(own)) > total:
+            self._refuse_lengths(each)
+        if not np.array_equal(np.add.reduce(own.reshape(-1, num_candidates), axis=1), counts):
+            self._refuse_lengths(each)
+        if len(each) == given.size:
+            return given, own
+        is_own = np.zeros(given.size, np.bool_)
+        is_own[keys] = True
         lengths = np.repeat(np.array(self._widths, np.int64), given)
-        starts = np.cumsum(given) - given
-        for key, tensor in self._own_lengths.items():
-            own = tensor.data.integers(tensor.name, cast(IntegerType, tensor.datatype), self._num_bags[key])
-            wrong = (own < 0) | (own > self._counts[key])
+        lengths[np.repeat(is_own, given)] = own
+        return given, lengths
+
+    def _refuse_lengths(self, each: Sequence[Integers]) -> None:
+        """Raise the error for lengths of which some do not fit their ids."""
+        for (key, tensor), own in zip(self._own_lengths.items(), each, strict=True):
+            most = self._counts[key]
+            wrong = (own < 0) | (own > most)
             if wrong.any():
-                position, most = int(wrong.argmax()), self._counts[key]
+                position = int(wrong.argmax())
                 path = f"{input_path(tensor.name)}[{position}]"
                 raise InvalidFieldError(path, f"{own[position]} is not in 0..{most}, the number of ids")
-            if (said := int(own.sum(dtype=np.int64))) != self._counts[key]:
-                raise CountMismatchError(
-                    input_path(tensor.name), f"they add up to {said}, but there are {self._counts[key]} ids"
-                )
-            lengths[starts[key] : starts[key] + own.size] = own
-        return given, lengths
+            if (said := int(own.sum(dtype=np.int64))) != most:
+                raise CountMismatchError(input_path(tensor.name), f"they add up to {said}, but there are {most} ids")
 
     def _values(self) -> tuple[Int64Array, Sequence[str]]:
         schema, texts = self._schema, list[str]()
