@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loader.errors import ShardrankError
+from serving.api.addresses import HANDSHAKE_S
 from serving.api.http_framing import ChunkReader, header_too_large, read_head, without_upgrade
 from serving.api.http_gates import Gates, refusal
 from serving.errors import MalformedRequestError, RequestTimeoutError, ServingError
@@ -89,6 +90,8 @@ class Gate(asyncio.BufferedProtocol):
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
         self._work_s = CONNECT_S
+        # Of its handshake, until a request is answered.
+        self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0
         self._idle_work_s = 0.0
         self._answers = 0
         self._transport: asyncio.Transport
@@ -106,6 +109,7 @@ class Gate(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell whoever works for this client."""
         self.is_ended = self._is_lost = True
+        self._work_s += self._unpaid_s
         self._tell_work()
         self._gates.lose(self)
         if self._protocol is not None:
@@ -181,7 +185,7 @@ class Gate(asyncio.BufferedProtocol):
         if self._answer_head:
             self._flush()
         self._answers += 1
-        self._idle_work_s = 0.0
+        self._idle_work_s = self._unpaid_s = 0.0
         gates = self._gates
         if self.is_ended:
             return
