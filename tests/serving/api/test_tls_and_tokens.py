@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from serving.api import listening_socket
 from serving.api.addresses import HANDSHAKE_S
+from serving.api.grpc import wire as frames
 from serving.api.tokens import Scope, TokenFile, new_token
 from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError, UnavailableError
 from serving.limits import RequestLimits
@@ -32,6 +33,7 @@ from serving.server import Listening, ServerConfig, serve
 from shard_node.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
+from shardrank_testing.http2_peer import Http2Peer
 from shardrank_testing.serving_api import (
     MODEL,
     Gate,
@@ -263,6 +265,11 @@ def test_a_client_without_the_right_files_is_told_that_the_server_is_unavailable
             async with calling(kind, plain, timeout_ms=5000, retry=ONCE) as call:
                 with pytest.raises(UnavailableError):
                     await call("describe", MODEL)
+            found = {kind: count for (_, _, kind), count in refused(service).items()}
+            # Two did not like the server's; not every client says so before it leaves.
+            left = found.pop("tls_unfinished", 0) + found["tls_untrusted_certificate"] - 1
+            expected = {"tls_missing_certificate": 1, "tls_expired_certificate": 1, "tls_plain_text": 1}
+            assert (left, found) == (2, expected | {"tls_untrusted_certificate": found["tls_untrusted_certificate"]})
 
     with quiet(caplog):
         run(main())
@@ -458,6 +465,9 @@ def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_o
             contexts = {port: papers.context(papers.client, alpn=alpn) for port, alpn in over}
             before = {port: await serial_number(port, context) for port, context in contexts.items()}
             assert len(set(before.values())) == 1
+            over_h2 = await asyncio.open_connection("127.0.0.1", listening.grpc_port, ssl=contexts[listening.grpc_port])
+            old = Http2Peer(*over_h2)
+            old.begin()
             papers.server.replace(papers.ca.issue("renewed"))
             for port, context in contexts.items():
                 while await serial_number(port, context) == before[port]:
@@ -465,6 +475,12 @@ def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_o
                     await asyncio.sleep(0.05)
             await ask()
             assert len(connections) == 1
+            old.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+            while (told := await old.read()) is not None and told.kind != frames.PING:
+                """What it said before."""
+            assert told is not None
+            assert bytes(told.payload) == b"12345678"
+            old.close()
             assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
 
     run(main())
