@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import ssl as tls
-import struct
 from email.utils import formatdate
 
 import uvicorn
@@ -17,7 +16,7 @@ from serving.api.addresses import Addresses
 from serving.api.http import HttpApp
 from serving.api.http_gate import Gate
 from serving.api.http_gates import Gates, refusal
-from serving.api.listening_socket import Acceptor, listening_socket
+from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 from serving.api.tokens import Tokens
 from serving.rank.service import RankingService
 
@@ -27,7 +26,6 @@ LAST_REQUEST_S = 0.5
 """How long a connection that may bring its first request is kept when the server stops."""
 _SWEEP_S = 0.5
 _SECOND_S = 1.0
-_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class HttpServer:
@@ -141,7 +139,7 @@ class HttpServer:
         error = gates.refusal(address)
         if error is not None:
             if gates.addresses.is_waiting(address):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                forget_unsent(connection)
             elif self._ssl is None:
                 with contextlib.suppress(OSError):
                     connection.send(refusal(error, gates.state.default_headers))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 from typing import Generic, Protocol, TypeVar
 
 from serving.api.addresses import HANDSHAKE_S, Addresses
@@ -22,6 +23,7 @@ UNFINISHED = "tls_unfinished"
 """Kind of a handshake whose peer has left, or was too slow."""
 # When no more files can be opened, those who wait are left in the queue for so long.
 _EXHAUSTED_PAUSE_S = 0.1
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def listening_socket(host: str, port: int, api: str) -> socket.socket:
@@ -49,6 +51,11 @@ def listening_socket(host: str, port: int, api: str) -> socket.socket:
     except OSError as error:
         raise ListenError(f"can't listen for {api} on {host}:{port}: {error}") from error
     return listener
+
+
+def forget_unsent(connection: socket.socket) -> None:
+    """Have a close reset the connection: what the peer has not taken is thrown away, and not kept by the kernel for it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 Accepted = TypeVar("Accepted", bound=asyncio.BaseProtocol)

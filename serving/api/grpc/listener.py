@@ -29,7 +29,7 @@ from serving.api.grpc.wire import (
     RequestReceived,
     StreamDropped,
 )
-from serving.api.listening_socket import Acceptor, listening_socket
+from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 
 TURN_S, TURN_OF_ALL_S = 0.005, 0.01
 """Of a turn of the event loop, for one connection and for all of a listener; then others come first."""
@@ -38,7 +38,6 @@ CONNECT_S = 50e-6
 TELL_S = 0.005
 """Work that nothing was completed for is told to the address in portions of so much."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
-_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Exchange(Protocol):
@@ -208,8 +207,7 @@ class Http2Protocol(asyncio.Protocol):
         """End it now."""
         connected = self._transport.get_extra_info("socket")
         if connected is not None and self._transport.get_write_buffer_size():
-            # What the peer does not take is thrown away, and not kept by the kernel for it.
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            forget_unsent(connected)
         self._transport.abort()
 
     def flush(self) -> None:
@@ -403,7 +401,7 @@ class Http2Listener:
         if self.addresses.admit(address) is None:
             return Http2Protocol(self)
         if is_waiting := self.addresses.is_waiting(address):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            forget_unsent(connection)
         self.note("penalty" if is_waiting else "overloaded")
         return None
 
