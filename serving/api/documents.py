@@ -139,9 +139,13 @@ class _Descriptions:
         if self._tokens is not None and right is not None:
             self._tokens.check(header_of(request.scope, b"authorization"), right)
 
-    def guarded(self, page: ASGIApp) -> ASGIApp:
-        """Make a page out of one that anybody sees, for those who may see descriptions."""
+    def guard_pages(self, app: FastAPI) -> None:
+        """Keep the framework's own pages, which describe the API, for those who may see descriptions."""
+        for page in app.routes:
+            if isinstance(page, Route):
+                page.app = self._guarded(page.app)
 
+    def _guarded(self, page: ASGIApp) -> ASGIApp:
         async def guard(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope)
             try:
@@ -225,12 +229,8 @@ def create_documents(service: RankingService, rank: Rank, tokens: Tokens | None 
         description="Online ranking from sharded embeddings: ids in, scores out.",
         redirect_slashes=False,
     )
-    probes = Probes(service, service.watch.refresh)
-    descriptions = _Descriptions(service, tokens)
-    for page in app.routes:
-        # Those of the framework: the description of the API, for programs and people.
-        if isinstance(page, Route):
-            page.app = descriptions.guarded(page.app)
+    probes, descriptions = Probes(service, service.watch.refresh), _Descriptions(service, tokens)
+    descriptions.guard_pages(app)
 
     def route(path: str, name: str, method: str, handler: Handler, summary: str = "", **options: Any) -> None:
         app.router.add_api_route(

@@ -54,7 +54,7 @@ def listening_socket(host: str, port: int, api: str) -> socket.socket:
 
 
 def forget_unsent(connection: socket.socket) -> None:
-    """Have a close reset the connection: what the peer has not taken is thrown away, and not kept by the kernel for it."""
+    """Have a close reset the connection: the kernel throws away what the peer has not taken, and does not keep it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
