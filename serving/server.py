@@ -8,8 +8,9 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import uvloop
 from pydantic import Field
@@ -23,12 +24,12 @@ from serving.api.http_server import HttpServer
 from serving.api.tokens import Tokens
 from serving.fleet.signals import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
-from shard_node.tls import TlsConfig, server_context
+from shard_node.tls import ReloadingContext, TlsConfig, server_context
 
 logger = logging.getLogger(__name__)
 
-# What is spoken on each port, as TLS clients ask for it: HTTP, gRPC.
-_ALPN = (("http/1.1",), ("h2",))
+# What is spoken, as TLS clients ask for it.
+_ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
 Leave: TypeAlias = Callable[[], Awaitable[None]]
 
 
@@ -46,7 +47,7 @@ class ServerConfig(Frozen):
         shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.
-        tls: what clients of both ports must speak; None for plain text. A probe port never speaks it.
+        tls: what clients of all these ports must speak; None for plain text. A worker's private probe port never does.
         tokens: the file of those who are let in, as of `serving.api.tokens`; None to let everybody in.
     """
 
@@ -78,10 +79,9 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         ListenError: if a port can't be bound.
     """
     addresses = Addresses(service.limits, service.clock)
-    tokens = None if config.tokens is None else Tokens(config.tokens)
-    contexts = [None if config.tls is None else server_context(config.tls, alpn=alpn) for alpn in _ALPN]
-    http = HttpServer(service, config.drain_timeout_s, addresses=addresses, tokens=tokens, ssl=contexts[0])
-    grpc = GrpcServer(service, tokens, contexts[1], addresses)
+    tokens, ssl = _protection(service, config, "http")
+    http = HttpServer(service, config.drain_timeout_s, addresses=addresses, tokens=tokens, ssl=ssl)
+    grpc = GrpcServer(service, *_protection(service, config, "grpc"), addresses)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
@@ -101,6 +101,16 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
+
+
+def _protection(
+    service: RankingService, config: ServerConfig, api: Literal["http", "grpc"]
+) -> tuple[Tokens | None, ReloadingContext | None]:
+    """Who is let in at a port, and by which certificates; the metrics count who is not."""
+    tokens = None
+    if config.tokens is not None:
+        tokens = Tokens(config.tokens, note=partial(service.metrics.failed, api, "authorization"))
+    return tokens, None if config.tls is None else server_context(config.tls, alpn=_ALPN[api])
 
 
 async def serve(
@@ -136,10 +146,9 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             admin_port = None
             if config.admin_port is not None:
-                tokens = None if config.tokens is None else Tokens(config.tokens)
-                context = None if config.tls is None else server_context(config.tls, alpn=_ALPN[0])
+                tokens, ssl = _protection(service, config, "http")
                 admin_port = await stack.enter_async_context(
-                    running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=context)
+                    running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl)
                 )
             if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shard_node.address import Address
 from shard_node.errors import AddressError
-from shard_node.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, ReloadingContext, peer_address
+from shard_node.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Handshake, ReloadingContext, handshake
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class TlsAcceptor:
                 await asyncio.sleep(0)
 
     async def _shake_hands(self, sock: socket.socket, host: str) -> None:
-        peer_address.set(host)
+        handshake.set(Handshake(host))
         try:
             await self._loop.connect_accepted_socket(
                 self._protocol,

@@ -57,8 +57,26 @@ _UNTRUSTED_ALERTS = frozenset(
     }
 )
 
-peer_address: ContextVar[str] = ContextVar("peer_address", default="")
-"""Whose handshake begins, for logs. Set by who accepts connections himself; `loop.create_server` doesn't tell."""
+
+class Handshake:
+    """A server's handshake, between who accepts the connection and the context that makes it.
+
+    Args:
+        address: whose it is, for logs; "" if that is not known.
+
+    Attributes:
+        refused: why the other side was refused; None as long as it was not.
+    """
+
+    __slots__ = ("address", "refused")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.refused: TlsHandshakeError | None = None
+
+
+handshake: ContextVar[Handshake | None] = ContextVar("handshake", default=None)
+"""That which begins. Set by who accepts connections himself; `loop.create_server` tells nobody whose it is."""
 
 
 class TlsConfig(Frozen):
@@ -156,7 +174,8 @@ class ReloadingContext(ssl.SSLContext):
         """As `ssl.SSLContext.wrap_bio`; asyncio and uvloop call it for each connection."""
         wrapped = self._made.get().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
         if isinstance(wrapped, _ServerHandshake):
-            wrapped.outgoing, wrapped.refusals, wrapped.peer = outgoing, self.refusals, peer_address.get()
+            wrapped.outgoing, wrapped.refusals = outgoing, self.refusals
+            wrapped.handshake = handshake.get() or Handshake("")
         return wrapped
 
     def wrap_socket(
@@ -185,7 +204,7 @@ class _ServerHandshake(ssl.SSLObject):
 
     outgoing: ssl.MemoryBIO
     refusals: Refusals
-    peer: str
+    handshake: Handshake
     _failure: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
@@ -197,7 +216,8 @@ class _ServerHandshake(ssl.SSLObject):
             raise
         except ssl.SSLError as error:
             failure = tls_error(error)
-            self.refusals.add(self.peer, failure)
+            self.handshake.refused = failure
+            self.refusals.add(self.handshake.address, failure)
             # Whoever speaks another protocol does not read alerts.
             if not self.outgoing.pending or isinstance(failure, PlainTextError):
                 raise

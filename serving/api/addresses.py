@@ -10,6 +10,8 @@ from serving.limits import RequestLimits
 
 FORGIVEN_S = 0.02
 """Work that a completed request makes good: more than one of the largest allowed size takes at a front."""
+HANDSHAKE_S = 0.001
+"""What a TLS handshake costs the event loop; none is charged to a connection that completes a request."""
 FREE_SHARE = 0.02
 """Of one core, that an address may use for nothing for ever: monitors that only connect do it."""
 MAX_REMEMBERED = 16_384

@@ -13,7 +13,8 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
 from serving.api import inference_documents as inference
@@ -138,6 +139,26 @@ class _Descriptions:
         if self._tokens is not None and right is not None:
             self._tokens.check(header_of(request.scope, b"authorization"), right)
 
+    def guard_pages(self, app: FastAPI) -> None:
+        """Keep the framework's own pages, which describe the API, for those who may see descriptions."""
+        for page in app.routes:
+            if isinstance(page, Route):
+                page.app = self._guarded(page.app)
+
+    def _guarded(self, page: ASGIApp) -> ASGIApp:
+        async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+            request = Request(scope)
+            try:
+                self.check(request, "describe")
+            except ShardrankError as error:
+                await _response(request, error_reply(request.url.path, _request_id(request), error))(
+                    scope, receive, send
+                )
+            else:
+                await page(scope, receive, send)
+
+        return guard
+
     async def models(self, call: Call, request: Request) -> Reply:
         """Describe the live version of every model."""
         del call, request
@@ -208,8 +229,8 @@ def create_documents(service: RankingService, rank: Rank, tokens: Tokens | None 
         description="Online ranking from sharded embeddings: ids in, scores out.",
         redirect_slashes=False,
     )
-    probes = Probes(service, service.watch.refresh)
-    descriptions = _Descriptions(service, tokens)
+    probes, descriptions = Probes(service, service.watch.refresh), _Descriptions(service, tokens)
+    descriptions.guard_pages(app)
 
     def route(path: str, name: str, method: str, handler: Handler, summary: str = "", **options: Any) -> None:
         app.router.add_api_route(

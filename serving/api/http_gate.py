@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import select
-import socket
-import struct
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loader.errors import ShardrankError
+from serving.api.addresses import HANDSHAKE_S
 from serving.api.http_framing import ChunkReader, header_too_large, read_head, without_upgrade
 from serving.api.http_gates import Gates, refusal
+from serving.api.listening_socket import forget_unsent
 from serving.errors import MalformedRequestError, RequestTimeoutError, ServingError
 
 TURN_S = 0.005
@@ -30,7 +30,6 @@ _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 # Work of a connection is told to its address in portions of so much.
 _TELL_S = 0.001
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_NO_LINGER = struct.pack("ii", 1, 0)
 
 _Phase = Literal["head", "body", "chunks", "complete"]
 CloseClient = Callable[[], None]
@@ -89,6 +88,8 @@ class Gate(asyncio.BufferedProtocol):
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
         self._work_s = CONNECT_S
+        # Of its handshake, until a request is answered.
+        self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0
         self._idle_work_s = 0.0
         self._answers = 0
         self._transport: asyncio.Transport
@@ -106,6 +107,7 @@ class Gate(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell whoever works for this client."""
         self.is_ended = self._is_lost = True
+        self._work_s += self._unpaid_s
         self._tell_work()
         self._gates.lose(self)
         if self._protocol is not None:
@@ -181,7 +183,7 @@ class Gate(asyncio.BufferedProtocol):
         if self._answer_head:
             self._flush()
         self._answers += 1
-        self._idle_work_s = 0.0
+        self._idle_work_s = self._unpaid_s = 0.0
         gates = self._gates
         if self.is_ended:
             return
@@ -233,9 +235,8 @@ class Gate(asyncio.BufferedProtocol):
     def drop(self) -> None:
         """Close the connection now."""
         self.is_ended = True
-        # Without lingering, what the peer has not taken is thrown away, and not kept by the kernel for it.
         if (connected := self._transport.get_extra_info("socket")) is not None:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            forget_unsent(connected)
         self._transport.abort()
 
     def end_late(self) -> None:

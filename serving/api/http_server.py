@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import ssl as tls
-import struct
 from email.utils import formatdate
 
 import uvicorn
@@ -17,22 +16,16 @@ from serving.api.addresses import Addresses
 from serving.api.http import HttpApp
 from serving.api.http_gate import Gate
 from serving.api.http_gates import Gates, refusal
-from serving.api.listening_socket import accept_waiting, listening_socket
+from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 from serving.api.tokens import Tokens
 from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 1024
-ACCEPTS_A_TURN = 16
-"""Connections that are taken before others have their turn of the event loop."""
 LAST_REQUEST_S = 0.5
 """How long a connection that may bring its first request is kept when the server stops."""
-# When no more files can be opened, those who wait are left in the queue for so long.
-_EXHAUSTED_PAUSE_S = 0.1
 _SWEEP_S = 0.5
 _SECOND_S = 1.0
-_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class HttpServer:
@@ -45,6 +38,10 @@ class HttpServer:
         addresses: accounts of whoever connects, shared with other listeners; by default its own.
         ssl: for connections that are encrypted.
         tokens: says who may do what; None lets everybody.
+
+    Attributes:
+        addresses: accounts of whoever connects.
+        handshake_timeout_s: how long a TLS handshake may take.
     """
 
     def __init__(
@@ -73,10 +70,11 @@ class HttpServer:
         addresses = addresses or Addresses(limits, service.clock)
         self._gates = Gates(config, limits, service.metrics, addresses, service.clock, is_tls=ssl is not None)
         self._drain_timeout_s = drain_timeout_s
-        self._handshake_timeout_s = limits.receive_timeout_s
+        self._metrics = service.metrics
+        self.addresses = addresses
+        self.handshake_timeout_s = limits.receive_timeout_s
         self._ssl = ssl
-        self._listener: socket.socket | None = None
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._acceptor: Acceptor[Gate] | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -86,9 +84,7 @@ class HttpServer:
             ListenError: if the port can't be bound.
         """
         listener = listening_socket(host, port, "HTTP")
-        listener.listen(BACKLOG)
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._acceptor = Acceptor(listener, self, self._ssl)
         self._ticking = asyncio.create_task(self._tick())
         bound: int = listener.getsockname()[1]
         return bound
@@ -102,14 +98,8 @@ class HttpServer:
     async def stop(self) -> None:
         """Take in what has connected, then nothing more; end idle connections, and wait for requests in flight."""
         self.begin_drain()
-        if self._listener is not None:
-            listener, self._listener = self._listener, None
-            asyncio.get_running_loop().remove_reader(listener)
-            for connection in accept_waiting(listener):
-                self._take(connection)
-            listener.close()
-        while self._connecting:
-            await asyncio.wait(self._connecting)
+        if self._acceptor is not None:
+            await self._acceptor.stop(self._drain_timeout_s)
         await self._drain()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -143,72 +133,37 @@ class HttpServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(gates.all_closed.wait(), timeout_s)
 
-    def _accept(self) -> None:
-        listener = self._listener
-        for _ in range(ACCEPTS_A_TURN):
-            if listener is None:
-                return
-            try:
-                connection, _ = listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except ConnectionAbortedError:
-                continue
-            except OSError:
-                self._gates.note("exhausted")
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener)
-                loop.call_later(_EXHAUSTED_PAUSE_S, self._accept_again)
-                return
-            self._take(connection)
-
-    def _accept_again(self) -> None:
-        if self._listener is not None:
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
-
-    def _take(self, connection: socket.socket) -> None:
-        """Make a connection of a socket, or refuse it before it costs anything."""
+    def admit(self, connection: socket.socket, address: str) -> Gate | None:
+        """Make the gate of a new connection, or refuse it before it costs anything: in plain text it is told why."""
         gates = self._gates
-        try:
-            peer = connection.getpeername()
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            connection.close()
-            return
-        address: str = peer[0]
         error = gates.refusal(address)
         if error is not None:
             if gates.addresses.is_waiting(address):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                forget_unsent(connection)
             elif self._ssl is None:
                 with contextlib.suppress(OSError):
                     connection.send(refusal(error, gates.state.default_headers))
-            connection.close()
-            return
+            return None
         gate = Gate(gates, address)
         gates.add(gate)
-        task = asyncio.get_running_loop().create_task(self._connect(gate, connection))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        return gate
 
-    async def _connect(self, gate: Gate, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        timeout_s = None if self._ssl is None else self._handshake_timeout_s
-        try:
-            await loop.connect_accepted_socket(lambda: gate, connection, ssl=self._ssl, ssl_handshake_timeout=timeout_s)
-        except (OSError, tls.SSLError):
-            # The peer has left, or its handshake has failed.
-            self._gates.note("handshake")
-            connection.close()
-        finally:
-            if not gate.has_connected:
-                self._gates.lose(gate)
+    def give_up(self, protocol: Gate) -> None:
+        """Count a connection out that could not be made."""
+        if not protocol.has_connected:
+            self._gates.lose(protocol)
+
+    def note(self, kind: str) -> None:
+        """Count a connection that was refused, or ended; TLS logs its own."""
+        if kind.startswith("tls_"):
+            self._metrics.failed("http", "connection", kind)
+        else:
+            self._gates.note(kind)
 
     async def _tick(self) -> None:
         """Sweep, and keep the date that answers have; nobody else does."""
         gates, second = self._gates, 0.0
-        period_s = min(_SWEEP_S, self._handshake_timeout_s / 8)
+        period_s = min(_SWEEP_S, self.handshake_timeout_s / 8)
         while True:
             if (now := gates.clock()) - second >= _SECOND_S:
                 second = now

@@ -18,7 +18,7 @@ REQUEST_ID = b"x-request-id"
 ERROR_KIND = "shardrank-error-kind"
 OPEN_INFERENCE = "/v2"
 """Where the paths of the Open Inference Protocol begin, whose errors have a form of their own."""
-_RETRY_LATER = 503
+_RETRY_LATER, _UNAUTHENTICATED = 503, 401
 
 
 class Reply(NamedTuple):
@@ -61,6 +61,9 @@ def error_reply(path: str, request_id: str, error: ShardrankError) -> Reply:
     headers: tuple[tuple[str, str], ...] = ()
     if error.http_status == _RETRY_LATER:
         headers = (("retry-after", str(RETRY_AFTER_S)),)
+    elif error.http_status == _UNAUTHENTICATED:
+        # RFC 9110, 11.6.1: such an answer says what is wanted.
+        headers = (("www-authenticate", "Bearer"),)
     if path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/"):
         body = encode({"error": printable(str(error), MAX_MESSAGE_CHARS)})
         return Reply(error.http_status, body, JSON, ((ERROR_KIND, error.kind), *headers))

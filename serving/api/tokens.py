@@ -22,7 +22,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.file_backed import LOOK_INTERVAL_S, FileBacked
 from loader.manifest import Frozen
-from serving.errors import PermissionDeniedError, TokensFileError, UnauthenticatedError
+from serving.errors import PermissionDeniedError, ServingError, TokensFileError, UnauthenticatedError
 
 Scope: TypeAlias = Literal["rank", "describe", "admin"]
 """What a token is good for. `describe`: models' descriptions, metadata and statistics. `rank`: rank, lookup and infer,
@@ -82,15 +82,21 @@ class Tokens:
         path: the file.
         clock: monotonic seconds.
         interval_s: the file is looked at no more often than this.
+        note: told the kind of each refusal.
 
     Raises:
         TokensFileError: the file can't be read. Later that keeps the tokens of before, and logs one warning.
     """
 
     def __init__(
-        self, path: Path, clock: Callable[[], float] = time.monotonic, interval_s: float = LOOK_INTERVAL_S
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        interval_s: float = LOOK_INTERVAL_S,
+        note: Callable[[str], object] = lambda kind: None,
     ) -> None:
         self._entries = FileBacked([path], lambda: _decoded(read_tokens(path)), clock, interval_s)
+        self._note = note
 
     def check(self, authorization: str | None, scope: Scope) -> str:
         """Lets a request pass, or not.
@@ -106,6 +112,13 @@ class Tokens:
             UnauthenticatedError: no token, or one that is not known.
             PermissionDeniedError: its scope is too narrow.
         """
+        try:
+            return self._check(authorization, scope)
+        except ServingError as error:
+            self._note(error.kind)
+            raise
+
+    def _check(self, authorization: str | None, scope: Scope) -> str:
         if authorization is None:
             raise UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
         scheme, _, token = authorization[:MAX_HEADER_CHARS].partition(" ")

@@ -286,7 +286,7 @@ def _say(scheme: str, listening: Listening) -> None:
     click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
     click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
     if listening.admin_port is not None:
-        click.echo(f"probes and metrics: http://{listening.host}:{listening.admin_port}/metrics")
+        click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
 
 
 def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:

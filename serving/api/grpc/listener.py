@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, cast
 
-from serving.api.addresses import FORGIVEN_S, Addresses
+from serving.api.addresses import FORGIVEN_S, HANDSHAKE_S, Addresses
 from serving.api.grpc.connection import Connection
 from serving.api.grpc.wire import (
     ConnectionFailed,
@@ -29,9 +29,8 @@ from serving.api.grpc.wire import (
     RequestReceived,
     StreamDropped,
 )
-from serving.api.listening_socket import accept_waiting, listening_socket
+from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 
-BACKLOG = 1024
 TURN_S, TURN_OF_ALL_S = 0.005, 0.01
 """Of a turn of the event loop, for one connection and for all of a listener; then others come first."""
 CONNECT_S = 50e-6
@@ -39,7 +38,6 @@ CONNECT_S = 50e-6
 TELL_S = 0.005
 """Work that nothing was completed for is told to the address in portions of so much."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
-_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Exchange(Protocol):
@@ -88,6 +86,8 @@ class Http2Protocol(asyncio.Protocol):
         self._address = ""
         # Work that was paid for by completed calls, less work that was not; seconds.
         self._balance_s = -CONNECT_S
+        # Of its handshake, until a call is answered.
+        self._unpaid_s = listener.handshake_cost_s
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
         self._timer: asyncio.TimerHandle | None = None
@@ -113,7 +113,7 @@ class Http2Protocol(asyncio.Protocol):
         for exchange in exchanges.values():
             exchange.dropped()
         self.connection.fail(ErrorCode.NO_ERROR, "")
-        self._listener.lost(self, self._address, max(0.0, -self._balance_s))
+        self._listener.lost(self, self._address, self._unpaid_s + max(0.0, -self._balance_s))
 
     def pause_writing(self) -> None:
         """Do not read from a peer that takes no answers."""
@@ -186,6 +186,7 @@ class Http2Protocol(asyncio.Protocol):
     def completed(self, worth_s: float) -> None:
         """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
         self._balance_s += worth_s
+        self._unpaid_s = 0.0
         if self._balance_s > FORGIVEN_S:
             self._balance_s = 0.0
             self._listener.addresses.completed(self._address)
@@ -206,8 +207,7 @@ class Http2Protocol(asyncio.Protocol):
         """End it now."""
         connected = self._transport.get_extra_info("socket")
         if connected is not None and self._transport.get_write_buffer_size():
-            # What the peer does not take is thrown away, and not kept by the kernel for it.
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            forget_unsent(connected)
         self._transport.abort()
 
     def flush(self) -> None:
@@ -332,9 +332,12 @@ class Http2Listener:
         make_exchange: from a connection and the request that it got; what it raises is a defect.
         clock: monotonic seconds.
         tls: a server's context, which offers `h2`; None for plain text.
+        note: told the kind of each connection that is refused before it is made.
 
     Attributes:
         port: where it listens; 0 before.
+        handshake_timeout_s: how long a TLS handshake may take.
+        handshake_cost_s: what one costs the event loop; 0 in plain text.
     """
 
     def __init__(
@@ -346,19 +349,20 @@ class Http2Listener:
         make_exchange: MakeExchange,
         clock: Callable[[], float],
         tls: ssl.SSLContext | None = None,
+        note: Callable[[str], None] = lambda kind: None,
     ) -> None:
         self.limits, self.addresses, self.make_exchange, self.clock = limits, addresses, make_exchange, clock
         self.loop: asyncio.AbstractEventLoop
         self.port = 0
         self._api, self._max_connections, self._tls = api, max_connections, tls
-        self._handshake_s = None if tls is None else limits.patience_s
+        self.handshake_timeout_s, self.note = limits.patience_s, note
+        self.handshake_cost_s = 0.0 if tls is None else HANDSHAKE_S
         self._connections: set[Http2Protocol] = set()
         # Those without a stream; the one that is idle for longest is the first.
         self._idle: OrderedDict[Http2Protocol, None] = OrderedDict()
         self._waiting: deque[Http2Protocol] = deque()
         self._turn = self._turn_ends = 0.0
-        self._server: asyncio.Server | None = None
-        self._socket: socket.socket | None = None
+        self._acceptor: Acceptor[Http2Protocol] | None = None
         self._none_left = asyncio.Event()
         self._is_stopping = False
 
@@ -369,15 +373,9 @@ class Http2Listener:
             ListenError: if the port can't be bound.
         """
         self.loop = asyncio.get_running_loop()
-        self._socket = listener = listening_socket(host, port, self._api)
+        listener = listening_socket(host, port, self._api)
         self.port = bound = int(listener.getsockname()[1])
-        self._server = await self.loop.create_server(
-            lambda: Http2Protocol(self),
-            sock=listener,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._handshake_s,
-        )
+        self._acceptor = Acceptor(listener, self, self._tls)
         return bound
 
     async def stop(self, grace_s: float) -> None:
@@ -387,15 +385,8 @@ class Http2Listener:
             grace_s: after it, what is left is dropped.
         """
         self._is_stopping = True
-        if self._server is not None and self._socket is not None:
-            accepted = accept_waiting(self._socket)
-            self._server.close()
-            self._socket.close()
-            for one in accepted:
-                with contextlib.suppress(OSError):
-                    await self.loop.connect_accepted_socket(
-                        lambda: Http2Protocol(self), one, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
-                    )
+        if self._acceptor is not None:
+            await self._acceptor.stop(grace_s)
         for connection in list(self._connections):
             connection.ask_to_go()
         with contextlib.suppress(TimeoutError):
@@ -405,13 +396,28 @@ class Http2Listener:
             connection.abort()
         await self._all_closed()
 
+    def admit(self, connection: socket.socket, address: str) -> Http2Protocol | None:
+        """Make the protocol of a new connection, unless its address is not welcome."""
+        if self.addresses.admit(address) is None:
+            return Http2Protocol(self)
+        if is_waiting := self.addresses.is_waiting(address):
+            forget_unsent(connection)
+        self.note("penalty" if is_waiting else "overloaded")
+        return None
+
+    def give_up(self, protocol: Http2Protocol) -> None:
+        """Nothing: a connection counts from when it is made."""
+
     def welcome(self, connection: Http2Protocol, address: str) -> bool:
         """Take a new connection in, if there is a place for it and its address is welcome."""
+        # Once more: with TLS others of its address were quicker, perhaps.
         if self.addresses.admit(address) is not None:
+            self.note("overloaded")
             return False
         if len(self._connections) >= self._max_connections:
             longest = next(iter(self._idle), None)
             if longest is None:
+                self.note("overloaded")
                 return False
             self._remove(longest)
             longest.evict()

@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import grpc
@@ -165,6 +166,7 @@ class GrpcServer:
             self._methods.make_call,
             clock,
             tls,
+            partial(service.metrics.failed, "grpc", "connection"),
         )
         self._watcher: asyncio.Task[None] | None = None
 

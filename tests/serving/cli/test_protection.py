@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from pathlib import Path
 
@@ -25,18 +26,22 @@ from serving.cli.protection import (
     warn_if_node_is_open,
     warn_if_open,
 )
+from serving.client import Client, UnauthenticatedError
 from serving.demo.prepare import train_version
 from shard_node.address import Address
-from shard_node.tls import TlsClientConfig, TlsConfig
+from shard_node.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
+from shardrank_testing.client_calls import rank_arguments
 from shardrank_testing.movielens import small_interactions
-from shardrank_testing.processes import Program, running
+from shardrank_testing.processes import Program, running, wait_until
 
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--shutdown-delay-s", "0")
 REQUEST = {
     "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
     "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
 }
+
+REQUEST_OF_CLIENT = rank_arguments(REQUEST)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,49 @@ def test_a_serving_process_reaches_nodes_over_mutual_tls_and_one_with_an_expired
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_expired_certificate") == 1
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_plain_text") == 1
     assert "Traceback" not in node_program.output
+
+
+@needs_openssl
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_whole_server_lets_in_who_has_a_certificate_and_a_token_on_every_port(
+    store: Path, ca: Authority, node: Pair, router: Pair, tmp_path: Path, command: str
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    new = ["token", "new", "--name", "ops", "--scope", "admin", "--tokens", str(tokens)]
+    token = CliRunner().invoke(main, new).output.strip()
+    with socket.socket() as free:
+        # Of `up` nobody is told which port its children took.
+        free.bind(("127.0.0.1", 0))
+        admin = free.getsockname()[1]
+    given = 0 if command == "serve" else admin
+    ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", str(given))
+    files = {"ca": ca.cert, "cert": router.cert, "key": router.key}
+    with running(command, "--store", str(store), *ports, *tls_flags(node, ca), "--tokens", str(tokens)) as program:
+        url = program.read_until(r"HTTP: (https://127.0.0.1:\d+)/docs")[1]
+        grpc_url = f"grpcs://{program.read_until(r'gRPC: (127.0.0.1:[0-9]+)')[1]}"
+        if command == "serve":
+            admin = int(program.read_until(r"probes and metrics: https://127.0.0.1:(\d+)/metrics")[1])
+            wait_until(lambda: bool(is_ready(url, files)), "a version that is live")
+        for address in (url, grpc_url):
+            with Client(address, token=token, timeout_ms=20_000, **files) as client:
+                assert len(client.rank("films", **REQUEST_OF_CLIENT).scores) == 2
+            with Client(address, timeout_ms=20_000, **files) as client, pytest.raises(UnauthenticatedError):
+                client.rank("films", **REQUEST_OF_CLIENT)
+        context = client_context(TlsClientConfig(**files))
+        with httpx.Client(base_url=f"https://127.0.0.1:{admin}", verify=context) as client:
+            assert client.get("/healthz").status_code == 200
+            assert client.get("/metrics").status_code == 401
+            metrics = client.get("/metrics", headers={"authorization": f"Bearer {token}"})
+            assert 'kind="unauthenticated",method="authorization"' in metrics.text
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http"))
+        assert program.stop() == 0
+    assert "Traceback" not in program.output
+
+
+def is_ready(url: str, files: dict[str, Path]) -> bool:
+    with httpx.Client(verify=client_context(TlsClientConfig(**files))) as client:
+        return client.get(f"{url}/readyz").status_code == 200
 
 
 @needs_openssl

@@ -1,0 +1,583 @@
+"""TLS and tokens on every port of a serving process: who gets in, who does not and is counted. On real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from serving.api import listening_socket
+from serving.api.addresses import HANDSHAKE_S
+from serving.api.grpc import wire as frames
+from serving.api.tokens import Scope, TokenFile, new_token
+from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError, UnavailableError
+from serving.limits import RequestLimits
+from serving.proto.inference import open_inference_pb2 as inference
+from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
+from serving.rank.service import RankingService
+from serving.server import Listening, ServerConfig, serve
+from shard_node.tls import TlsClientConfig, TlsConfig, client_context
+from shardrank_testing.certificates import Authority, Pair, needs_openssl
+from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
+from shardrank_testing.http2_peer import Http2Peer
+from shardrank_testing.serving_api import (
+    MODEL,
+    Gate,
+    api_request,
+    gated_service,
+    rank_message,
+    run,
+    served_service,
+)
+
+pytestmark = needs_openssl
+ONCE = RetryPolicy(max_attempts=1)
+RANK = f"/v1/models/{MODEL}:rank"
+REQUEST = api_request(1)
+
+
+@dataclass(frozen=True)
+class Papers:
+    """What the server shows and asks for, and what clients may show."""
+
+    ca: Authority
+    server: Pair
+    client: Pair
+    expired: Pair
+    foreign: Pair
+    other_ca: Path
+    tokens: Path
+    token: dict[Scope, str]
+
+    def context(self, shown: Pair | None, ca: Path | None = None, alpn: str = "http/1.1") -> ssl.SSLContext:
+        pair = {} if shown is None else {"cert": shown.cert, "key": shown.key}
+        return client_context(TlsClientConfig(ca=ca or self.ca.cert, **pair), alpn=(alpn,))
+
+    def credentials(self, shown: Pair | None, ca: Path | None = None) -> grpc.ChannelCredentials:
+        pair = (None, None) if shown is None else (shown.key.read_bytes(), shown.cert.read_bytes())
+        return grpc.ssl_channel_credentials((ca or self.ca.cert).read_bytes(), *pair)
+
+
+@pytest.fixture
+def papers(tmp_path: Path) -> Papers:
+    ca, other = Authority(tmp_path), Authority(tmp_path, "other")
+    made = {scope: new_token(scope, scope) for scope in ("rank", "describe", "admin")}
+    path = tmp_path / "tokens.json"
+    write_tokens(path, *(entry for _, entry in made.values()))
+    return Papers(
+        ca,
+        ca.issue("server"),
+        ca.issue("client"),
+        ca.issue("expired", days=-1),
+        other.issue("foreign"),
+        other.cert,
+        path,
+        {scope: token for scope, (token, _) in made.items()},
+    )
+
+
+def write_tokens(path: Path, *entries: Any) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_text(TokenFile(tokens=entries).model_dump_json())
+    beside.replace(path)
+
+
+@contextlib.asynccontextmanager
+async def protected(
+    service: RankingService, papers: Papers, *, mutual: bool = True, tokens: bool = False, tls: bool = True
+) -> AsyncIterator[Listening]:
+    """A whole server, with its port for operators."""
+    mine = TlsConfig(cert=papers.server.cert, key=papers.server.key, client_ca=papers.ca.cert if mutual else None)
+    config = ServerConfig(
+        http_port=0,
+        grpc_port=0,
+        admin_port=0,
+        shutdown_delay_s=0,
+        drain_timeout_s=5.0,
+        tls=mine if tls else None,
+        tokens=papers.tokens if tokens else None,
+    )
+    ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+
+    async def load() -> None:
+        """The models are there."""
+
+    serving = asyncio.create_task(serve(service, config, load, ready.set_result))
+    try:
+        await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
+        yield ready.result()
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+def refused(service: RankingService) -> dict[tuple[str, str, str], int]:
+    """What the metrics count, by API, method and kind, of connections and tokens."""
+    line = r'^shardrank_errors_total\{api="(\w+)",kind="(\w+)",method="(connection|authorization)"\} (\d+)\.0$'
+    found = re.findall(line, service.metrics.render().decode(), re.MULTILINE)
+    return {(api, method, kind): int(count) for api, kind, method, count in found}
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Ask again until it is so; tests end after a minute."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+@contextlib.contextmanager
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No defect and no traceback is logged."""
+    with caplog.at_level(logging.INFO):
+        yield
+    assert [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= 40] == []
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def rank_over_grpc(listening: Listening, credentials: grpc.ChannelCredentials | None, token: str = "") -> Message:
+    at = f"127.0.0.1:{listening.grpc_port}"
+    channel = grpc.aio.insecure_channel(at) if credentials is None else grpc.aio.secure_channel(at, credentials)
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    async with channel:
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
+        answer: Message = await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
+        return answer
+
+
+def test_whoever_has_a_certificate_and_a_token_is_answered_on_every_port_and_by_every_client(api_model, papers, caplog):
+    async def main() -> None:
+        service, token = served_service(api_model), papers.token["admin"]
+        bearer = {"authorization": f"Bearer {token}"}
+        async with protected(service, papers, tokens=True) as listening:
+            async with httpx.AsyncClient(verify=papers.context(papers.client), headers=bearer) as client:
+                base = f"https://127.0.0.1:{listening.http_port}"
+                scores = (await client.post(base + RANK, json=REQUEST)).json()["scores"]
+                for port in (listening.http_port, listening.admin_port):
+                    metrics = await client.get(f"https://127.0.0.1:{port}/metrics")
+                    assert (metrics.status_code, "shardrank_requests_total" in metrics.text) == (200, True)
+            answer: Any = await rank_over_grpc(listening, papers.credentials(papers.client), token)
+            assert list(answer.scores) == pytest.approx(scores)
+            mine = {"ca": papers.ca.cert, "cert": papers.client.cert, "key": papers.client.key, "timeout_ms": 20_000}
+            for kind in CLIENTS:
+                for address in (f"https://127.0.0.1:{listening.http_port}", f"grpcs://127.0.0.1:{listening.grpc_port}"):
+                    async with calling(kind, address, token=token, **mine) as call:
+                        result = await call("rank", MODEL, **rank_arguments(REQUEST))
+                        assert list(result.scores) == pytest.approx(scores)
+                        assert (await call("describe", MODEL)).model == MODEL
+                    async with calling(kind, address, retry=ONCE, **mine) as call:
+                        with pytest.raises(UnauthenticatedError, match="a token is needed"):
+                            await call("describe", MODEL)
+                    async with calling(kind, address, token=papers.token["describe"], retry=ONCE, **mine) as call:
+                        with pytest.raises(PermissionDeniedError, match="'rank' is needed here"):
+                            await call("rank", MODEL, **rank_arguments(REQUEST))
+        assert {key for key in refused(service) if key[1] == "connection"} == set()
+
+    with quiet(caplog):
+        run(main())
+
+
+def shown_by(papers: Papers, who: str) -> Pair | None:
+    return {"none": None, "expired": papers.expired, "foreign": papers.foreign}.get(who, papers.client)
+
+
+@pytest.mark.parametrize("api", ["http", "grpc", "admin"])
+@pytest.mark.parametrize(
+    ("who", "kind"),
+    [
+        ("none", "tls_missing_certificate"),
+        ("expired", "tls_expired_certificate"),
+        ("foreign", "tls_untrusted_certificate"),
+        ("plain text", "tls_plain_text"),
+    ],
+)
+def test_whoever_should_not_get_in_is_refused_counted_by_kind_and_logged_once(
+    api_model, papers, caplog, api, who, kind
+):
+    counted = ("grpc" if api == "grpc" else "http", "connection", kind)
+    times = 3
+
+    async def try_to(listening: Listening) -> None:
+        if api == "grpc":
+            credentials = None if who == "plain text" else papers.credentials(shown_by(papers, who))
+            with pytest.raises(grpc.RpcError) as caught:
+                await rank_over_grpc(listening, credentials)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            return
+        port = listening.http_port if api == "http" else listening.admin_port
+        scheme = "http" if who == "plain text" else "https"
+        async with httpx.AsyncClient(verify=papers.context(shown_by(papers, who))) as client:
+            with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                await client.get(f"{scheme}://127.0.0.1:{port}/healthz")
+
+    async def main() -> None:
+        service = served_service(api_model)
+        async with protected(service, papers) as listening:
+            for _ in range(times):
+                await try_to(listening)
+            await until(lambda: refused(service).get(counted, 0) >= times)
+            # Nobody else is kept out by that.
+            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
+                assert (await client.get(f"https://127.0.0.1:{listening.http_port}/healthz")).status_code == 200
+            assert set(refused(service)) == {counted}
+
+    with quiet(caplog):
+        run(main())
+    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"refused a connection from 127.0.0.1: {kind}: ")
+
+
+@pytest.mark.parametrize("over", ["https", "grpcs"])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_client_without_the_right_files_is_told_that_the_server_is_unavailable(api_model, papers, caplog, kind, over):
+    mine = {"cert": papers.client.cert, "key": papers.client.key}
+    wrong = (
+        {"ca": papers.other_ca, **mine},
+        {**mine},
+        {"ca": papers.ca.cert},
+        {"ca": papers.ca.cert, "cert": papers.foreign.cert, "key": papers.foreign.key},
+        {"ca": papers.ca.cert, "cert": papers.expired.cert, "key": papers.expired.key},
+    )
+
+    async def main() -> None:
+        service = served_service(api_model)
+        async with protected(service, papers) as listening:
+            address = f"{over}://127.0.0.1:{listening.http_port if over == 'https' else listening.grpc_port}"
+            for files in wrong:
+                async with calling(kind, address, timeout_ms=5000, retry=ONCE, **files) as call:
+                    with pytest.raises(UnavailableError):
+                        await call("describe", MODEL)
+            plain = address.replace("s://", "://")
+            async with calling(kind, plain, timeout_ms=5000, retry=ONCE) as call:
+                with pytest.raises(UnavailableError):
+                    await call("describe", MODEL)
+            found = {kind: count for (_, _, kind), count in refused(service).items()}
+            # Two did not like the server's; not every client says so before it leaves.
+            left = found.pop("tls_unfinished", 0) + found["tls_untrusted_certificate"] - 1
+            expected = {"tls_missing_certificate": 1, "tls_expired_certificate": 1, "tls_plain_text": 1}
+            assert (left, found) == (2, expected | {"tls_untrusted_certificate": found["tls_untrusted_certificate"]})
+
+    with quiet(caplog):
+        run(main())
+
+
+@pytest.mark.parametrize(
+    ("authorization", "path", "method", "kind"),
+    [
+        (None, RANK, "POST", "unauthenticated"),
+        ("Bearer shardrank_unknown", RANK, "POST", "unauthenticated"),
+        ("describe", RANK, "POST", "permission_denied"),
+        ("describe", f"/v1/models/{MODEL}:lookup", "POST", "permission_denied"),
+        ("describe", f"/v2/models/{MODEL}/infer", "POST", "permission_denied"),
+        (None, "/v1/models", "GET", "unauthenticated"),
+        (None, f"/v2/models/{MODEL}/stats", "GET", "unauthenticated"),
+        (None, "/docs", "GET", "unauthenticated"),
+        (None, "/openapi.json", "GET", "unauthenticated"),
+        ("rank", "/metrics", "GET", "permission_denied"),
+        ("rank", f"/v2/repository/models/{MODEL}/load", "POST", "permission_denied"),
+        ("rank", "admin port", "GET", "permission_denied"),
+        (None, "admin port", "GET", "unauthenticated"),
+    ],
+)
+def test_over_http_a_token_that_is_missing_unknown_or_too_narrow_is_401_or_403(
+    api_model, papers, authorization, path, method, kind
+):
+    async def main() -> None:
+        service = served_service(api_model)
+        async with protected(service, papers, mutual=False, tokens=True) as listening:
+            port = listening.admin_port if path == "admin port" else listening.http_port
+            url = f"https://127.0.0.1:{port}" + ("/metrics" if path == "admin port" else path)
+            header = papers.token.get(authorization, "") and f"Bearer {papers.token[authorization]}"
+            headers = {} if authorization is None else {"authorization": header or authorization}
+            async with httpx.AsyncClient(verify=papers.context(None), headers=headers) as client:
+                answer = await client.request(method, url, json=REQUEST if method == "POST" else None)
+            assert answer.status_code == (401 if kind == "unauthenticated" else 403), answer.text
+            told = answer.json()["error"]
+            assert (answer.headers.get("shardrank-error-kind") or told["kind"]) == kind
+            assert answer.headers.get("www-authenticate") == ("Bearer" if kind == "unauthenticated" else None)
+            assert refused(service) == {("http", "authorization", kind): 1}
+
+    run(main())
+
+
+def test_over_grpc_a_token_that_is_missing_unknown_or_too_narrow_is_refused_by_its_status(api_model, papers):
+    code = grpc.StatusCode
+
+    async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+        try:
+            await call
+        except grpc.RpcError as error:
+            failed: Any = error
+            kinds = dict(failed.trailing_metadata())
+            return failed.code(), str(kinds.get("shardrank-error-kind", ""))
+        return code.OK, ""
+
+    def reflect(at: str, metadata: Any) -> None:
+        # The blocking library: that for event loops calls a write to a call that was just refused an internal error.
+        with grpc.secure_channel(at, papers.credentials(None)) as channel:
+            asked = iter([reflection_pb2.ServerReflectionRequest(list_services="*")])
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            (answer,) = stub.ServerReflectionInfo(asked, metadata=metadata, timeout=20)
+            assert answer.list_services_response.service
+
+    async def main() -> None:
+        service = served_service(api_model)
+        async with (
+            protected(service, papers, mutual=False, tokens=True) as listening,
+            grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(None)) as channel,
+        ):
+            stub = ranking_pb2_grpc.RankingServiceStub(channel)
+            load = channel.unary_unary(
+                "/inference.GRPCInferenceService/RepositoryModelLoad",
+                inference.RepositoryModelLoadRequest.SerializeToString,
+            )
+
+            def asks(token: str | None) -> dict[str, Callable[[], Any]]:
+                metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+                return {
+                    "rank": lambda: stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20),
+                    "describe": lambda: stub.GetModel(
+                        ranking_pb2.GetModelRequest(model=MODEL), metadata=metadata, timeout=20
+                    ),
+                    "reflect": lambda: asyncio.to_thread(reflect, f"127.0.0.1:{listening.grpc_port}", metadata),
+                    "load": lambda: load(
+                        inference.RepositoryModelLoadRequest(model_name=MODEL), metadata=metadata, timeout=20
+                    ),
+                }
+
+            none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
+            fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
+            tokens = papers.token
+            for token, expected in [
+                (None, (none, none, none, none)),
+                ("shardrank_unknown", (none, none, none, none)),
+                (tokens["describe"], (narrow, fine, fine, narrow)),
+                (tokens["rank"], (fine, fine, fine, narrow)),
+                (tokens["admin"], (fine, fine, fine, never)),
+            ]:
+                found = [await status_of(call()) for call in asks(token).values()]
+                assert found == list(expected)
+            assert refused(service) == {
+                ("grpc", "authorization", "unauthenticated"): 8,
+                ("grpc", "authorization", "permission_denied"): 3,
+            }
+
+    run(main())
+
+
+def test_probes_need_no_token(api_model, papers):
+    async def main() -> None:
+        service = served_service(api_model)
+        async with protected(service, papers, mutual=False, tokens=True) as listening:
+            async with httpx.AsyncClient(verify=papers.context(None)) as client:
+                for port in (listening.http_port, listening.admin_port):
+                    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+                        assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
+                ready = f"https://127.0.0.1:{listening.http_port}/v2/models/{MODEL}/ready"
+                assert (await client.get(ready)).status_code == 200
+            at = f"127.0.0.1:{listening.grpc_port}"
+            async with grpc.aio.secure_channel(at, papers.credentials(None)) as channel:
+                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+                assert health.status == health_pb2.HealthCheckResponse.SERVING
+                for name in ("ServerLive", "ServerReady"):
+                    path = f"/inference.GRPCInferenceService/{name}"
+                    await channel.unary_unary(path)(b"", timeout=20)
+            assert refused(service) == {}
+
+    run(main())
+
+
+def test_a_file_of_tokens_that_changes_counts_for_connections_that_are_open(api_model, papers):
+    new, entry = new_token("new", "rank")
+
+    async def main() -> None:
+        service = served_service(api_model)
+        async with (
+            protected(service, papers, tokens=True, tls=False) as listening,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.http_port}") as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{listening.grpc_port}") as channel,
+        ):
+            stub = ranking_pb2_grpc.RankingServiceStub(channel)
+
+            async def over_http(token: str) -> bool:
+                answer = await client.post(RANK, json=REQUEST, headers={"authorization": f"Bearer {token}"})
+                return answer.status_code == 200
+
+            async def over_grpc(token: str) -> bool:
+                metadata = (("authorization", f"Bearer {token}"),)
+                try:
+                    await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
+                except grpc.RpcError:
+                    return False
+                return True
+
+            for asks in (over_http, over_grpc):
+                assert (await asks(papers.token["rank"]), await asks(new)) == (True, False)
+            write_tokens(papers.tokens, entry)
+            for asks in (over_http, over_grpc):
+                while not await asks(new):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                assert not await asks(papers.token["rank"])
+
+    run(main())
+
+
+async def serial_number(port: int, context: ssl.SSLContext) -> str:
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    found: str = writer.get_extra_info("peercert")["serialNumber"]
+    writer.close()
+    return found
+
+
+def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_on(api_model, papers):
+    async def main() -> None:
+        service = served_service(api_model)
+        async with (
+            protected(service, papers) as listening,
+            httpx.AsyncClient(verify=papers.context(papers.client)) as client,
+            grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(papers.client)) as channel,
+        ):
+            url, stub = f"https://127.0.0.1:{listening.http_port}", ranking_pb2_grpc.RankingServiceStub(channel)
+            connections = set()
+
+            async def ask() -> None:
+                answer = await client.post(url + RANK, json=REQUEST)
+                assert answer.status_code == 200
+                connections.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+                await stub.Rank(rank_message(REQUEST), timeout=20)
+
+            await ask()
+            over = [(listening.http_port, "http/1.1"), (listening.grpc_port, "h2"), (listening.admin_port, "http/1.1")]
+            contexts = {port: papers.context(papers.client, alpn=alpn) for port, alpn in over}
+            before = {port: await serial_number(port, context) for port, context in contexts.items()}
+            assert len(set(before.values())) == 1
+            over_h2 = await asyncio.open_connection("127.0.0.1", listening.grpc_port, ssl=contexts[listening.grpc_port])
+            old = Http2Peer(*over_h2)
+            old.begin()
+            papers.server.replace(papers.ca.issue("renewed"))
+            for port, context in contexts.items():
+                while await serial_number(port, context) == before[port]:
+                    await ask()
+                    await asyncio.sleep(0.05)
+            await ask()
+            assert len(connections) == 1
+            old.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+            while (told := await old.read()) is not None and told.kind != frames.PING:
+                """What it said before."""
+            assert told is not None
+            assert bytes(told.payload) == b"12345678"
+            old.close()
+            assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
+
+    run(main())
+
+
+def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_model, papers):
+    gate, request = Gate(), api_request(1) | {"timeout_ms": 20_000}
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            server = contextlib.AsyncExitStack()
+            listening = await server.enter_async_context(protected(service, papers))
+            at = f"127.0.0.1:{listening.grpc_port}"
+            async with (
+                httpx.AsyncClient(verify=papers.context(papers.client), timeout=20) as client,
+                grpc.aio.secure_channel(at, papers.credentials(papers.client)) as channel,
+            ):
+                silent = socket.create_connection(("127.0.0.1", listening.http_port))
+                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
+                asked = [asyncio.create_task(client.post(url, json=request)) for _ in range(4)]
+                stub = ranking_pb2_grpc.RankingServiceStub(channel)
+                told = [stub.Rank(rank_message(request), timeout=20) for _ in range(4)]
+                await gate.wait_until_busy()
+                await until(lambda: service.in_flight == len(asked) + len(told))
+                stopping = asyncio.create_task(server.aclose())
+                await until(lambda: bool(service.watch.problems()))
+                gate.open.set()
+                assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * len(asked)
+                assert [len(one.scores) > 0 for one in await asyncio.gather(*told)] == [True] * len(told)
+                await stopping
+                silent.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("api", ["http", "grpc"])
+def test_handshakes_cost_their_address_until_it_has_to_wait_and_nobody_else(api_model, papers, caplog, api):
+    most = 10
+    limits = RequestLimits(max_idle_work_ms=int(1000 * HANDSHAKE_S * most), penalty_s=600)
+
+    async def main() -> None:
+        service = served_service(api_model, limits)
+        async with protected(service, papers) as listening:
+            port = listening.http_port if api == "http" else listening.grpc_port
+            context = papers.context(papers.client, alpn="h2" if api == "grpc" else "http/1.1")
+            connected = 0
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                # Shakes hands rightly, and asks for nothing.
+                while connected < 50 * most:
+                    source = ("127.0.0.2", 0)
+                    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, local_addr=source)
+                    connected += 1
+                    writer.close()
+                    with contextlib.suppress(OSError):
+                        await writer.wait_closed()
+            assert connected < 50 * most
+            assert refused(service)[(api, "connection", "penalty")] >= 1
+            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
+                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
+                assert (await client.post(url, json=REQUEST)).status_code == 200
+            assert await rank_over_grpc(listening, papers.credentials(papers.client))
+
+    with quiet(caplog):
+        run(main())
+
+
+def test_who_shakes_hands_for_each_request_and_completes_it_never_has_to_wait(api_model, papers):
+    limits = RequestLimits(max_idle_work_ms=int(1000 * HANDSHAKE_S * 10), penalty_s=600)
+
+    async def main() -> None:
+        service = served_service(api_model, limits)
+        async with protected(service, papers) as listening:
+            url, context = f"https://127.0.0.1:{listening.http_port}{RANK}", papers.context(papers.client)
+            for _ in range(30):
+                async with httpx.AsyncClient(verify=context) as client:
+                    assert (await client.post(url, json=REQUEST)).status_code == 200
+            assert refused(service) == {}
+
+    run(main())
+
+
+@pytest.mark.parametrize("api", ["http", "grpc"])
+def test_of_many_handshakes_that_do_not_go_on_the_oldest_is_ended(api_model, papers, caplog, api, monkeypatch):
+    monkeypatch.setattr(listening_socket, "MAX_HANDSHAKES", 3)
+
+    async def main() -> None:
+        service = served_service(api_model, RequestLimits(receive_timeout_s=600))
+        async with protected(service, papers) as listening:
+            port = listening.http_port if api == "http" else listening.grpc_port
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            assert await silent[0][0].read() == b""
+            assert refused(service) == {(api, "connection", "tls_unfinished"): 1}
+            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
+                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
+                assert (await client.post(url, json=REQUEST)).status_code == 200
+            for _, writer in silent:
+                writer.close()
+
+    with quiet(caplog):
+        run(main())
