@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from serving.description import ModelDescription
-from serving.formats.json_reader import JsonCodec, encode_request
-from serving.formats.json_writer import lookup_document, rank_document
+from serving.formats.json_reader import JsonCodec, encode_request, rank_document
+from serving.formats.json_writer import lookup_document
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
 from serving.loading import ModelSource, load_served_model

@@ -42,9 +42,8 @@ class _Wire(asyncio.Transport):
         super().__init__()
         self._gate = gate
         self._transport = transport
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._gate.write(bytes(data) if isinstance(data, memoryview) else data)
+        # Each answer passes here several times.
+        self.write = gate.write  # type: ignore[method-assign]
 
     def close(self) -> None:
         self._gate.close_by_protocol()
@@ -84,7 +83,7 @@ class Gate(asyncio.BufferedProtocol):
         self._left = 0
         self._chunks: ChunkReader
         self._owes = self._has_written = self._has_ended_sending = self._is_feeding = self._was_refused = False
-        self._answer_head: bytes | bytearray = b""
+        self._answer_head = b""
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
         self._work_s = CONNECT_S
@@ -136,7 +135,15 @@ class Gate(asyncio.BufferedProtocol):
             return
         clock = self._gates.clock
         began = clock()
-        self._take(data, began)
+        try:
+            if self._phase == "head":
+                self._take_head(data, began)
+            elif self._phase == "body":
+                self._take_body(data)
+            else:
+                self._take_chunks(data)
+        except ServingError as error:
+            self._refuse(error)
         self._work_s += clock() - began
         if len(data) < _SHORT_READ_BYTES and self.has_begun:
             self._work_s += _SHORT_READ_S
@@ -249,7 +256,7 @@ class Gate(asyncio.BufferedProtocol):
 
     # What the protocol behind does to its transport.
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send what belongs to an answer: its head together with what follows, by one system call."""
         if self._is_feeding:
             # Nobody answers that early but the parser, to what it can't read.
@@ -262,7 +269,7 @@ class Gate(asyncio.BufferedProtocol):
         elif data == _CONTINUE:
             self._transport.write(data)
         else:
-            self._has_written, self._answer_head = True, data
+            self._has_written, self._answer_head = True, bytes(data)
 
     def close_by_protocol(self) -> None:
         """End after an answer."""
@@ -287,17 +294,6 @@ class Gate(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     # How a request is framed.
-
-    def _take(self, data: bytes, now: float) -> None:
-        try:
-            if self._phase == "head":
-                self._take_head(data, now)
-            elif self._phase == "body":
-                self._take_body(data)
-            else:
-                self._take_chunks(data)
-        except ServingError as error:
-            self._refuse(error)
 
     def _take_head(self, data: bytes, now: float) -> None:
         gates, searched = self._gates, 0

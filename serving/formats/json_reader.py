@@ -30,7 +30,7 @@ from serving.formats.checks import (
 )
 from serving.formats.json_refusal import MAX_KEYS, decode_plainly, key_twice, refusal_of
 from serving.formats.json_text import count_above
-from serving.formats.json_writer import encode_lookup, encode_rank
+from serving.formats.json_writer import encode_lookup
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -56,6 +56,8 @@ _LOOKUP_KEYS = (_OPTION_KEYS - {"top_k"}) | {"sparse", "weights"}
 _PART_KEYS = frozenset({"sparse", "weights", "dense"})
 _NONE: frozenset[str] = frozenset()
 _THREADS = threading.local()
+_ENCODER = msgspec.json.Encoder()
+_NO_DENSE: Float32Array = np.empty(0, np.float32)
 # What simdjson, NumPy and the checks below say of a text that is not as it should be.
 _NOT_TAKEN = (TypeError, ValueError, OverflowError, RuntimeError, KeyError, IndexError)
 # Of one feature: its ids, their weights or None, its name, its part of the request, and whether its ids are strings.
@@ -167,7 +169,7 @@ class UnparsedJson:
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`."""
         if isinstance(answer, RankAnswer):
-            return Encoded(encode_rank(answer))
+            return Encoded(_ENCODER.encode(rank_document(answer)))
         return Encoded(encode_lookup(answer))
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
@@ -178,14 +180,17 @@ class UnparsedJson:
             part = context if is_context else candidates
             weights = part.weights.get(name) if part.weights else None
             sources.append((part.sparse[name], weights, name, "context" if is_context else "candidates", is_string))
-        num_candidates = 0 if candidates.dense is None else len(_array(candidates.dense))
+        num_candidates = 0 if candidates.dense is None else len(candidates.dense)
         if schema.candidate_names:
             first = schema.features.index[schema.candidate_names[0]]
             num_candidates = len(cast(Any, sources[first][0]))
         check_num_candidates(schema.limits, num_candidates)
-        context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
+        context_dense = _NO_DENSE
+        if context.dense is not None or schema.num_context_dense:
+            context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
         dense = _candidate_dense(candidates.dense, num_candidates, schema.num_candidate_dense, brackets)
-        bags, texts = _bags(schema, schema.keys, sources, brackets, schema.bags_per_key(num_candidates))
+        bags_per_key = np.where(schema.features.is_context, 1, num_candidates)
+        bags, texts = _bags(schema, schema.keys, sources, brackets, bags_per_key)
         if brackets.left:
             brackets.check()
         return rank_request(schema, bags, num_candidates, context_dense, dense, self._options, texts)
@@ -230,6 +235,19 @@ class UnparsedJson:
         quotes = int(np.count_nonzero(np.frombuffer(self._text, np.uint8) == _QUOTE)) - self._text.count(b'\\"')
         if quotes // 2 > 2 * allowed:
             raise LimitExceededError("sparse", "max_string_ids", allowed, f"about {quotes // 2}", "strings in the body")
+
+
+def rank_document(answer: RankAnswer) -> dict[str, Any]:
+    """The JSON form of an answer. A float32 score is written with all digits, so it reads back as the same float32."""
+    document: dict[str, Any] = {
+        "model": answer.model,
+        "version": answer.version,
+        "scores": answer.scores.tolist(),
+        "order": answer.order.tolist(),
+    }
+    if answer.request_id:
+        document["request_id"] = answer.request_id
+    return document
 
 
 class RefusedJson:
@@ -417,10 +435,6 @@ def _flat_weights(
 
 def _context_dense(found: Any, width: int, brackets: _Brackets) -> Float32Array:
     """float32 [Kc]."""
-    if found is None:
-        if width:
-            raise NotTakenError
-        return np.empty(0, np.float32)
     values = _floats(_array(found))
     brackets.left -= 1
     if len(values) != width or len(found) != width:
@@ -432,7 +446,7 @@ def _candidate_dense(found: Any, num_candidates: int, width: int, brackets: _Bra
     """float32 [N, Kd]. Raises NotTakenError for another number of rows, or of values in them."""
     if found is None and not width:
         return np.empty((num_candidates, 0), np.float32)
-    if len(_array(found)) != num_candidates and (len(found) or width):
+    if not isinstance(found, simdjson.Array) or (len(found) != num_candidates and (len(found) or width)):
         raise NotTakenError
     if (brackets.nested(found) != width).any():
         raise NotTakenError

@@ -1,4 +1,4 @@
-"""Answers and errors as JSON bytes."""
+"""Answers to lookups, and errors, as JSON bytes; `json_reader` writes scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from loader.errors import ShardrankError
 from serving.errors import MAX_FIELD_CHARS, printable
 from serving.formats.json_text import many_lists
-from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
+from serving.formats.requests import FeatureEmbeddings, LookupAnswer
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -17,19 +17,6 @@ MAX_MESSAGE_CHARS = 4096
 
 # Tells a client that was shed when to try again, in seconds.
 RETRY_AFTER_S = 1
-
-
-def rank_document(answer: RankAnswer) -> dict[str, Any]:
-    """The JSON form of an answer. A float32 score is written with all digits, so it reads back as the same float32."""
-    document: dict[str, Any] = {
-        "model": answer.model,
-        "version": answer.version,
-        "scores": answer.scores.tolist(),
-        "order": answer.order.tolist(),
-    }
-    if answer.request_id:
-        document["request_id"] = answer.request_id
-    return document
 
 
 def lookup_document(answer: LookupAnswer) -> dict[str, Any]:
@@ -58,11 +45,6 @@ def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any
 def encode(document: Any) -> bytes:
     """JSON bytes."""
     return _ENCODER.encode(document)
-
-
-def encode_rank(answer: RankAnswer) -> bytes:
-    """JSON bytes of a rank request's answer."""
-    return _ENCODER.encode(rank_document(answer))
 
 
 def encode_lookup(answer: LookupAnswer) -> bytes:

@@ -19,7 +19,8 @@ from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads, changing_headers
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.infer_http import InferHttpCodec
-from serving.formats.json_writer import encode, rank_document
+from serving.formats.json_reader import rank_document
+from serving.formats.json_writer import encode
 from serving.formats.messages import MessageCodec, encode_rank
 from serving.formats.requests import RankAnswer
 from serving.limits import RequestLimits
