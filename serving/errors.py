@@ -31,7 +31,10 @@ ServingError
 ├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
 ├── TokensFileError             400 INVALID_ARGUMENT     a file of tokens that can't be read, or not be added to
 ├── ListenError                 500 INTERNAL             a port can't be bound
-└── ProfileFileError            500 INTERNAL             the file of `--profile` can't be written
+├── ProfileFileError            500 INTERNAL             the file of `--profile` can't be written
+└── FleetError                  500 INTERNAL             a fleet on this machine that can't be started or run
+    └── ChildFailedError                                 a child process that ended or stayed silent
+RankingModelError               422 FAILED_PRECONDITION  a dense model that does not fit its description or this machine
 ```
 
 A deadline that passes is `shard_node.errors.DeadlineExceededError` (504), wherever it is noticed.
@@ -335,3 +338,23 @@ class HistogramLayoutError(ServingError):
     """The installed metrics library keeps its histograms in another way than this process fills them."""
 
     kind = "histogram_layout"
+
+
+class RankingModelError(ShardrankError):
+    """A config, a tensor or a number format that the ranking model can't be built with."""
+
+    http_status = 422
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "bad_model"
+
+
+class FleetError(ServingError):
+    """A fleet that can't be started: no port, no room for a socket path, a setting that makes no sense."""
+
+    kind = "fleet"
+
+
+class ChildFailedError(FleetError):
+    """A child process ended, or did not become ready in time. The message carries its last log lines."""
+
+    kind = "child_failed"

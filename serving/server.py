@@ -21,7 +21,7 @@ from serving.api.admin import running_admin
 from serving.api.grpc.services import GrpcServer
 from serving.api.http_server import HttpServer
 from serving.api.tokens import Tokens
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from shard_node.tls import TlsConfig, server_context
 

@@ -10,7 +10,7 @@ from typing import Any
 from loader.errors import RegistryError
 from loader.registry.records import NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
-from serving.fleet.child import NotReadyError, Probe, RefusedError
+from serving.fleet.supervisor import NotYetError, Probe, RefusedError
 
 
 def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> Probe:
@@ -27,9 +27,9 @@ def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> P
             record = next((node for node in await fleet.nodes() if node.node_id == node_id), None)
             wanted = await fleet.wanted()
         except RegistryError as error:
-            raise NotReadyError(str(error)) from error
+            raise NotYetError(str(error)) from error
         if record is None or record.process_id != process_id:
-            raise NotReadyError(f"{node_id} has not announced itself yet")
+            raise NotYetError(f"{node_id} has not announced itself yet")
         for model in models:
             if model in wanted:
                 _check_live(record, wanted[model])
@@ -38,7 +38,7 @@ def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> P
 
 
 def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
-    """Raises NotReadyError or RefusedError unless the node does what is wanted of it for one model."""
+    """Raises NotYetError or RefusedError unless the node does what is wanted of it for one model."""
     model, version = wanted.model, wanted.live
     if record.kind == "shard":
         held = wanted.held_by(record.node_id)
@@ -51,9 +51,9 @@ def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
         raise RefusedError(f"version {version} of {model!r}: {report.reason}")
     if report is None or report.state != "ready":
         told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
-        raise NotReadyError(f"version {version} of {model!r} is {told}")
+        raise NotYetError(f"version {version} of {model!r} is {told}")
     if record.kind == "serving" and record.live.get(model) != version:
-        raise NotReadyError(f"version {version} of {model!r} is not live yet")
+        raise NotYetError(f"version {version} of {model!r} is not live yet")
 
 
 def lock_probe(fleet: FleetRegistry, key: str) -> Probe:
@@ -64,9 +64,9 @@ def lock_probe(fleet: FleetRegistry, key: str) -> Probe:
         try:
             holder = await fleet.registry.holder(key)
         except RegistryError as error:
-            raise NotReadyError(str(error)) from error
+            raise NotYetError(str(error)) from error
         if holder is None:
-            raise NotReadyError(f"nobody holds {key} yet")
+            raise NotYetError(f"nobody holds {key} yet")
 
     return probe
 
@@ -89,9 +89,9 @@ def http_probe(host: str, port: int, path: str = "/readyz", timeout_s: float = 2
         try:
             status, body = await asyncio.to_thread(_get, host, port, path, timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            raise NotReadyError(f"http://{host}:{port}{path}: {error}") from error
+            raise NotYetError(f"http://{host}:{port}{path}: {error}") from error
         if status != http.client.OK:
-            raise NotReadyError(f"http://{host}:{port}{path} answered {status}: {_short(body)}")
+            raise NotYetError(f"http://{host}:{port}{path} answered {status}: {_short(body)}")
 
     return probe
 

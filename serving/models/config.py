@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.manifest import Frozen, ModelSpec
 from loader.schema_errors import schema_errors
-from serving.models.errors import RankingModelError
+from serving.errors import RankingModelError
 
 MAX_LAYERS = 32
 MAX_LAYER_SIZE = 65_536

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from loader.manifest import ModelSpec
+from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, parse_dense_model
-from serving.models.dcn_v2 import DcnV2
-from serving.models.dlrm import Dlrm
-from serving.models.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs
-from serving.models.mlp import MlpRanking
-from serving.models.ranking_model import RankingModel
-from serving.models.target_attention import TargetAttention
+from serving.models.ranking_models import DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
 
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
 _CPU = torch.device("cpu")

@@ -1,19 +1,27 @@
-"""What every ranking model reads: one matrix of dense inputs and pooled embeddings, and padded sequences.
+"""What every ranking model reads, `[dense | embeddings | zeros]` with one row a candidate, and how it is assembled.
 
-All columns of a candidate lie side by side in one matrix, `[dense | embeddings | zeros]`, so that models which begin
-with their concatenation read it as it is. Its width is padded to a multiple of 32: the bfloat16 matrix units want that.
+The matrix is padded to a multiple of 32 columns, which the bfloat16 matrix units want; models that begin with the
+concatenation read it as it is. A lookup answers with one block per (embedding_dim, dtype) group: feature after feature,
+each with all its bags. Features that are neighbours in both orders, on one side, form a run, and a run is written by
+one strided copy, which converts to the model's number format on the way.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loader.manifest import ModelSpec
+from loader.manifest import ModelSpec, Side
+from router.embeddings import Embeddings
+from router.feature_schema import FeatureSchema
+from shard_node.bags import Float32Array, Int64Array
 
 COLUMN_MULTIPLE = 32
 
@@ -178,3 +186,182 @@ class RankingInputs:
             sequences,
             self.request_of_candidate,
         )
+
+
+# A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
+# process; here blocks are only read from.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writ", category=UserWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pooled features of one side that are neighbours in their block and in the columns.
+
+    Attributes:
+        block: which of the lookup's blocks holds them.
+        side: context features have a bag a request, candidate features a bag a candidate.
+        first_feature: flat index of the first.
+        num_features: how many.
+        dim: embedding_dim of each.
+        column: first column in `RankingInputs.columns`.
+    """
+
+    block: int
+    side: Side
+    first_feature: int
+    num_features: int
+    dim: int
+    column: int
+
+
+def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
+    """Splits the pooled features, in flat order, into the fewest runs."""
+    shapes = InputShapes.of(spec)
+    block_of_feature = np.searchsorted(schema.group_starts, np.arange(len(schema.features)), side="right") - 1
+    runs: list[Run] = []
+    for index, feature in enumerate(schema.features):
+        if feature.name in shapes.sequence_dims:
+            continue
+        block, dim = int(block_of_feature[index]), spec.table_of(feature.name).embedding_dim
+        column = shapes.dense_width + shapes.offsets[feature.name]
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (last.block, last.side) == (block, feature.side)
+            and last.first_feature + last.num_features == index
+            and last.column + last.num_features * dim == column
+        ):
+            runs[-1] = replace(last, num_features=last.num_features + 1)
+        else:
+            runs.append(Run(block, feature.side, index, 1, dim, column))
+    return tuple(runs)
+
+
+class ColumnBuffer:
+    """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
+
+    Args:
+        shapes: of the inputs.
+        dtype: of the columns.
+    """
+
+    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
+        self._shapes = shapes
+        self._columns = torch.empty(0, shapes.padded_width, dtype=dtype)
+
+    def columns(self, num_candidates: int) -> Tensor:
+        """[N, padded width], zero behind what the inputs carry, all else to be written."""
+        if num_candidates > self._columns.shape[0]:
+            self._columns = self._columns.new_empty(num_candidates, self._shapes.padded_width)
+            # Memory that was never written may hold NaN, which a zero weight does not remove.
+            self._columns[:, self._shapes.width :].zero_()
+        return self._columns[:num_candidates]
+
+
+class InputAssembler:
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs.
+
+    Args:
+        spec: the model.
+        schema: its features in flat order.
+        dtype: the ranking model's number format, float32 or bfloat16.
+    """
+
+    def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
+        self.shapes = InputShapes.of(spec)
+        self.dtype = dtype
+        self.runs = find_runs(spec, schema)
+        self._sequences = tuple(
+            (index, feature.name)
+            for index, feature in enumerate(schema.features)
+            if feature.name in self.shapes.sequence_dims
+        )
+
+    def buffer(self) -> ColumnBuffer:
+        """A buffer for `assemble`."""
+        return ColumnBuffer(self.shapes, self.dtype)
+
+    def assemble(
+        self,
+        embeddings: Embeddings,
+        request_of_candidate: Int64Array,
+        context_dense: Float32Array,
+        candidate_dense: Float32Array,
+        buffer: ColumnBuffer | None = None,
+    ) -> RankingInputs:
+        """Builds the inputs of R requests' N candidates.
+
+        Args:
+            embeddings: the batch's lookup of all features; context features have R bags, candidate features N.
+            request_of_candidate: int64 [N], ascending.
+            context_dense: float32 [R, Kc].
+            candidate_dense: float32 [N, Kd].
+            buffer: where the columns are to be; None for memory of their own.
+
+        Returns:
+            The inputs, in the assembler's dtype.
+        """
+        num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
+        shapes = self.shapes
+        owner = torch.from_numpy(request_of_candidate)
+        columns = (buffer or self.buffer()).columns(num_candidates)
+        if shapes.context_dense_width:
+            self._expand(torch.from_numpy(context_dense), owner, columns, 0)
+        if shapes.candidate_dense_width:
+            columns[:, shapes.context_dense_width : shapes.dense_width].copy_(torch.from_numpy(candidate_dense))
+        blocks = [torch.from_numpy(block) for block in embeddings.blocks]
+        for run in self.runs:
+            first = int(embeddings.row_starts[run.first_feature])
+            self._write_run(run, blocks[run.block], first, num_requests, owner, columns)
+        sequences = {
+            name: padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
+            for index, name in self._sequences
+        }
+        return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
+
+    def _write_run(
+        self, run: Run, block: Tensor, first: int, num_requests: int, owner: Tensor, columns: Tensor
+    ) -> None:
+        # The run is rows [F, bags, D] of the block, from `first` on; it is read as [bags, F, D].
+        of_context = run.side == "context"
+        bags, dim = num_requests if of_context else columns.shape[0], run.dim
+        shape = (bags, run.num_features, dim)
+        by_bag = block.as_strided(shape, (dim, bags * dim, 1), first * dim)
+        if of_context:
+            self._expand(by_bag, owner, columns, run.column)
+        else:
+            columns.as_strided(shape, (columns.stride(0), dim, 1), run.column).copy_(by_bag)
+
+    def _expand(self, per_request: Tensor, owner: Tensor, columns: Tensor, column: int) -> None:
+        """Writes [R, ...] into the columns from `column` on, each request's row for each of its candidates."""
+        rows = per_request.to(self.dtype).flatten(1)
+        torch.index_select(rows, 0, owner, out=columns[:, column : column + rows.shape[1]])
+
+
+def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:
+    """Lays out ragged sequences side by side.
+
+    Args:
+        rows: float32 [lengths.sum(), D], sequence after sequence.
+        lengths: int64 [R].
+        dtype: of the result.
+
+    Returns:
+        Rows [R, max(lengths), D] that end in zeros, and their mask.
+    """
+    num_requests, dim = lengths.size, rows.shape[1]
+    longest = int(lengths.max(initial=0))
+    mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
+    source = torch.from_numpy(rows).to(dtype)
+    if rows.shape[0] == num_requests * longest:
+        return SequenceInput(source.view(num_requests, longest, dim), mask)
+    padded = torch.zeros(num_requests * longest, dim, dtype=dtype)
+    padded.index_copy_(0, torch.from_numpy(padded_positions(lengths, longest)), source)
+    return SequenceInput(padded.view(num_requests, longest, dim), mask)
+
+
+def padded_positions(lengths: Int64Array, longest: int) -> npt.NDArray[np.int64]:
+    """int64 [lengths.sum()]: where each element of ragged sequences lies in the flat [R * longest] padded form."""
+    ends = np.cumsum(lengths)
+    within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    return np.repeat(np.arange(lengths.size, dtype=np.int64) * longest, lengths) + within

@@ -13,7 +13,7 @@ from router.plan import Plan
 from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel, longest_sequence
+from serving.versions.served_model import ServedModel, longest_sequence
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, ShardNode

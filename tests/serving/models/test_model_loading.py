@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serving.models.errors import RankingModelError
+from serving.errors import RankingModelError
 from serving.models.factory import bfloat16_is_native, build_model, choose_dtype, compare_dtypes, load_model
 from serving.models.inputs import RankingInputs
 from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec

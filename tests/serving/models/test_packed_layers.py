@@ -7,10 +7,9 @@ import copy
 import pytest
 import torch
 
-from serving.models.device_copies import DeviceCopies
 from serving.models.factory import bfloat16_is_native, build_model, load_model
-from serving.models.layers import LogitHead, Mlp
-from serving.models.packed_layers import PackedLayers, can_pack
+from serving.models.layers import LogitHead, Mlp, PackedLayers, can_pack
+from serving.models.ranking_models import DeviceCopies
 from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec
 
 DTYPES = [

@@ -8,7 +8,7 @@ import torch
 
 from serving.models.factory import load_model
 from serving.models.inputs import RankingInputs
-from serving.models.target_attention import MAX_PAIRS, TargetAttention
+from serving.models.ranking_models import MAX_PAIRS, TargetAttention
 from shardrank_testing.ranking import CONFIGS, DIM, numpy_mlp, random_inputs, random_tensors, ranking_spec
 
 
