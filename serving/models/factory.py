@@ -11,7 +11,7 @@ from torch import Tensor
 from loader.manifest import ModelSpec
 from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, parse_dense_model
-from serving.models.inputs import InputShapes, RankingInputs
+from serving.models.inputs import InputShapes
 from serving.models.ranking_models import DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
 
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
@@ -115,10 +115,3 @@ def choose_dtype(choice: DtypeChoice, device: torch.device = _CPU, *, native: bo
         what = "CPU" if device.type == "cpu" else "GPU"
         raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
     return torch.bfloat16 if native else torch.float32
-
-
-def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:
-    """The largest difference of a score between two number formats of one model, each fed the same float32 inputs."""
-    expected = reference.score(inputs.to(reference.dtype))
-    scores = model.score(inputs.to(model.dtype))
-    return float((scores - expected).abs().max()) if expected.numel() else 0.0

@@ -62,7 +62,7 @@ class InputShapes:
             sequence_dims={name: dim for name, dim in dims.items() if name not in pooled},
         )
 
-    @property
+    @cached_property
     def dense_width(self) -> int:
         """Kc + Kd."""
         return self.context_dense_width + self.candidate_dense_width
@@ -72,12 +72,12 @@ class InputShapes:
         """W, the sum of the pooled features' dims."""
         return sum(self.dims)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Kc + Kd + W, the columns that carry something."""
         return self.dense_width + self.embedding_width
 
-    @property
+    @cached_property
     def padded_width(self) -> int:
         """The columns of the matrix."""
         return padded_width(self.width)
@@ -158,11 +158,6 @@ class RankingInputs:
         """[N, W], a view."""
         return self.columns[:, self.dense_width : self.dense_width + self.embedding_width]
 
-    @property
-    def num_candidates(self) -> int:
-        """N."""
-        return self.columns.shape[0]
-
     def on(self, device: torch.device) -> RankingInputs:
         """The same inputs on another device; themselves if they are there."""
         if self.columns.device == device:
@@ -173,19 +168,6 @@ class RankingInputs:
         }
         owner = self.request_of_candidate.to(device)
         return RankingInputs(self.columns.to(device), self.dense_width, self.embedding_width, sequences, owner)
-
-    def to(self, dtype: torch.dtype) -> RankingInputs:
-        """The same inputs in another floating-point type."""
-        sequences = {
-            name: SequenceInput(sequence.rows.to(dtype), sequence.mask) for name, sequence in self.sequences.items()
-        }
-        return RankingInputs(
-            self.columns.to(dtype),
-            self.dense_width,
-            self.embedding_width,
-            sequences,
-            self.request_of_candidate,
-        )
 
 
 # A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
@@ -240,22 +222,12 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
 class ColumnBuffer:
     """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
 
-    Args:
-        shapes: of the inputs.
-        dtype: of the columns.
+    Attributes:
+        memory: [most candidates so far, padded width], zero behind what the inputs carry.
     """
 
     def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
-        self._shapes = shapes
-        self._columns = torch.empty(0, shapes.padded_width, dtype=dtype)
-
-    def columns(self, num_candidates: int) -> Tensor:
-        """[N, padded width], zero behind what the inputs carry, all else to be written."""
-        if num_candidates > self._columns.shape[0]:
-            self._columns = self._columns.new_empty(num_candidates, self._shapes.padded_width)
-            # Memory that was never written may hold NaN, which a zero weight does not remove.
-            self._columns[:, self._shapes.width :].zero_()
-        return self._columns[:num_candidates]
+        self.memory = torch.empty(0, shapes.padded_width, dtype=dtype)
 
 
 class InputAssembler:
@@ -289,7 +261,7 @@ class InputAssembler:
         candidate_dense: Float32Array,
         buffer: ColumnBuffer | None = None,
     ) -> RankingInputs:
-        """Builds the inputs of R requests' N candidates.
+        """Builds the inputs of R requests' N candidates, in the assembler's dtype.
 
         Args:
             embeddings: the batch's lookup of all features; context features have R bags, candidate features N.
@@ -297,45 +269,38 @@ class InputAssembler:
             context_dense: float32 [R, Kc].
             candidate_dense: float32 [N, Kd].
             buffer: where the columns are to be; None for memory of their own.
-
-        Returns:
-            The inputs, in the assembler's dtype.
         """
         num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
-        shapes = self.shapes
-        owner = torch.from_numpy(request_of_candidate)
-        columns = (buffer or self.buffer()).columns(num_candidates)
-        if shapes.context_dense_width:
-            self._expand(torch.from_numpy(context_dense), owner, columns, 0)
+        shapes, buffer, owner = self.shapes, buffer or self.buffer(), torch.from_numpy(request_of_candidate)
+        if num_candidates > buffer.memory.shape[0]:
+            buffer.memory = buffer.memory.new_empty(num_candidates, shapes.padded_width)
+            # Memory that was never written may hold NaN, which a zero weight does not remove.
+            buffer.memory[:, shapes.width :].zero_()
+        columns = buffer.memory[:num_candidates]
+        # Dense inputs may lie in the bytes of a request, which nobody may write: torch warns of tensors over such.
+        if context := shapes.context_dense_width:
+            dense = torch.tensor(context_dense, dtype=self.dtype)
+            torch.index_select(dense, 0, owner, out=columns[:, :context])
         if shapes.candidate_dense_width:
-            columns[:, shapes.context_dense_width : shapes.dense_width].copy_(torch.from_numpy(candidate_dense))
+            columns[:, context : shapes.dense_width].copy_(torch.tensor(candidate_dense))
         blocks = [torch.from_numpy(block) for block in embeddings.blocks]
         for run in self.runs:
-            first = int(embeddings.row_starts[run.first_feature])
-            self._write_run(run, blocks[run.block], first, num_requests, owner, columns)
+            # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
+            block, start = blocks[run.block], int(embeddings.row_starts[run.first_feature]) * run.dim
+            dim, width = run.dim, run.num_features * run.dim
+            if run.side == "context":
+                shape = (num_requests, run.num_features, dim)
+                rows = block.as_strided(shape, (dim, num_requests * dim, 1), start).to(self.dtype).flatten(1)
+                torch.index_select(rows, 0, owner, out=columns[:, run.column : run.column + width])
+            else:
+                shape = (num_candidates, run.num_features, dim)
+                target = columns.as_strided(shape, (columns.stride(0), dim, 1), run.column)
+                target.copy_(block.as_strided(shape, (dim, num_candidates * dim, 1), start))
         sequences = {
             name: padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
             for index, name in self._sequences
         }
         return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
-
-    def _write_run(
-        self, run: Run, block: Tensor, first: int, num_requests: int, owner: Tensor, columns: Tensor
-    ) -> None:
-        # The run is rows [F, bags, D] of the block, from `first` on; it is read as [bags, F, D].
-        of_context = run.side == "context"
-        bags, dim = num_requests if of_context else columns.shape[0], run.dim
-        shape = (bags, run.num_features, dim)
-        by_bag = block.as_strided(shape, (dim, bags * dim, 1), first * dim)
-        if of_context:
-            self._expand(by_bag, owner, columns, run.column)
-        else:
-            columns.as_strided(shape, (columns.stride(0), dim, 1), run.column).copy_(by_bag)
-
-    def _expand(self, per_request: Tensor, owner: Tensor, columns: Tensor, column: int) -> None:
-        """Writes [R, ...] into the columns from `column` on, each request's row for each of its candidates."""
-        rows = per_request.to(self.dtype).flatten(1)
-        torch.index_select(rows, 0, owner, out=columns[:, column : column + rows.shape[1]])
 
 
 def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+_NO_SCALARS: list[Any] = []
+PackedLayer: TypeAlias = tuple[Tensor, Tensor | None, str]
+"""Weight in oneDNN's own order, bias, and what follows: `relu` or `none`."""
 
-class PackedLayers:
-    """Linear layers one after the other. Their weights are copied: later changes of the layers are not seen.
 
-    Args:
-        layers: on the CPU, of a dtype for which `can_pack` is true.
-        relu_after: for each layer, whether ReLU follows it.
+def pack_layers(layers: Sequence[nn.Linear], relu_after: Sequence[bool]) -> tuple[PackedLayer, ...]:
+    """Copies layers for which `can_pack` is true into the form in which they score fastest.
+
+    A plain product puts its weights in oneDNN's order each time anew: measured on an AVX-512 core with bfloat16, 100
+    rows through the layers [1696, 256, 64] take 6 % longer then, 2000 rows 4 %. PyTorch's compiler packs weights with
+    the same operators (torch/_inductor/fx_passes/mkldnn_fusion.py). What is added up is the same, though not always in
+    that order.
     """
-
-    def __init__(self, layers: Sequence[nn.Linear], relu_after: Sequence[bool]) -> None:
-        ops = torch.ops.mkldnn
-        self._linear = ops._linear_pointwise.default
-        self._steps = tuple(
-            (ops._reorder_linear_weight(layer.weight.detach()), _bias(layer), "relu" if relu else "none")
-            for layer, relu in zip(layers, relu_after, strict=True)
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., input width] to [..., output width of the last layer]."""
-        for weight, bias, activation in self._steps:
-            x = self._linear(x, weight, bias, activation, _NO_SCALARS, "")
-        return x
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    return tuple(
+        (reorder(one.weight.detach()), None if one.bias is None else one.bias.detach(), "relu" if relu else "none")
+        for one, relu in zip(layers, relu_after, strict=True)
+    )
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -42,13 +38,6 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype is torch.float32
-
-
-_NO_SCALARS: list[Any] = []
-
-
-def _bias(layer: nn.Linear) -> Tensor | None:
-    return None if layer.bias is None else layer.bias.detach()
 
 
 class Mlp(nn.Module):
@@ -68,12 +57,15 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(widths[i], widths[i + 1]) for i in range(len(sizes)))
         self.relu_at_end = relu_at_end
         self.output_width = widths[-1]
-        self._packed: PackedLayers | None = None
+        self._packed: tuple[PackedLayer, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_width] to [..., sizes[-1]]."""
         if self._packed is not None and not torch.is_grad_enabled():
-            return self._packed(x)
+            linear = torch.ops.mkldnn._linear_pointwise.default
+            for weight, bias, activation in self._packed:
+                x = linear(x, weight, bias, activation, _NO_SCALARS, "")
+            return x
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             x = layer(x)
@@ -90,12 +82,11 @@ class Mlp(nn.Module):
     def pack(self) -> None:
         """Makes it ready to score where it is: its weights must not change after that.
 
-        On the CPU they are copied (`PackedLayers`), for calls that want no gradients; elsewhere nothing changes.
+        On the CPU they are copied (`pack_layers`), for calls that want no gradients; elsewhere nothing changes.
         """
         layers = self._linears()
         if can_pack(layers[0].weight):
-            relu_after = [True] * (len(layers) - 1) + [self.relu_at_end]
-            self._packed = PackedLayers(layers, relu_after)
+            self._packed = pack_layers(layers, [True] * (len(layers) - 1) + [self.relu_at_end])
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not packed: it may be meant for another device."""
@@ -123,7 +114,10 @@ class LogitHead(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_width] to float32 [..., 1]."""
         if self._packed is not None and self._last is not None and not torch.is_grad_enabled():
-            return F.linear(self._packed(x).float(), *self._last)
+            linear = torch.ops.mkldnn._linear_pointwise.default
+            for weight, bias, activation in self._packed:
+                x = linear(x, weight, bias, activation, _NO_SCALARS, "")
+            return F.linear(x.float(), *self._last)
         *hidden, last = self.layers
         for layer in hidden:
             x = F.relu_(layer(x))
@@ -134,7 +128,7 @@ class LogitHead(Mlp):
         """As `Mlp.pack`."""
         *hidden, last = self._linears()
         if can_pack(last.weight):
-            self._packed = PackedLayers(hidden, [True] * len(hidden))
+            self._packed = pack_layers(hidden, [True] * len(hidden))
             self._last = last.weight.detach().float(), last.bias.detach().float()
 
     def __getstate__(self) -> dict[str, Any]:

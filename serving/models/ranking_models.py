@@ -14,6 +14,10 @@ from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAtte
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.layers import LogitHead, Mlp, padded_linear
 
+CPU = torch.device("cpu")
+# Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB.
+MAX_PAIRS = 1 << 18
+
 
 class RankingModel(nn.Module):
     """A dense part: from a batch's inputs to one logit a candidate.
@@ -97,20 +101,13 @@ class Dlrm(RankingModel):
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Logits [N]."""
-        vectors = inputs.embeddings.view(inputs.num_candidates, self.num_features, self.dim)
-        if self.bottom is None:
-            return self._top(self._interactions(vectors))
-        bottom = self.bottom(inputs.dense)
-        vectors = torch.cat([bottom.unsqueeze(1), vectors], dim=1)
-        return self._top(torch.cat([bottom, self._interactions(vectors)], dim=1))
-
-    def _interactions(self, vectors: Tensor) -> Tensor:
-        """[N, V, D] to [N, V * (V - 1) / 2]."""
-        products = torch.bmm(vectors, vectors.transpose(1, 2))
-        return products.flatten(1).index_select(1, self.pairs)
-
-    def _top(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.top(x)
+        vectors = inputs.embeddings.view(inputs.columns.shape[0], self.num_features, self.dim)
+        bottom = None if self.bottom is None else self.bottom(inputs.dense)
+        if bottom is not None:
+            vectors = torch.cat([bottom.unsqueeze(1), vectors], dim=1)
+        # [N, V, D] to [N, V * (V - 1) / 2].
+        x = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        logits: Tensor = self.top(x if bottom is None else torch.cat([bottom, x], dim=1))
         return logits.squeeze(1)
 
 
@@ -185,10 +182,6 @@ class DcnV2(RankingModel):
             self.columns_read = self.shapes.padded_width
             self.cross.pad(self.columns_read)
             self.deep.pad_input(self.columns_read)
-
-
-# Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB.
-MAX_PAIRS = 1 << 18
 
 
 class AttentionUnit(nn.Module):
@@ -275,9 +268,6 @@ class TargetAttention(RankingModel):
         return logits.squeeze(1)
 
 
-CPU = torch.device("cpu")
-
-
 class DeviceCopies:
     """Copies of a ranking model by device, made when they are first asked for. Thread-safe.
 
@@ -295,9 +285,10 @@ class DeviceCopies:
         Args:
             device: `cpu`, or a CUDA device with its index.
         """
+        if (found := self._by_device.get(device)) is not None:
+            return found
         with self._lock:
-            found = self._by_device.get(device)
-            if found is None:
+            if (found := self._by_device.get(device)) is None:
                 found = copy.deepcopy(self._by_device[CPU]).to(device)
                 found.pack()
                 self._by_device[device] = found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from serving.models.factory import bfloat16_is_native, build_model, load_model
-from serving.models.layers import LogitHead, Mlp, PackedLayers, can_pack
+from serving.models.layers import LogitHead, Mlp, can_pack
 from serving.models.ranking_models import DeviceCopies
 from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec
 
@@ -98,7 +98,10 @@ def test_only_weights_on_the_cpu_of_its_number_formats_are_packed():
 
 
 def test_layers_without_bias_can_be_packed():
-    linear = torch.nn.Linear(3, 2, bias=False)
+    layers = Mlp(3, [2], relu_at_end=False)
+    layers.layers[0] = torch.nn.Linear(3, 2, bias=False)
     x = torch.randn(4, 3)
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLayers([linear], [False])(x), linear(x))
+        expected = layers(x)
+        layers.pack()
+        torch.testing.assert_close(layers(x), expected)
