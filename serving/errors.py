@@ -1,41 +1,4 @@
-"""Serving's branch of the error tree.
-
-```
-ServingError
-├── BadRequestError             400 INVALID_ARGUMENT     the request; `field` says which part of it
-│   ├── MalformedRequestError   400                      not JSON, not protobuf
-│   ├── InvalidFieldError       400                      wrong type, unknown key, value out of its range
-│   ├── UnknownFeatureError     400                      a feature that the model does not have
-│   ├── MissingFeatureError     400                      a feature that the model needs
-│   ├── CountMismatchError      400                      counts of candidates, weights or dense values that don't agree
-│   ├── InvalidIdError          400                      negative, float, boolean, >= 2^63, or of the wrong type
-│   ├── UnknownIdError          400                      an id without a row, in a table that rejects it
-│   └── LimitExceededError      400                      more than a configured limit; the message names it
-│       ├── TooManyEntriesError 400                      more than can be within the limits; not decoded at all
-│       └── BodyTooLargeError   413
-├── UnauthenticatedError        401 UNAUTHENTICATED      no token, or one that is not known
-├── PermissionDeniedError       403 PERMISSION_DENIED    a token whose scope is too narrow
-├── ModelNotFoundError          404 NOT_FOUND            no such model here, or not that version of it
-├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the HTTP API does not have
-├── MethodNotAllowedError       405 UNIMPLEMENTED
-├── RequestTimeoutError         408 DEADLINE_EXCEEDED    the request was not complete in time
-├── UnknownCodingError          415 UNIMPLEMENTED        a gRPC message compressed in a way that is not known here
-├── HeaderTooLargeError         431 RESOURCE_EXHAUSTED
-├── ClientGoneError             499 CANCELLED            the client left before its answer
-├── OverloadedError             503 RESOURCE_EXHAUSTED   shed at once: too many requests in flight or waiting
-├── ShuttingDownError           503 UNAVAILABLE
-├── NotReadyError               503 UNAVAILABLE
-├── LookupProfileError          400 INVALID_ARGUMENT     a hotness or skew to plan with that can't be
-├── CanaryShareError            400 INVALID_ARGUMENT     a share of requests that is none
-├── GoldenMismatchError         422 FAILED_PRECONDITION  a version that does not give its own golden scores
-├── ModelOutputError            500 INTERNAL             the dense model gave NaN or inf
-├── TokensFileError             400 INVALID_ARGUMENT     a file of tokens that can't be read, or not be added to
-├── ListenError                 500 INTERNAL             a port can't be bound
-├── ProfileFileError            500 INTERNAL             the file of `--profile` can't be written
-└── FleetError                  500 INTERNAL             a fleet on this machine that can't be started or run
-    └── ChildFailedError                                 a child process that ended or stayed silent
-RankingModelError               422 FAILED_PRECONDITION  a dense model that does not fit its description or this machine
-```
+"""Serving's branch of the error tree; docs/api.md lists the kinds and statuses that clients see.
 
 A deadline that passes is `shard_node.errors.DeadlineExceededError` (504), wherever it is noticed.
 """

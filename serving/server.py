@@ -33,7 +33,7 @@ Leave: TypeAlias = Callable[[], Awaitable[None]]
 
 
 async def _stay() -> None:
-    """A process that belongs to no fleet has nothing to leave."""
+    """Does nothing: a process that belongs to no fleet has nothing to leave."""
 
 
 class ServerConfig(Frozen):

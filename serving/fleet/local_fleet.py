@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -150,16 +151,12 @@ async def begin(
         SnapshotError, PlanError: the live version can't be divided like this. Nothing was written then.
         RegistryError: it does not answer, or has another snapshot on record as that version.
     """
-    waited_s = 0.0
-    while True:
-        try:
+    # What is in the way may be nodes that were killed a moment ago, whose announcements have not expired.
+    for _ in range(math.ceil(EXPIRY_S / _POLL_S)):
+        with contextlib.suppress(_OccupiedError):
             return await _begin(fleet, config, await fleet.nodes(), clock)
-        except _OccupiedError:
-            # Perhaps by nodes that were killed a moment ago: what they announced has not expired.
-            if waited_s >= EXPIRY_S:
-                raise
         await sleep(_POLL_S)
-        waited_s += _POLL_S
+    return await _begin(fleet, config, await fleet.nodes(), clock)
 
 
 class _OccupiedError(FleetError):
@@ -202,14 +199,10 @@ async def _choose(
     hint = f"start without a version, then: shardrank rollout start {model} {asked}"
     if nodes:
         raise _OccupiedError(f"version {asked} of {model!r}: nodes run and have version {live} live; {hint}")
-    if await _is_rolling_out(fleet, model):
+    rollout = await fleet.raw(rollout_key(model))
+    if rollout is not None and decode_rollout(model, rollout.value).active:
         raise FleetError(f"version {asked} of {model!r}: a rollout from version {live} has not ended; {hint}")
     return asked
-
-
-async def _is_rolling_out(fleet: FleetRegistry, model: str) -> bool:
-    entry = await fleet.raw(rollout_key(model))
-    return entry is not None and decode_rollout(model, entry.value).active
 
 
 def _first_wanted(model: str, version: int, record: WantedModel | None) -> WantedModel | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
-from typing import Any
 
 from loader.errors import RegistryError
 from loader.registry.records import NodeRecord, WantedModel
@@ -71,16 +71,6 @@ def lock_probe(fleet: FleetRegistry, key: str) -> Probe:
     return probe
 
 
-def both(first: Probe, second: Probe) -> Probe:
-    """Ready when both say so."""
-
-    async def probe(process_id: int) -> None:
-        await first(process_id)
-        await second(process_id)
-
-    return probe
-
-
 def http_probe(host: str, port: int, path: str = "/readyz", timeout_s: float = 2.0) -> Probe:
     """Asks a serving process over HTTP; ready is status 200."""
 
@@ -97,18 +87,14 @@ def http_probe(host: str, port: int, path: str = "/readyz", timeout_s: float = 2
 
 
 def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    try:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read(65_536)
-    finally:
-        connection.close()
 
 
 def _short(body: bytes) -> str:
     try:
-        document: Any = json.loads(body)
+        return json.dumps(json.loads(body))[:300]
     except ValueError:
         return repr(body[:200])
-    return json.dumps(document)[:300]

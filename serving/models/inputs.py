@@ -283,7 +283,7 @@ class InputAssembler:
             torch.index_select(dense, 0, owner, out=columns[:, :context])
         if shapes.candidate_dense_width:
             columns[:, context : shapes.dense_width].copy_(torch.tensor(candidate_dense))
-        blocks = [torch.from_numpy(block) for block in embeddings.blocks]
+        blocks = list(map(torch.from_numpy, embeddings.blocks))
         for run in self.runs:
             # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
             block, start = blocks[run.block], int(embeddings.row_starts[run.first_feature]) * run.dim
@@ -296,10 +296,9 @@ class InputAssembler:
                 shape = (num_candidates, run.num_features, dim)
                 target = columns.as_strided(shape, (columns.stride(0), dim, 1), run.column)
                 target.copy_(block.as_strided(shape, (dim, num_candidates * dim, 1), start))
-        sequences = {
-            name: padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
-            for index, name in self._sequences
-        }
+        sequences: dict[str, SequenceInput] = {}
+        for index, name in self._sequences:
+            sequences[name] = padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
         return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
 
 

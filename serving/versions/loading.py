@@ -25,13 +25,13 @@ from router.replicas import ReplicatedShard
 from serving.errors import ServingError
 from serving.models.factory import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.served_model import OnRetry, ServedModel, ShardsFactory
+from serving.versions.served_model import ServedModel, ShardsFactory
 from shard_node.address import Address
 from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
 from shard_node.loading import load_tables
 from shard_node.node import Sharding, ShardNode
-from shard_node.shard import LocalShard, Shard
+from shard_node.shard import LocalShard
 from shard_node.tls import ReloadingContext, TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
@@ -161,13 +161,10 @@ async def load_when_possible(
 
 
 def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, progress: Progress) -> ShardNode:
+    budget = source.memory_budget_bytes
+    partition, card_set = plan.partition(index), source.card_set
     tables = load_tables(
-        snapshot,
-        plan.partition(index),
-        plan.digest,
-        memory_budget_bytes=source.memory_budget_bytes,
-        card_set=source.card_set,
-        progress=progress,
+        snapshot, partition, plan.digest, memory_budget_bytes=budget, card_set=card_set, progress=progress
     )
     node = ShardNode(plan.identity(index))
     node.stage(snapshot.spec.model, snapshot.version, tables)
@@ -193,25 +190,26 @@ def fleet_shards(
     tls: ReloadingContext | None = None,
 ) -> ShardsFactory:
     """The shards of a fleet whose nodes come and go: whoever tells that it has the version ready is asked."""
-    model, version = snapshot.spec.model, snapshot.version
 
     def connect(address: Address) -> ShardClient:
         return ShardClient(address, clock=clock, tls=tls)
 
-    def shards(on_retry: OnRetry) -> list[Shard]:
-        return [
-            ReplicatedShard(
-                plan,
-                index,
-                snapshot.identity,
-                ReplicaSource(partial(directory.current, model, version, index), connect),
-                on_retry,
-                clock,
-            )
-            for index in range(plan.num_shards)
-        ]
+    def replicas(index: int) -> ReplicaSource:
+        return ReplicaSource(partial(directory.current, snapshot.spec.model, snapshot.version, index), connect)
 
-    return shards
+    return _replicated_shards(snapshot, plan, replicas, clock)
+
+
+def _replicated_shards(
+    snapshot: Snapshot,
+    plan: Plan,
+    replicas: Callable[[int], ReplicaSource | list[ShardClient]],
+    clock: Callable[[], float],
+) -> ShardsFactory:
+    return lambda on_retry: [
+        ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
+        for index in range(plan.num_shards)
+    ]
 
 
 def open_published(
@@ -240,17 +238,7 @@ def open_published(
 def _remote_shards(source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService) -> ShardsFactory:
     clock, tls = service.clock, None if source.node_tls is None else client_context(source.node_tls)
 
-    def shards(on_retry: OnRetry) -> list[Shard]:
-        return [
-            ReplicatedShard(
-                plan,
-                index,
-                snapshot.identity,
-                [ShardClient(address, clock=clock, tls=tls) for address in replicas],
-                on_retry,
-                clock,
-            )
-            for index, replicas in enumerate(source.shards)
-        ]
+    def replicas(index: int) -> list[ShardClient]:
+        return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
 
-    return shards
+    return _replicated_shards(snapshot, plan, replicas, clock)

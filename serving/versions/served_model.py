@@ -41,17 +41,15 @@ ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
 
 INFO_TIMEOUT_S = 2.0
 _DTYPE_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-}
+    torch.float32: "float32", torch.bfloat16: "bfloat16",
+}  # fmt: skip
 
 
 class ServedModel:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     Attributes:
-        model: its name.
-        version: its number.
+        model, version: its name and number.
         schema: what a request looks like.
         description: what it tells of itself.
         counter: what it has done since it is here.
@@ -117,23 +115,24 @@ class ServedModel:
             RouterError, ShardNodeError: if the shards can't be asked.
         """
         limits, metrics = limits or RequestLimits(), metrics or ServingMetrics()
-        schema = RequestSchema(FeatureSchema.of(snapshot.spec), limits)
+        spec = snapshot.spec
+        schema = RequestSchema(FeatureSchema.of(spec), limits)
         parts = ranking_parts(snapshot, schema, torch.float32)
         batcher, counter = Batcher(limits, clock), VersionCounter()
-        mapper = _id_mapper(snapshot, schema.features)
+        mapped = [one.name for one in spec.tables if one.id_mapping.kind == "vocabulary"]
+        mapper = IdMapper(schema.features, {name: snapshot.vocabulary(name) for name in mapped})
 
         def ranking(number: int) -> Ranking:
-            connected = shards(partial(metrics.shard_retry, snapshot.spec.model))
+            connected = shards(partial(metrics.shard_retry, spec.model))
             router = Router(schema.features, mapper, plan, connected)
-            scorer = scorer_on_card(connected, snapshot.spec.model, snapshot.version, number, limits, card_graphs)
+            scorer = scorer_on_card(connected, spec.model, snapshot.version, number, limits, card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
         checked_with = batcher if loop is None else Batcher(limits, clock)
-        name = f"rank-{snapshot.spec.model}-{snapshot.version}"
-        replicas = _started(name, num_replicas, checked_with, ranking, clock)
+        replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas, checked_with, ranking, clock)
         try:
             checked = check_version(snapshot, parts, replicas, dtype, clock)
         except BaseException:
@@ -146,7 +145,7 @@ class ServedModel:
             on_loop.start()
             takers = [on_loop]
             _stop(checked_with, replicas)
-        metrics.dtype_fallback(snapshot.spec.model, snapshot.version, fell_back=bool(checked.fallback))
+        metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[checked.dtype], checked.fallback)
         return cls(schema, description, batcher, takers, on_close, counter, checked)
 
@@ -204,21 +203,8 @@ def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
     return int(bags.values_per_key()[is_none].max(initial=0))
 
 
-def _id_mapper(snapshot: Snapshot, features: FeatureSchema) -> IdMapper:
-    vocabularies = {
-        table.name: snapshot.vocabulary(table.name)
-        for table in snapshot.spec.tables
-        if table.id_mapping.kind == "vocabulary"
-    }
-    return IdMapper(features, vocabularies)
-
-
 def _started(
-    name: str,
-    count: int,
-    batcher: Batcher,
-    ranking: Callable[[int], Ranking],
-    clock: Callable[[], float],
+    name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Callable[[], float]
 ) -> list[Replica]:
     replicas: list[Replica] = []
 

@@ -26,13 +26,7 @@ _RANGE = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class CanaryChoice:
-    """The canary of one model. Made by `of`.
-
-    Attributes:
-        version: gets the share.
-        share: of the requests that do not ask for a version, above 0 and below 1.
-        bound: hashes below it are in the share.
-    """
+    """The canary of one model: its version, its share of the requests that ask for none. Made by `of`."""
 
     version: int
     share: float
@@ -51,10 +45,9 @@ class CanaryChoice:
 
 
 def key_hash(model: str, key: str) -> int:
-    """XXH64 (seed 0) of model, a zero byte, and key, as UTF-8; in 0..2^64 - 1.
+    """XXH64 (seed 0) of model, a zero byte, and key, as UTF-8: two models' canaries are tried on different keys.
 
-    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md. The model is hashed as well, so
-    that two models' canaries are tried on different keys.
+    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
     """
     # A lone surrogate is refused when the request is parsed, which is after this.
     return xxhash.xxh64_intdigest(f"{model}\0{key}".encode("utf-8", "surrogatepass"))
@@ -98,22 +91,14 @@ class ServedVersions:
         self.generations.stage(served.model, served.version, served)
 
     def flip(self, model: str, version: int) -> None:
-        """Makes a version that is here the live one; a second time changes nothing. It ends its being the canary.
-
-        Raises:
-            GenerationNotFoundError: if it is not here, or drains.
-        """
+        """Makes a version the live one, and not the canary. Raises GenerationNotFoundError if not here, or draining."""
         self.generations.flip(model, version)
         self._end_canary(model, version)
 
     def retire(self, model: str, version: int) -> Generation[ServedModel]:
-        """Withdraws a version, be it live or the canary: no new request gets it, and it is freed after its last one.
+        """Withdraws a version, be it live or the canary; its `retired` event is set once its last request has ended.
 
-        Returns:
-            The generation; wait for its `retired` event.
-
-        Raises:
-            GenerationNotFoundError: if it is not here, or was withdrawn before.
+        Raises GenerationNotFoundError if it is not here, or was withdrawn before.
         """
         self._end_canary(model, version)
         return self.generations.retire(model, version)

@@ -211,39 +211,36 @@ class ServingActions:
                 continue
             served: ServedModel = one.payload
             report = rows.get(key, VersionReport(model=one.model, version=one.version, state="ready"))
-            found.append(
-                report.model_copy(
-                    update={
-                        "progress": 1.0,
-                        "identity": served.description.identity,
-                        "leases": one.leases,
-                        "golden_difference": served.checked.difference,
-                        "golden_tolerance": served.checked.tolerance,
-                        "stats": served.counter.stats(),
-                    }
-                )
-            )
+            told = {
+                "progress": 1.0,
+                "identity": served.description.identity,
+                "leases": one.leases,
+                "golden_difference": served.checked.difference,
+                "golden_tolerance": served.checked.tolerance,
+                "stats": served.counter.stats(),
+            }
+            found.append(report.model_copy(update=told))
         return found
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """What is announced."""
+        topology, now = self._directory.topology(), self._service.clock()
+        if now - self._memory[0] >= MEMORY_EVERY_S:
+            self._memory = (now, available_memory_bytes())
+        # Where rows are on shard nodes this is a number, if only to say so before any of them was seen.
+        num_shards = None if self._local is not None else 1 if topology is None else topology.num_shards
         return NodeRecord(
             node_id=self._config.node_id,
             kind="serving",
             process_id=os.getpid(),
             address=self.address,
-            num_shards=None if self._local is not None else self._num_shards(),
+            num_shards=num_shards,
             memory_total_bytes=total_memory_bytes(),
-            memory_available_bytes=self._available_bytes(),
+            memory_available_bytes=self._memory[1],
             applied=dict(applied),
             live=self._service.versions.live_versions(),
             versions=tuple(reports),
         )
-
-    def _num_shards(self) -> int:
-        """Where rows are on shard nodes this is a number, if only to say so before any of them was seen."""
-        topology = self._directory.topology()
-        return 1 if topology is None else topology.num_shards
 
     async def _topology(self, model: str, version: int) -> FleetRecord:
         """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
@@ -262,11 +259,9 @@ class ServingActions:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        work = partial(self._load_now, published, topology, tell)
+        work, name = partial(self._load_now, published, topology, tell), f"load-{published.model}-{published.version}"
         began = time.monotonic()
-        served = await in_background(
-            work, f"load-{published.model}-{published.version}", self._discard, low_priority=False
-        )
+        served = await in_background(work, name, self._discard, low_priority=False)
         try:
             self._service.install_staged(served)
         except BaseException:
@@ -276,13 +271,8 @@ class ServingActions:
         logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
 
     def _load_now(
-        self,
-        published: PublishedVersion,
-        topology: FleetRecord | None,
-        tell: Callable[[float], None],
-        wish: Wish,
+        self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None], wish: Wish
     ) -> ServedModel:
-        """In the load's thread."""
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         config, service = self._config, self._service
@@ -322,18 +312,8 @@ class ServingActions:
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
 
     def _is_here(self, model: str, version: int) -> bool:
-        return any(
-            (one.model, one.version, one.state != "draining") == (model, version, True)
-            for one in self._service.generations.all()
-        )
-
-    def _available_bytes(self) -> int:
-        looked_at, available = self._memory
-        now = self._service.clock()
-        if now - looked_at >= MEMORY_EVERY_S:
-            available = available_memory_bytes()
-            self._memory = (now, available)
-        return available
+        generations = self._service.generations.all()
+        return any((one.model, one.version) == (model, version) and one.state != "draining" for one in generations)
 
 
 def _shards(numbers: Sequence[int]) -> str:
@@ -427,7 +407,8 @@ class ServingNode:
 
     def _is_live(self) -> bool:
         """Whether each expected model has a live version."""
-        expected = self._models or _with_live(list(self.agent.wanted.values()))
+        wanted = self.agent.wanted.values()
+        expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
         if not expected:
             return False
         self._service.expect(expected)
@@ -452,7 +433,3 @@ class ServingNode:
             else:
                 is_silent = False
             await self._sleep(LOOK_S * self._random.uniform(0.75, 1.25))
-
-
-def _with_live(wanted: Sequence[WantedModel]) -> tuple[str, ...]:
-    return tuple(sorted(one.model for one in wanted if one.live is not None))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,8 @@ def check_version(
         RouterError, ShardNodeError: its rows can't be looked up.
     """
     check = _Check(snapshot, parts, replicas, clock)
-    check.connect()
+    deadline = clock() + CONNECT_TIMEOUT_S
+    check.on_all(lambda ranking: ranking.connect(deadline))
     wanted, golden = choose_dtype(asked, check.device()), snapshot.golden()
     if golden is not None and snapshot.manifest.golden is not None:
         checked = check.golden(golden, snapshot.manifest.golden.tolerance, wanted)
@@ -94,7 +96,11 @@ def check_version(
         checked = CheckedVersion(wanted)
     else:
         checked = CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
-    check.warm(golden)
+
+    async def warm(ranking: Ranking) -> None:
+        ranking.warm(golden)
+
+    check.on_all(warm)
     return checked
 
 
@@ -108,13 +114,8 @@ class _Check:
         self._clock = clock
         self._name = f"model {snapshot.spec.model!r} version {snapshot.version}"
 
-    def connect(self) -> None:
-        deadline = self._clock() + CONNECT_TIMEOUT_S
-
-        async def connect(ranking: Ranking) -> None:
-            await ranking.connect(deadline)
-
-        for future in [replica.call(connect) for replica in self._replicas]:
+    def on_all(self, work: Callable[[Ranking], Coroutine[Any, Any, None]]) -> None:
+        for future in [replica.call(work) for replica in self._replicas]:
             future.result()
 
     def device(self) -> torch.device:
@@ -122,13 +123,6 @@ class _Check:
             return ranking.device
 
         return self._replicas[0].call(ask).result()
-
-    def warm(self, golden: GoldenRequests | None) -> None:
-        async def warm(ranking: Ranking) -> None:
-            ranking.warm(golden)
-
-        for future in [replica.call(warm) for replica in self._replicas]:
-            future.result()
 
     def golden(self, golden: GoldenRequests, tolerance: float, wanted: torch.dtype) -> CheckedVersion:
         difference = self._difference(self._replicas[0], self._parts, golden)
@@ -158,12 +152,8 @@ class _Check:
             raise GoldenMismatchError(
                 f"{self._name}: golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
             )
-        logger.warning(
-            "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)",
-            self._name,
-            difference,
-            tolerance,
-        )
+        after = "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)"
+        logger.warning(after, self._name, difference, tolerance)
         return False
 
     def _why_not(self, parts: RankingParts, golden: GoldenRequests, tolerance: float) -> str:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from serving.models.factory import bfloat16_is_native, build_model, load_model
-from serving.models.layers import LogitHead, Mlp, can_pack
-from serving.models.ranking_models import DeviceCopies
+from serving.models.ranking_models import DeviceCopies, LogitHead, Mlp, can_pack
 from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec
 
 DTYPES = [
