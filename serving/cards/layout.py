@@ -6,18 +6,15 @@ of sequences as they come. One section behind the batch's ids holds dense inputs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loader.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.models.inputs import InputShapes, padded_width
-from shard_node.bags import Int64Array
 from shard_node.cuda.kernel_params import MODES, OutDtype
 from shard_node.cuda.output_runs import BatchSize, OutputRuns
 
@@ -85,16 +82,14 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlaces:
-    """Where the parts of the output begin, in elements.
+    """Where the parts of the output begin, in elements, behind the input matrix [N, padded width].
 
     Attributes:
-        columns: the input matrix, [N, padded width].
         context: [R, context stride].
         sequences: of each sequence feature, [values, dim].
         total: all of it.
     """
 
-    columns: int
     context: int
     sequences: tuple[int, ...]
     total: int
@@ -102,17 +97,15 @@ class OutputPlaces:
 
 @dataclass(frozen=True, slots=True)
 class ExtraPlaces:
-    """Where the parts of the section that is sent along begin, in bytes.
+    """Where the parts of the section that is sent along begin, in bytes, behind int64 [N], each candidate's request.
 
     Attributes:
-        owner: int64 [N], which request a candidate is of.
         context_dense: float32 [R, Kc].
         candidate_dense: float32 [N, Kd].
         sequences: int64 [sequence features, 2, R], where each request's rows begin, and how many there are.
         size_bytes: all of it.
     """
 
-    owner: int
     context_dense: int
     candidate_dense: int
     sequences: int
@@ -185,10 +178,11 @@ class CardLayout:
                 offsets.append(places.context + self._in_row[feature.name])
                 strides.append(self.context_stride)
             else:
-                offsets.append(places.columns + dense + self.shapes.offsets[feature.name])
+                offsets.append(dense + self.shapes.offsets[feature.name])
                 strides.append(self.shapes.padded_width)
         out_dtype = OUT_DTYPES[self.dtype]
-        return OutputRuns(self._tables, self._modes, _int64(offsets), _int64(strides), out_dtype, places.total)
+        numbers = np.array([offsets, strides], np.int64)
+        return OutputRuns(self._tables, self._modes, numbers[0], numbers[1], out_dtype, places.total)
 
     def output_places(self, most: BatchClass) -> OutputPlaces:
         """Places for the largest batch of a class."""
@@ -198,7 +192,7 @@ class CardLayout:
         for _, _, dim in self.sequences:
             sequences.append(end)
             end += _round_up(most.num_values * dim, ALIGNED_ELEMENTS)
-        return OutputPlaces(0, context, tuple(sequences), end)
+        return OutputPlaces(context, tuple(sequences), end)
 
     def extra_places(self, most: BatchClass) -> ExtraPlaces:
         """Places for the largest batch of a class."""
@@ -208,7 +202,7 @@ class CardLayout:
         size = 4 * most.num_candidates * self.shapes.candidate_dense_width
         sequences = candidate_dense + _round_up(size, ALIGNED_BYTES)
         size = 8 * 2 * len(self.sequences) * most.num_requests
-        return ExtraPlaces(0, context_dense, candidate_dense, sequences, sequences + _round_up(size, ALIGNED_BYTES))
+        return ExtraPlaces(context_dense, candidate_dense, sequences, sequences + _round_up(size, ALIGNED_BYTES))
 
     def _find_expansions(self, in_row: dict[str, int]) -> tuple[Expansion, ...]:
         shapes = self.shapes
@@ -226,8 +220,3 @@ class CardLayout:
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def _int64(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-    array: Int64Array = np.array(numbers, np.int64)
-    return array

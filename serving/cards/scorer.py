@@ -28,6 +28,8 @@ from shard_node.cuda.lane import Lane
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.shard import LocalShard, Shard
 
+logger = logging.getLogger(__name__)
+
 FLOAT_BYTES = 4
 
 
@@ -50,7 +52,7 @@ class _Extra:
             return array[first : first + size].view(dtype).reshape(shape)
 
         return cls(
-            view(places.owner, np.int64, candidates),
+            view(0, np.int64, candidates),
             view(places.context_dense, np.float32, requests, shapes.context_dense_width),
             view(places.candidate_dense, np.float32, candidates, shapes.candidate_dense_width),
             view(places.sequences, np.int64, len(layout.sequences), 2, requests),
@@ -142,8 +144,7 @@ class CardBatch:
     def run_empty(self) -> None:
         """Runs the work of the whole class without a batch, so that what it needs once is there.
 
-        Raises:
-            MemoryBudgetError: the card has no room for the dense model's work.
+        Raises MemoryBudgetError: the card has no room for the dense model's work.
         """
         num_keys = self._layout.num_features
         nothing = np.zeros(0, np.int64)
@@ -290,15 +291,13 @@ class CardBatch:
         def sent(first: int, dtype: torch.dtype, *shape: int) -> Tensor:
             return sent_bytes[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-        self._owner = sent(extra.owner, torch.int64, candidates)
+        self._owner = sent(0, torch.int64, candidates)
         self._context_dense = sent(extra.context_dense, torch.float32, requests, shapes.context_dense_width)
         self._candidate_dense = sent(extra.candidate_dense, torch.float32, candidates, shapes.candidate_dense_width)
         self._sequence_bounds = sent(extra.sequences, torch.int64, len(layout.sequences), 2, requests)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
         self._inputs = self._ranking_inputs(self._columns, self._owner, {})
 
-
-logger = logging.getLogger(__name__)
 
 MAX_BATCHES = 64
 MAX_BYTES = 512 << 20

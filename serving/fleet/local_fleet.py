@@ -37,6 +37,8 @@ from serving.fleet.supervisor import Child, ChildSpec, SupervisionConfig, Superv
 from serving.fleet.workers import WorkerPorts, WorkersConfig, connectable_host, held_ports, socket_path, start_workers
 from shard_node.address import Address
 
+logger = logging.getLogger(__name__)
+
 STORE_REGISTRY = ".registry"
 """Folder in a store that is the registry of a fleet for which no other was named."""
 
@@ -110,8 +112,6 @@ class FleetConfig(Frozen):
         """Of the serving processes."""
         return tuple(f"serve-{worker}" for worker in range(self.workers))
 
-
-logger = logging.getLogger(__name__)
 
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TypeVar
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -74,8 +76,6 @@ def run_until_signalled(
 
 PARENT_PID_VARIABLE = "SHARDRANK_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
-
-logger = logging.getLogger(__name__)
 
 
 def die_with_parent(environment: MutableMapping[str, str]) -> None:

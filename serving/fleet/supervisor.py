@@ -20,6 +20,8 @@ from loader.manifest import Frozen
 from serving.errors import ChildFailedError, FleetError
 from serving.fleet.process import PARENT_PID_VARIABLE
 
+logger = logging.getLogger(__name__)
+
 Probe: TypeAlias = Callable[[int], Awaitable[None]]
 """Finds out whether the process of that id serves. Returns when it does; raises `NotYetError` when not yet, and
 `RefusedError` when it will not by itself."""
@@ -89,20 +91,15 @@ class Child:
     async def spawn(self) -> None:
         """Starts a process in its own session, its output appended to the log file.
 
-        Raises:
-            OSError: if the command can't be run.
+        Raises OSError if the command can't be run.
         """
         environment = {**os.environ, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
         # The file is the child's from here on; a pipe would make a stalled supervisor stall its children.
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
+            nothing, command = asyncio.subprocess.DEVNULL, self.spec.command
             self._process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
+                *command, stdin=nothing, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         finally:
             os.close(log)
@@ -121,8 +118,7 @@ class Child:
     async def stop(self, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds.
 
-        Returns:
-            Whether it ended by itself within the grace.
+        Returns whether it ended by itself within the grace.
         """
         self.state = "stopped"
         self.send_signal(signal.SIGTERM)
@@ -136,7 +132,7 @@ class Child:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signals the process, if there is one."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self.pid is not None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -171,9 +167,6 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-logger = logging.getLogger(__name__)
 
 
 class SupervisionConfig(Frozen):

@@ -143,8 +143,7 @@ async def start_workers(
 ) -> None:
     """Starts the workers and returns when each of them serves. Stopping them is the supervisor's.
 
-    Raises:
-        ChildFailedError: if a worker does not come up.
+    Raises ChildFailedError if a worker does not come up.
     """
     metrics = supervisor.run_directory / "metrics"
     if config.workers > 1:

@@ -21,8 +21,7 @@ _CPU = torch.device("cpu")
 def build_model(spec: ModelSpec) -> RankingModel:
     """An untrained model in float32, as its description says.
 
-    Raises:
-        RankingModelError: if the description is not valid.
+    Raises RankingModelError if the description is not valid.
     """
     config, shapes = parse_dense_model(spec), InputShapes.of(spec)
     if isinstance(config, MlpConfig):

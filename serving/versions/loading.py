@@ -36,6 +36,7 @@ from shard_node.tls import ReloadingContext, TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
+
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 

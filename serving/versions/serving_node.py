@@ -50,6 +50,7 @@ from shard_node.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
+
 MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 OPENED = 0.5

@@ -31,6 +31,7 @@ from shard_node.bags import Float32Array, KeyedBags
 
 logger = logging.getLogger(__name__)
 
+
 CONNECT_TIMEOUT_S = 5.0
 
 

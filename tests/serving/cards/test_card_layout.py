@@ -92,7 +92,7 @@ def test_what_is_sent_along_is_aligned_and_lies_one_after_the_other(dense, most)
         4 * most.num_candidates * dense[1],
         16 * len(layout.sequences) * most.num_requests,
     )
-    starts = (places.owner, places.context_dense, places.candidate_dense, places.sequences, places.size_bytes)
+    starts = (0, places.context_dense, places.candidate_dense, places.sequences, places.size_bytes)
     for start, size, following in zip(starts[:-1], sizes, starts[1:], strict=True):
         assert start % ALIGNED_BYTES == 0
         assert start + size <= following < start + size + ALIGNED_BYTES
