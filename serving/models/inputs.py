@@ -279,10 +279,10 @@ class InputAssembler:
         columns = buffer.memory[:num_candidates]
         # Dense inputs may lie in the bytes of a request, which nobody may write: torch warns of tensors over such.
         if context := shapes.context_dense_width:
-            dense = torch.tensor(context_dense, dtype=self.dtype)
+            dense = torch.from_numpy(context_dense.copy()).to(self.dtype)
             torch.index_select(dense, 0, owner, out=columns[:, :context])
         if shapes.candidate_dense_width:
-            columns[:, context : shapes.dense_width].copy_(torch.tensor(candidate_dense))
+            columns[:, context : shapes.dense_width].copy_(torch.from_numpy(candidate_dense.copy()))
         blocks = list(map(torch.from_numpy, embeddings.blocks))
         for run in self.runs:
             # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
