@@ -24,10 +24,10 @@ from loadtest.gpu_report import Work
 from loadtest.gpu_size import BenchSize
 from serving.formats.requests import Answer, RankAnswer
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.models.factory import DtypeChoice
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.cards import Cards

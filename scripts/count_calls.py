@@ -27,9 +27,9 @@ from loadtest.http_connection import post_request
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.payloads import Payloads
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
+from serving.versions.loading import ModelSource, load_served_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("loader", "shard_node", "router", "serving", "loadtest")

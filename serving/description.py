@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from loader.manifest import Frozen, Pooling, RowDtype, Side, UnknownId, VocabularyMapping
+from loader.manifest import Frozen, Pooling, RowDtype, Side, UnknownId
 from loader.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
@@ -64,43 +64,28 @@ class ModelDescription(Frozen):
 
     @classmethod
     def of(
-        cls,
-        snapshot: Snapshot,
-        limits: RequestLimits,
-        dtype: Literal["float32", "bfloat16"],
-        dtype_fallback: str,
+        cls, snapshot: Snapshot, limits: RequestLimits, dtype: Literal["float32", "bfloat16"], dtype_fallback: str
     ) -> ModelDescription:
-        """Describes a version.
-
-        Args:
-            snapshot: the version.
-            limits: of the process.
-            dtype: what the dense model is computed in.
-            dtype_fallback: why it is not what was asked for, or "".
-        """
+        """Describes a version whose dense model is computed in `dtype`, and why that is not what was asked for."""
         spec = snapshot.spec
         schema = FeatureSchema.of(spec)
         features = tuple(
             FeatureDescription(
-                name=feature.name,
-                side=feature.side,
-                pooling=spec.pooling_of(feature.name),
-                table=spec.table_of(feature.name).name,
-                weighted=feature.weighted,
-                id_type=_id_type(spec.table_of(feature.name).id_mapping),
+                name=one.name,
+                side=one.side,
+                pooling=spec.pooling_of(one.name),
+                table=spec.table_of(one.name).name,
+                weighted=one.weighted,
+                id_type=getattr(spec.table_of(one.name).id_mapping, "id_type", "integer"),
             )
-            for feature in schema.features
+            for one in schema.features
         )
         tables = tuple(
             TableDescription(
-                name=table.name,
-                num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
-                dtype=table.dtype,
-                id_mapping=table.id_mapping.kind,
-                unknown_id=table.unknown_id,
+                id_mapping=one.id_mapping.kind,
+                **one.model_dump(include={"name", "num_embeddings", "embedding_dim", "dtype", "unknown_id"}),
             )
-            for table in spec.tables
+            for one in spec.tables
         )
         inputs = spec.dense_inputs
         return cls(
@@ -114,7 +99,3 @@ class ModelDescription(Frozen):
             dense_model=DenseModelDescription(kind=spec.dense_model.kind, dtype=dtype, dtype_fallback=dtype_fallback),
             limits=limits,
         )
-
-
-def _id_type(mapping: Any) -> Literal["integer", "string"]:
-    return mapping.id_type if isinstance(mapping, VocabularyMapping) else "integer"

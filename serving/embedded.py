@@ -18,10 +18,10 @@ from serving.formats.json_reader import JsonCodec, encode_request, rank_document
 from serving.formats.json_writer import lookup_document
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.models.factory import DtypeChoice
 from serving.rank.answer import answer_in_thread
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import Sharding
 
@@ -69,7 +69,7 @@ class Ranker:
             limits: of requests and batches.
 
         Raises:
-            ShardrankError: as `serving.loading.load_served_model` and `CardSet.open`.
+            ShardrankError: as `serving.versions.loading.load_served_model` and `CardSet.open`.
         """
         service = RankingService(limits)
         source = ModelSource(

@@ -325,3 +325,23 @@ class HistogramLayoutError(ServingError):
     """The installed metrics library keeps its histograms in another way than this process fills them."""
 
     kind = "histogram_layout"
+
+
+class RankingModelError(ShardrankError):
+    """A config, a tensor or a number format that the ranking model can't be built with."""
+
+    http_status = 422
+    grpc_status = "FAILED_PRECONDITION"
+    kind = "bad_model"
+
+
+class FleetError(ServingError):
+    """A fleet that can't be started: no port, no room for a socket path, a setting that makes no sense."""
+
+    kind = "fleet"
+
+
+class ChildFailedError(FleetError):
+    """A child process ended, or did not become ready in time. The message carries its last log lines."""
+
+    kind = "child_failed"

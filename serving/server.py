@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, ParamSpec, TypeAlias
 
 import uvloop
 from pydantic import Field
@@ -22,7 +22,7 @@ from serving.api.admin import running_admin
 from serving.api.grpc.services import GrpcServer
 from serving.api.http_server import HttpServer
 from serving.api.tokens import Tokens
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from shard_node.tls import ReloadingContext, TlsConfig, server_context
 
@@ -30,11 +30,12 @@ logger = logging.getLogger(__name__)
 
 # What is spoken, as TLS clients ask for it.
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
+Arguments = ParamSpec("Arguments")
 Leave: TypeAlias = Callable[[], Awaitable[None]]
 
 
 async def _stay() -> None:
-    """A process that belongs to no fleet has nothing to leave."""
+    """Does nothing: a process that belongs to no fleet has nothing to leave."""
 
 
 class ServerConfig(Frozen):
@@ -75,8 +76,7 @@ class Listening:
 async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
     """Listens while the block runs. Then it is not ready, and stops as `ServerConfig` says. The service stays open.
 
-    Raises:
-        ListenError: if a port can't be bound.
+    Raises ListenError if a port can't be bound.
     """
     addresses = Addresses(service.limits, service.clock)
     tokens, ssl = _protection(service, config, "http")
@@ -171,25 +171,20 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def serve_until_signalled(
-    service: RankingService,
-    config: ServerConfig,
-    load: Callable[[], Awaitable[object]],
-    on_ready: Callable[[Listening], None] = lambda listening: None,
-    probe_port: int | None = None,
-    on_listening: Callable[[Listening], None] = lambda listening: None,
-    leave: Leave = _stay,
-) -> None:
-    """Runs `serve` on an event loop of its own until SIGTERM or SIGINT; a second one ends the process with status 1.
+def _until_signalled(program: Callable[Arguments, Awaitable[None]]) -> Callable[Arguments, None]:
+    """Runs a program on an event loop of its own until SIGTERM or SIGINT; a second one ends the process with status 1.
 
-    Arguments and errors are those of `serve`.
+    A load that is under way can't be interrupted, and whoever asks twice does not want to wait for it.
     """
-    # A load that is under way can't be interrupted; whoever asks twice does not want to wait for it.
-    try:
-        run_until_signalled(
-            lambda: serve(service, config, load, on_ready, probe_port, on_listening, leave),
-            lambda: os._exit(1),
-            uvloop.new_event_loop,
-        )
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            run_until_signalled(lambda: program(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
+        except StopRequestedError as stop:
+            logger.info("stopped by %s", stop)
+
+    return run
+
+
+serve_until_signalled = _until_signalled(serve)
+"""Serves as `serve` does, with its arguments and errors, until the process is asked to end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loadtest.compare.config import Arm, CompareConfig
 from loadtest.compare.hosts import Host
-from serving.fleet.child import shardrank_command
+from serving.fleet.supervisor import shardrank_command
 
 NODE_PORT = 7000
 """Of shard nodes on hosts; each host has all ports for itself."""

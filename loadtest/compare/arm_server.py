@@ -19,8 +19,8 @@ import psutil
 from loadtest.compare.arm_commands import Ports, ServerCommand
 from loadtest.compare.config import Arm
 from loadtest.compare.errors import ArmServerError
-from serving.fleet.child import describe_exit
-from serving.fleet.parent import PARENT_PID_VARIABLE
+from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.fleet.supervisor import describe_exit
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0

@@ -23,7 +23,7 @@ from loadtest.report.comparison import Comparison
 from loadtest.report.page import write_html
 from loadtest.workloads.payloads import GRPC_APIS
 from serving.cli.output import progress_bars, stdout_console
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
 from shard_node.cuda.device_choice import DeviceChoice
 
 # Until the ports are chosen: the settings are checked before anything is started.

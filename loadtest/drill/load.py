@@ -27,8 +27,7 @@ from loadtest.drill.oracle import OracleShape
 from loadtest.drill.questions import Question, make_questions
 from loadtest.drill.verdict import Kind, Verdict, judge
 from loadtest.grpc_channels import open_channels
-from serving.fleet.parent import die_with_parent
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, die_with_parent, run_until_signalled
 
 FLUSH_INTERVAL_S = 0.1
 # Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP. Indices in `APIS`.

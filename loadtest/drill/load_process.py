@@ -13,8 +13,8 @@ from pathlib import Path
 from loadtest.drill.answers import Answers, details_path, read_answers, read_details
 from loadtest.drill.errors import LoadProcessError
 from loadtest.drill.load import LoadConfig
-from serving.fleet.child import describe_exit
-from serving.fleet.parent import PARENT_PID_VARIABLE
+from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.fleet.supervisor import describe_exit
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 90.0

@@ -32,8 +32,7 @@ from loadtest.drill.load import LoadConfig
 from loadtest.drill.oracle import OracleShape, OracleWriter
 from loadtest.drill.redis_process import RedisProcess, running_redis
 from loadtest.drill.settled import unsettled
-from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import LocalFleet, running_fleet
+from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import SupervisionConfig
 
 RegistryKind = Literal["directory", "redis"]

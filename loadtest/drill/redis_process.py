@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from loadtest.drill.errors import DrillError
-from serving.fleet.child import describe_exit
+from serving.fleet.supervisor import describe_exit
 
 START_TIMEOUT_S = 10.0
 _FLEET = "drill"

@@ -17,7 +17,7 @@ from loader.progress import Progress
 from loader.schema_errors import schema_errors
 from loadtest.drill.errors import DrillError
 from serving.cli.output import progress_bars, stdout_console
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
 
 INTERRUPTED = 130
 

@@ -19,7 +19,7 @@ from loadtest.load.result_file import check_writable, write_document
 from loadtest.load.run import run_load, run_sweep
 from loadtest.load.show import show_result
 from serving.cli.output import stdout_console
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
 
 INTERRUPTED = 130
 FIRST_RATE = 50.0

@@ -30,7 +30,7 @@ from loadtest.load.outgoing import PayloadPool, Sender
 from loadtest.load.recorder import Recorder
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import Headers, Payloads, changing_headers
-from serving.fleet.parent import die_with_parent
+from serving.fleet.process import die_with_parent
 
 STATUS_INTERVAL_S = 0.5
 MAX_LINE_BYTES = 1 << 20

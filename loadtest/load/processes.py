@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from loadtest.load.config import LoadConfig, RunConfig
 from loadtest.load.errors import GeneratorError, LoadConfigError
 from loadtest.load.messages import FROM_PROCESS, Begin, Done, Failed, ProcessConfig, Ready, Status
-from serving.fleet.child import describe_exit
-from serving.fleet.parent import PARENT_PID_VARIABLE
+from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.fleet.supervisor import describe_exit
 
 READY_TIMEOUT_S = 600.0
 # Beyond the end of sending and the timeout of the last request.

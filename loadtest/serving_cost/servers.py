@@ -16,7 +16,7 @@ from typing import IO, Literal, TypeAlias, TypedDict
 import psutil
 
 from loadtest.serving_cost.errors import HelperProcessError
-from serving.fleet.child import shardrank_command
+from serving.fleet.supervisor import shardrank_command
 
 Mode: TypeAlias = Literal["local", "two_shards"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from serving.formats.infer import parse_version
 from serving.formats.schema import OUTPUTS, TensorSpec
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel
+from serving.versions.served_model import ServedModel
 from shard_node.generation import Generation
 
 SERVER_NAME = "shardrank"

@@ -78,7 +78,7 @@ def _config(given: dict[str, float]) -> CoordinatorConfig:
 
 def _run(url: str, owner: str, config: CoordinatorConfig) -> None:
     from loader.rollout.coordinator import Coordinator
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     async def program() -> None:
         async with opened_registry(url) as fleet:

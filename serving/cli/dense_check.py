@@ -8,7 +8,7 @@ import torch
 
 from loader.errors import CheckpointError
 from loader.manifest import ModelSpec
-from serving.models.errors import RankingModelError
+from serving.errors import RankingModelError
 from serving.models.factory import build_model, load_model
 
 

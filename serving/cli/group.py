@@ -12,7 +12,7 @@ import click
 
 from serving.cli.examples import WithExamples
 from serving.cli.logs import LOG_LEVELS, set_up_logging
-from serving.fleet.parent import die_with_parent
+from serving.fleet.process import die_with_parent
 
 PLUGIN_GROUP = "shardrank.commands"
 """Entry-point group by which other packages add commands; the name is the command's, the object a click command."""
@@ -24,7 +24,7 @@ COMMANDS = {
     "shard-node": "serving.cli.shard_node:shard_node",
     "train": "serving.cli.train:train",
     "export": "serving.cli.export:export",
-    "plan": "serving.cli.plan:plan",
+    "plan": "serving.cli.plan.command:plan",
     "inspect": "serving.cli.inspect:inspect",
     "verify": "serving.cli.verify:verify",
     "publish": "serving.cli.publish:publish",

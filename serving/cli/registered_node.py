@@ -93,7 +93,7 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
     import torch
     import uvloop
 
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from serving.fleet.process import StopRequestedError, run_until_signalled
     from shard_node.node import NodeIdentity, ShardNode
 
     torch.set_num_threads(1)  # as in the static form

@@ -16,13 +16,12 @@ from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from serving.cli.devices import device_arguments, num_replicas, open_card_set
-from serving.fleet.ports import SharedPort
+from serving.fleet.workers import SharedPort
 from serving.limits import RequestLimits
 from serving.observe.profile import profiled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, serve_until_signalled
-from serving.serving_agent import LocalRows, ServingConfig
-from serving.serving_node import ServingNode
+from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
 from shard_node.agent import AgentConfig
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode

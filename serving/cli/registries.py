@@ -26,7 +26,7 @@ def registry_url(registry: str | None, store: Path | None) -> str:
         return registry
     if store is None:
         raise click.UsageError("Name the fleet: --registry URL, or --store FOLDER for the registry that lies in it.")
-    from serving.fleet.config import STORE_REGISTRY
+    from serving.fleet.local_fleet import STORE_REGISTRY
 
     return str(store.resolve() / STORE_REGISTRY)
 

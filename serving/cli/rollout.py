@@ -162,7 +162,7 @@ def status(model: str | None, watch: bool, registry: str | None, store: Path | N
       shardrank rollout status films --store models --json
     """
     from serving.cli.rollout_watch import print_status, watch_status
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     if watch and as_json:
         raise click.UsageError("--watch draws on the terminal: leave out --json, or ask again and again.")

@@ -46,8 +46,8 @@ from serving.cli.snapshots import SnapshotChoice
 if TYPE_CHECKING:
     from serving.fleet.workers import WorkersConfig
     from serving.limits import RequestLimits
-    from serving.loading import ModelSource
     from serving.server import Listening, ServerConfig
+    from serving.versions.loading import ModelSource
     from shard_node.tls import TlsClientConfig
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
 
 def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
     """Raises as `open_card_set`, and AddressError."""
-    from serving.loading import ModelSource
+    from serving.versions.loading import ModelSource
 
     budget_gb = options["memory_budget_gb"]
     shards, card_set = _addresses(options["shards"]), None
@@ -304,11 +304,11 @@ def _run(
     profile: Path | None,
     say: Callable[[Listening], None],
 ) -> None:
-    from serving.fleet.ports import SharedPort
-    from serving.loading import load_when_possible
+    from serving.fleet.workers import SharedPort
     from serving.observe.profile import profiled
     from serving.rank.service import RankingService
     from serving.server import serve_until_signalled
+    from serving.versions.loading import load_when_possible
 
     # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
     service = RankingService(limits, expected_models=[source.snapshot.parent.name])
@@ -362,7 +362,7 @@ def _workers_config(
 
 def _run_workers(config: WorkersConfig, http_port: int, grpc_port: int, scheme: str) -> None:
     from serving.fleet.local_fleet import supervised
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from serving.fleet.process import StopRequestedError, run_until_signalled
     from serving.fleet.supervisor import SupervisionConfig
     from serving.fleet.workers import held_ports, start_workers
 

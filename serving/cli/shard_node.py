@@ -257,7 +257,7 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
 
     from loader.settled_heap import settle_heap
     from serving.cli.registered_node import DRAIN_TIMEOUT_S
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from serving.fleet.process import StopRequestedError, run_until_signalled
     from shard_node.card_watch import watch_cards
     from shard_node.server import NodeServer
     from shard_node.tls import server_context

@@ -26,8 +26,7 @@ from serving.cli.options import (
 from serving.cli.protection import Protection, protection_arguments, tls_options, tokens_option, warn_if_open
 
 if TYPE_CHECKING:
-    from serving.fleet.beginning import Beginning
-    from serving.fleet.config import FleetConfig
+    from serving.fleet.local_fleet import Beginning, FleetConfig
 
 
 @click.command(cls=WithExamples)
@@ -101,7 +100,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
     from serving.cli.limits import limit_arguments, with_proxies
-    from serving.fleet.config import FleetConfig
+    from serving.fleet.local_fleet import FleetConfig
 
     protection = Protection.of(options)
     warn_if_open(options["host"], protection)
@@ -158,7 +157,7 @@ def _root_parameter(ctx: click.Context, name: str) -> object:
 
 def _run(config: FleetConfig, scheme: str) -> None:
     from serving.fleet.local_fleet import running_fleet
-    from serving.fleet.signals import StopRequestedError, run_until_signalled
+    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     def on_ready(name: str) -> None:
         click.echo(f"{name} is ready")

@@ -9,8 +9,8 @@ from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.verify import VerifyReport, verify_snapshot
 from serving.cli.dense_check import check_dense_model
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 
 
 class Verification(VerifyReport):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from loader.progress import Progress
 from serving.demo.config import DemoConfig
-from serving.fleet.ports import connectable_host
-from serving.fleet.workers import WorkerPorts
-from serving.loading import ModelSource, load_served_model
+from serving.fleet.workers import WorkerPorts, connectable_host
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.cuda.card_set import CardSet
 
 

@@ -45,9 +45,8 @@ from serving.demo.top_films import (
     rank_top_films,
     short_request,
 )
-from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import running_fleet
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.local_fleet import FleetConfig, running_fleet
+from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.fleet.workers import WorkerPorts, held_ports
 from serving.training.requests import evaluation_json
 from shard_node.cuda.card_set import CardSet

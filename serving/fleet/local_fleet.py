@@ -1,29 +1,232 @@
-"""A fleet on this machine: a coordinator, shard nodes on private Unix sockets, serving processes on public ports."""
+"""A fleet on this machine: a coordinator, shard nodes on private Unix sockets, serving processes on public ports.
+
+A registry outlives the fleets that use it. What it says is live goes on being live; only what it does not know yet, or
+what nobody runs, is set when a fleet begins. Everything after that is a rollout's.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal, Self
 
-from loader.registry.keys import COORDINATOR_LOCK
+from pydantic import Field, model_validator
+
+from loader.manifest import Frozen
+from loader.publishing import register
+from loader.reader import Snapshot
+from loader.registry.keys import COORDINATOR_LOCK, FLEET, rollout_key
 from loader.registry.opening import open_registry
+from loader.registry.records import FleetRecord, NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
-from serving.fleet.beginning import Beginning, begin
-from serving.fleet.child import Child, ChildSpec, shardrank_command
-from serving.fleet.config import FleetConfig
-from serving.fleet.errors import ChildFailedError
-from serving.fleet.ports import connectable_host, socket_path
+from loader.rollout.record import decode_rollout
+from loader.store import Store
+from router.plan import Plan
+from serving.errors import ChildFailedError, FleetError
 from serving.fleet.probes import lock_probe, node_probe
-from serving.fleet.supervisor import SupervisionConfig, Supervisor
-from serving.fleet.workers import WorkerPorts, WorkersConfig, held_ports, start_workers
+from serving.fleet.supervisor import Child, ChildSpec, SupervisionConfig, Supervisor, shardrank_command
+from serving.fleet.workers import WorkerPorts, WorkersConfig, connectable_host, held_ports, socket_path, start_workers
 from shard_node.address import Address
 
 logger = logging.getLogger(__name__)
+
+STORE_REGISTRY = ".registry"
+"""Folder in a store that is the registry of a fleet for which no other was named."""
+
+
+class FleetConfig(Frozen):
+    """A coordinator, shard nodes and serving processes over one store.
+
+    Attributes:
+        store: where the versions lie.
+        models: what is served.
+        versions: what a model begins with, by model. One that is not named goes on with the version that the registry
+            has live; the first time, with the store's latest.
+        registry: its URL or folder; None for the folder `.registry` in the store.
+        shards: shards; each has the rows that the plan gives it.
+        replicas: nodes of each shard.
+        cards: cards of each node.
+        sharding: how tables are divided.
+        replicate_bytes: tables of at most this size go to every shard.
+        workers: serving processes on one HTTP and one gRPC port.
+        host: address of the public ports.
+        http_port, grpc_port: public ports; 0 for any free one.
+        memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
+        verify: every process compares the SHA-256 of the files that it reads, at each start and for each new version.
+        shard_node_arguments, serve_arguments, coordinator_arguments: further flags of those commands.
+        log_level: of every child.
+    """
+
+    store: Path
+    models: tuple[str, ...] = Field(min_length=1, max_length=256)
+    versions: dict[str, int] = Field(default_factory=dict)
+    registry: str | None = None
+    shards: int = Field(default=2, ge=1, le=64)
+    replicas: int = Field(default=1, ge=1, le=16)
+    cards: int = Field(default=1, ge=1, le=64)
+    sharding: Literal["hash", "range", "table"] = "hash"
+    replicate_bytes: int = Field(default=1 << 20, ge=0)
+    workers: int = Field(default=1, ge=1, le=64)
+    host: str = "127.0.0.1"
+    http_port: int = Field(default=8080, ge=0, le=65535)
+    grpc_port: int = Field(default=8081, ge=0, le=65535)
+    memory_budget_gb: float | None = Field(default=None, ge=0)
+    verify: bool = True
+    shard_node_arguments: tuple[str, ...] = ()
+    serve_arguments: tuple[str, ...] = ()
+    coordinator_arguments: tuple[str, ...] = ()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    supervision: SupervisionConfig = SupervisionConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.models)) != len(self.models):
+            raise ValueError(f"models has duplicates: {list(self.models)}")
+        if unknown := sorted(self.versions.keys() - set(self.models)):
+            raise ValueError(f"versions of models that are not served: {unknown}")
+        return self
+
+    @property
+    def registry_url(self) -> str:
+        """The registry that was named, or the store's own."""
+        return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
+
+    @property
+    def shard_node_names(self) -> tuple[tuple[str, ...], ...]:
+        """By shard and replica; children and nodes have the same names."""
+        return tuple(
+            tuple(f"shard-{shard}-{replica}" for replica in range(self.replicas)) for shard in range(self.shards)
+        )
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Of the serving processes."""
+        return tuple(f"serve-{worker}" for worker in range(self.workers))
+
+
+EXPIRY_S = 5.0
+"""Longer than what a node that was killed announced stays in a registry."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """One model at the start of a fleet.
+
+    Attributes:
+        model, version: what is live.
+        plan: who holds which of its rows.
+        latest: the store's highest version, which may be another one.
+    """
+
+    model: str
+    version: int
+    plan: Plan
+    latest: int
+
+
+async def begin(
+    fleet: FleetRegistry,
+    config: FleetConfig,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> tuple[Beginning, ...]:
+    """Makes the registry ready for a fleet of this shape.
+
+    Returns:
+        The models, in the order of `config.models`.
+
+    Raises:
+        FleetError: a fleet with these nodes runs already, nodes of another shape do, or a version was asked for while
+            another one is live on running nodes, or in a rollout.
+        SnapshotError, PlanError: the live version can't be divided like this. Nothing was written then.
+        RegistryError: it does not answer, or has another snapshot on record as that version.
+    """
+    # What is in the way may be nodes that were killed a moment ago, whose announcements have not expired.
+    for _ in range(math.ceil(EXPIRY_S / _POLL_S)):
+        with contextlib.suppress(_OccupiedError):
+            return await _begin(fleet, config, await fleet.nodes(), clock)
+        await sleep(_POLL_S)
+    return await _begin(fleet, config, await fleet.nodes(), clock)
+
+
+class _OccupiedError(FleetError):
+    """Announced nodes are in the way."""
+
+
+async def _begin(
+    fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord], clock: Callable[[], float]
+) -> tuple[Beginning, ...]:
+    own = {*config.worker_names, *(name for names in config.shard_node_names for name in names)}
+    if taken := sorted(node.node_id for node in nodes if node.node_id in own):
+        raise _OccupiedError(
+            f"a fleet with nodes {taken} runs with registry {fleet.name} already: "
+            "stop it first, or give this one another --registry"
+        )
+    store, wanted = Store(config.store), await fleet.wanted()
+    found = []
+    for model in config.models:
+        chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
+        snapshot = await asyncio.to_thread(Snapshot.open, store.snapshot_path(model, chosen), verify=False)
+        plan = Plan.make(snapshot.spec, config.shards, config.sharding, config.cards, config.replicate_bytes)
+        found.append((snapshot, Beginning(model, chosen, plan, store.latest(model))))
+    await _write_fleet_record(fleet, config, nodes)
+    for snapshot, one in found:
+        await register(fleet, snapshot, clock=clock)
+        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version))
+    return tuple(one for _, one in found)
+
+
+async def _choose(
+    fleet: FleetRegistry, config: FleetConfig, model: str, wanted: WantedModel | None, nodes: list[NodeRecord]
+) -> int:
+    """The version that a model begins with. Raises FleetError or SnapshotNotFoundError."""
+    asked = config.versions.get(model)
+    live = None if wanted is None else wanted.live
+    if live is None or asked == live:
+        return Store(config.store).latest(model) if asked is None else asked
+    if asked is None:
+        return live
+    hint = f"start without a version, then: shardrank rollout start {model} {asked}"
+    if nodes:
+        raise _OccupiedError(f"version {asked} of {model!r}: nodes run and have version {live} live; {hint}")
+    rollout = await fleet.raw(rollout_key(model))
+    if rollout is not None and decode_rollout(model, rollout.value).active:
+        raise FleetError(f"version {asked} of {model!r}: a rollout from version {live} has not ended; {hint}")
+    return asked
+
+
+def _first_wanted(model: str, version: int, record: WantedModel | None) -> WantedModel | None:
+    """What is wanted where nothing is live yet, or by nobody who runs; None to leave what is wanted as it is."""
+    if record is not None and record.live == version:
+        return None
+    only = (version,)
+    # The epoch is set by who writes it.
+    return WantedModel(model=model, epoch=1, live=version, hold=only, serve=only, follow=only)
+
+
+async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord]) -> None:
+    """Puts the shape on record; one of a fleet that does not run any more is replaced."""
+    record = FleetRecord(num_shards=config.shards, sharding=config.sharding, replicate_bytes=config.replicate_bytes)
+    present = await fleet.join_fleet(record)
+    if present == record:
+        return
+    if any(node.kind == "shard" for node in nodes):
+        raise _OccupiedError(
+            f"registry {fleet.name}: shard nodes run with {present.model_dump()}, not {record.model_dump()}"
+        )
+    entry = await fleet.registry.get(FLEET)
+    await fleet.registry.put(FLEET, record.model_dump_json().encode(), 0 if entry is None else entry.revision)
+
 
 COORDINATOR = "coordinator"
 REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
-from typing import Any
 
 from loader.errors import RegistryError
 from loader.registry.records import NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
-from serving.fleet.child import NotReadyError, Probe, RefusedError
+from serving.fleet.supervisor import NotYetError, Probe, RefusedError
 
 
 def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> Probe:
@@ -27,9 +27,9 @@ def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> P
             record = next((node for node in await fleet.nodes() if node.node_id == node_id), None)
             wanted = await fleet.wanted()
         except RegistryError as error:
-            raise NotReadyError(str(error)) from error
+            raise NotYetError(str(error)) from error
         if record is None or record.process_id != process_id:
-            raise NotReadyError(f"{node_id} has not announced itself yet")
+            raise NotYetError(f"{node_id} has not announced itself yet")
         for model in models:
             if model in wanted:
                 _check_live(record, wanted[model])
@@ -38,7 +38,7 @@ def node_probe(fleet: FleetRegistry, node_id: str, models: tuple[str, ...]) -> P
 
 
 def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
-    """Raises NotReadyError or RefusedError unless the node does what is wanted of it for one model."""
+    """Raises NotYetError or RefusedError unless the node does what is wanted of it for one model."""
     model, version = wanted.model, wanted.live
     if record.kind == "shard":
         held = wanted.held_by(record.node_id)
@@ -51,9 +51,9 @@ def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
         raise RefusedError(f"version {version} of {model!r}: {report.reason}")
     if report is None or report.state != "ready":
         told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
-        raise NotReadyError(f"version {version} of {model!r} is {told}")
+        raise NotYetError(f"version {version} of {model!r} is {told}")
     if record.kind == "serving" and record.live.get(model) != version:
-        raise NotReadyError(f"version {version} of {model!r} is not live yet")
+        raise NotYetError(f"version {version} of {model!r} is not live yet")
 
 
 def lock_probe(fleet: FleetRegistry, key: str) -> Probe:
@@ -64,19 +64,9 @@ def lock_probe(fleet: FleetRegistry, key: str) -> Probe:
         try:
             holder = await fleet.registry.holder(key)
         except RegistryError as error:
-            raise NotReadyError(str(error)) from error
+            raise NotYetError(str(error)) from error
         if holder is None:
-            raise NotReadyError(f"nobody holds {key} yet")
-
-    return probe
-
-
-def both(first: Probe, second: Probe) -> Probe:
-    """Ready when both say so."""
-
-    async def probe(process_id: int) -> None:
-        await first(process_id)
-        await second(process_id)
+            raise NotYetError(f"nobody holds {key} yet")
 
     return probe
 
@@ -89,26 +79,22 @@ def http_probe(host: str, port: int, path: str = "/readyz", timeout_s: float = 2
         try:
             status, body = await asyncio.to_thread(_get, host, port, path, timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            raise NotReadyError(f"http://{host}:{port}{path}: {error}") from error
+            raise NotYetError(f"http://{host}:{port}{path}: {error}") from error
         if status != http.client.OK:
-            raise NotReadyError(f"http://{host}:{port}{path} answered {status}: {_short(body)}")
+            raise NotYetError(f"http://{host}:{port}{path} answered {status}: {_short(body)}")
 
     return probe
 
 
 def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    try:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read(65_536)
-    finally:
-        connection.close()
 
 
 def _short(body: bytes) -> str:
     try:
-        document: Any = json.loads(body)
+        return json.dumps(json.loads(body))[:300]
     except ValueError:
         return repr(body[:200])
-    return json.dumps(document)[:300]

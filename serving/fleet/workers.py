@@ -3,20 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from prometheus_client.multiprocess import mark_process_dead
 from pydantic import ConfigDict, Field
 
 from loader.manifest import Frozen
-from serving.fleet.child import ChildSpec, Probe, shardrank_command
-from serving.fleet.ports import SharedPort
-from serving.fleet.probes import both, http_probe
-from serving.fleet.supervisor import Supervisor
+from serving.errors import FleetError
+from serving.fleet.probes import http_probe
+from serving.fleet.supervisor import ChildSpec, Probe, Supervisor, shardrank_command
+from shard_node.address import MAX_UNIX_PATH_BYTES
+
+
+class SharedPort(contextlib.AbstractContextManager["SharedPort"]):
+    """A TCP port held for processes that will listen on it with SO_REUSEPORT.
+
+    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
+    take the port, not even between the death of the last worker and its restart.
+
+    Args:
+        host: the address that the workers will bind.
+        port: the wanted port; 0 for any free one.
+
+    Raises:
+        FleetError: if the port is taken.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if port:
+                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    # Connections of a server that has just ended must not keep the port from its successor.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
+            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Lets the port go. Idempotent."""
+        self._socket.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def socket_path(directory: Path, name: str) -> Path:
+    """The path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
+    path = directory / name
+    if (size := len(str(path).encode())) > MAX_UNIX_PATH_BYTES:
+        raise FleetError(
+            f"socket path {str(path)!r} has {size} bytes, at most {MAX_UNIX_PATH_BYTES} are possible; "
+            "set TMPDIR to a shorter folder"
+        )
+    return path
+
+
+def connectable_host(host: str) -> str:
+    """The address at which a server that is bound to `host` answers on this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
 
 LOOPBACK = "127.0.0.1"
 
@@ -64,14 +126,7 @@ class WorkerPorts:
 def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
     """Holds the ports while the block runs, so that nobody else takes one between a worker's death and its restart.
 
-    Args:
-        host: address of the public ports.
-        http_port: 0 for any free one.
-        grpc_port: 0 for any free one.
-        workers: how many need a private port.
-
-    Raises:
-        FleetError: if a port is taken.
+    Port 0 is any free one; each worker gets a private port too. Raises FleetError if a port is taken.
     """
     with contextlib.ExitStack() as held:
         http = held.enter_context(SharedPort(host, http_port))
@@ -88,8 +143,7 @@ async def start_workers(
 ) -> None:
     """Starts the workers and returns when each of them serves. Stopping them is the supervisor's.
 
-    Raises:
-        ChildFailedError: if a worker does not come up.
+    Raises ChildFailedError if a worker does not come up.
     """
     metrics = supervisor.run_directory / "metrics"
     if config.workers > 1:
@@ -101,15 +155,20 @@ async def start_workers(
 def _worker_spec(config: WorkersConfig, ports: WorkerPorts, worker: int, metrics: Path) -> ChildSpec:
     probe_port = ports.probes[worker]
     own = config.own_arguments[worker] if config.own_arguments else ()
-    is_ready = http_probe(LOOPBACK, probe_port)
     shared_metrics = config.workers > 1
+    probes = (*config.probes[worker : worker + 1], http_probe(LOOPBACK, probe_port))
+
+    async def probe(process_id: int) -> None:
+        for one in probes:
+            await one(process_id)
+
     return ChildSpec(
         name=f"serve-{worker}",
         command=shardrank_command(
             *("--log-level", config.log_level, "serve", *config.arguments, *own, "--host", config.host),
             *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
         ),
-        probe=both(config.probes[worker], is_ready) if config.probes else is_ready,
+        probe=probe,
         environment={**config.environment, **({"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if shared_metrics else {})},
         # A dead process' gauges must not be added up with those of the living.
         on_exit=partial(mark_process_dead, path=str(metrics)) if shared_metrics else None,

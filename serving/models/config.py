@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.manifest import Frozen, ModelSpec
 from loader.schema_errors import schema_errors
-from serving.models.errors import RankingModelError
+from serving.errors import RankingModelError
 
 MAX_LAYERS = 32
 MAX_LAYER_SIZE = 65_536
@@ -86,8 +86,7 @@ _ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig
 def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
     """Validates `spec.dense_model` and its fit with the model's features and dense inputs.
 
-    Raises:
-        RankingModelError: naming the model, the option, its value and what is allowed.
+    Raises RankingModelError: naming the model, the option, its value and what is allowed.
     """
     described = spec.dense_model
     if "kind" in described.config:
@@ -105,13 +104,21 @@ def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
         raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
     if isinstance(config, DlrmConfig):
         _check_dlrm(spec, config)
-    elif isinstance(config, DcnV2Config):
-        _check_dcn_v2(spec, config)
     elif isinstance(config, TargetAttentionConfig):
         _check_target_attention(spec, config)
-    elif _input_width(spec) == 0:
+    elif isinstance(config, DcnV2Config) and config.bottom_mlp and not _dense_width(spec):
+        raise RankingModelError(
+            f"model {spec.model!r}: dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
+        )
+    elif not _pooled(spec) and not _dense_width(spec):
         raise RankingModelError(f"model {spec.model!r}: {config.kind} has no pooled feature and no dense input")
-    _check_sequences(spec, config)
+    used = config.history_feature if isinstance(config, TargetAttentionConfig) else None
+    for feature in spec.features:
+        if spec.pooling_of(feature.name) == "none" and feature.name != used:
+            raise RankingModelError(
+                f"model {spec.model!r}: feature {feature.name!r} has pooling none, which {config.kind} does not use; "
+                "use pooling sum or mean, or target_attention with it as history_feature"
+            )
     return config
 
 
@@ -121,20 +128,6 @@ def _pooled(spec: ModelSpec) -> list[str]:
 
 def _dense_width(spec: ModelSpec) -> int:
     return spec.dense_inputs.context + spec.dense_inputs.candidate
-
-
-def _input_width(spec: ModelSpec) -> int:
-    return _dense_width(spec) + sum(spec.table_of(name).embedding_dim for name in _pooled(spec))
-
-
-def _check_sequences(spec: ModelSpec, config: DenseModelConfig) -> None:
-    used = {config.history_feature} if isinstance(config, TargetAttentionConfig) else set()
-    for feature in spec.features:
-        if spec.pooling_of(feature.name) == "none" and feature.name not in used:
-            raise RankingModelError(
-                f"model {spec.model!r}: feature {feature.name!r} has pooling none, which {config.kind} does not use; "
-                "use pooling sum or mean, or target_attention with it as history_feature"
-            )
 
 
 def _check_dlrm(spec: ModelSpec, config: DlrmConfig) -> None:
@@ -155,15 +148,6 @@ def _check_dlrm(spec: ModelSpec, config: DlrmConfig) -> None:
         raise RankingModelError(
             f"model {spec.model!r}: dlrm needs at least two vectors to interact, got {sorted(dims)}"
         )
-
-
-def _check_dcn_v2(spec: ModelSpec, config: DcnV2Config) -> None:
-    if config.bottom_mlp and not _dense_width(spec):
-        raise RankingModelError(
-            f"model {spec.model!r}: dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
-        )
-    if _input_width(spec) == 0:
-        raise RankingModelError(f"model {spec.model!r}: dcn_v2 has no pooled feature and no dense input")
 
 
 def _check_target_attention(spec: ModelSpec, config: TargetAttentionConfig) -> None:

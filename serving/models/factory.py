@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from loader.manifest import ModelSpec
+from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, parse_dense_model
-from serving.models.dcn_v2 import DcnV2
-from serving.models.dlrm import Dlrm
-from serving.models.errors import RankingModelError
-from serving.models.inputs import InputShapes, RankingInputs
-from serving.models.mlp import MlpRanking
-from serving.models.ranking_model import RankingModel
-from serving.models.target_attention import TargetAttention
+from serving.models.inputs import InputShapes
+from serving.models.ranking_models import DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
 
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
 _CPU = torch.device("cpu")
@@ -25,8 +21,7 @@ _CPU = torch.device("cpu")
 def build_model(spec: ModelSpec) -> RankingModel:
     """An untrained model in float32, as its description says.
 
-    Raises:
-        RankingModelError: if the description is not valid.
+    Raises RankingModelError if the description is not valid.
     """
     config, shapes = parse_dense_model(spec), InputShapes.of(spec)
     if isinstance(config, MlpConfig):
@@ -119,10 +114,3 @@ def choose_dtype(choice: DtypeChoice, device: torch.device = _CPU, *, native: bo
         what = "CPU" if device.type == "cpu" else "GPU"
         raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
     return torch.bfloat16 if native else torch.float32
-
-
-def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:
-    """The largest difference of a score between two number formats of one model, each fed the same float32 inputs."""
-    expected = reference.score(inputs.to(reference.dtype))
-    scores = model.score(inputs.to(model.dtype))
-    return float((scores - expected).abs().max()) if expected.numel() else 0.0

@@ -1,19 +1,27 @@
-"""What every ranking model reads: one matrix of dense inputs and pooled embeddings, and padded sequences.
+"""What every ranking model reads, `[dense | embeddings | zeros]` with one row a candidate, and how it is assembled.
 
-All columns of a candidate lie side by side in one matrix, `[dense | embeddings | zeros]`, so that models which begin
-with their concatenation read it as it is. Its width is padded to a multiple of 32: the bfloat16 matrix units want that.
+The matrix is padded to a multiple of 32 columns, which the bfloat16 matrix units want; models that begin with the
+concatenation read it as it is. A lookup answers with one block per (embedding_dim, dtype) group: feature after feature,
+each with all its bags. Features that are neighbours in both orders, on one side, form a run, and a run is written by
+one strided copy, which converts to the model's number format on the way.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loader.manifest import ModelSpec
+from loader.manifest import ModelSpec, Side
+from router.embeddings import Embeddings
+from router.feature_schema import FeatureSchema
+from shard_node.bags import Float32Array, Int64Array
 
 COLUMN_MULTIPLE = 32
 
@@ -54,7 +62,7 @@ class InputShapes:
             sequence_dims={name: dim for name, dim in dims.items() if name not in pooled},
         )
 
-    @property
+    @cached_property
     def dense_width(self) -> int:
         """Kc + Kd."""
         return self.context_dense_width + self.candidate_dense_width
@@ -64,12 +72,12 @@ class InputShapes:
         """W, the sum of the pooled features' dims."""
         return sum(self.dims)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Kc + Kd + W, the columns that carry something."""
         return self.dense_width + self.embedding_width
 
-    @property
+    @cached_property
     def padded_width(self) -> int:
         """The columns of the matrix."""
         return padded_width(self.width)
@@ -150,11 +158,6 @@ class RankingInputs:
         """[N, W], a view."""
         return self.columns[:, self.dense_width : self.dense_width + self.embedding_width]
 
-    @property
-    def num_candidates(self) -> int:
-        """N."""
-        return self.columns.shape[0]
-
     def on(self, device: torch.device) -> RankingInputs:
         """The same inputs on another device; themselves if they are there."""
         if self.columns.device == device:
@@ -166,15 +169,163 @@ class RankingInputs:
         owner = self.request_of_candidate.to(device)
         return RankingInputs(self.columns.to(device), self.dense_width, self.embedding_width, sequences, owner)
 
-    def to(self, dtype: torch.dtype) -> RankingInputs:
-        """The same inputs in another floating-point type."""
-        sequences = {
-            name: SequenceInput(sequence.rows.to(dtype), sequence.mask) for name, sequence in self.sequences.items()
-        }
-        return RankingInputs(
-            self.columns.to(dtype),
-            self.dense_width,
-            self.embedding_width,
-            sequences,
-            self.request_of_candidate,
+
+# A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
+# process; here blocks are only read from.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writ", category=UserWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pooled features of one side that are neighbours in their block and in the columns.
+
+    Attributes:
+        block: which of the lookup's blocks holds them.
+        side: context features have a bag a request, candidate features a bag a candidate.
+        first_feature: flat index of the first.
+        num_features: how many.
+        dim: embedding_dim of each.
+        column: first column in `RankingInputs.columns`.
+    """
+
+    block: int
+    side: Side
+    first_feature: int
+    num_features: int
+    dim: int
+    column: int
+
+
+def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
+    """Splits the pooled features, in flat order, into the fewest runs."""
+    shapes = InputShapes.of(spec)
+    block_of_feature = np.searchsorted(schema.group_starts, np.arange(len(schema.features)), side="right") - 1
+    runs: list[Run] = []
+    for index, feature in enumerate(schema.features):
+        if feature.name in shapes.sequence_dims:
+            continue
+        block, dim = int(block_of_feature[index]), spec.table_of(feature.name).embedding_dim
+        column = shapes.dense_width + shapes.offsets[feature.name]
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (last.block, last.side) == (block, feature.side)
+            and last.first_feature + last.num_features == index
+            and last.column + last.num_features * dim == column
+        ):
+            runs[-1] = replace(last, num_features=last.num_features + 1)
+        else:
+            runs.append(Run(block, feature.side, index, 1, dim, column))
+    return tuple(runs)
+
+
+class ColumnBuffer:
+    """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
+
+    Attributes:
+        memory: [most candidates so far, padded width], zero behind what the inputs carry.
+    """
+
+    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
+        self.memory = torch.empty(0, shapes.padded_width, dtype=dtype)
+
+
+class InputAssembler:
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs.
+
+    Args:
+        spec: the model.
+        schema: its features in flat order.
+        dtype: the ranking model's number format, float32 or bfloat16.
+    """
+
+    def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
+        self.shapes = InputShapes.of(spec)
+        self.dtype = dtype
+        self.runs = find_runs(spec, schema)
+        self._sequences = tuple(
+            (index, feature.name)
+            for index, feature in enumerate(schema.features)
+            if feature.name in self.shapes.sequence_dims
         )
+
+    def buffer(self) -> ColumnBuffer:
+        """A buffer for `assemble`."""
+        return ColumnBuffer(self.shapes, self.dtype)
+
+    def assemble(
+        self,
+        embeddings: Embeddings,
+        request_of_candidate: Int64Array,
+        context_dense: Float32Array,
+        candidate_dense: Float32Array,
+        buffer: ColumnBuffer | None = None,
+    ) -> RankingInputs:
+        """Builds the inputs of R requests' N candidates, in the assembler's dtype.
+
+        Args:
+            embeddings: the batch's lookup of all features; context features have R bags, candidate features N.
+            request_of_candidate: int64 [N], ascending.
+            context_dense: float32 [R, Kc].
+            candidate_dense: float32 [N, Kd].
+            buffer: where the columns are to be; None for memory of their own.
+        """
+        num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
+        shapes, buffer, owner = self.shapes, buffer or self.buffer(), torch.from_numpy(request_of_candidate)
+        if num_candidates > buffer.memory.shape[0]:
+            buffer.memory = buffer.memory.new_empty(num_candidates, shapes.padded_width)
+            # Memory that was never written may hold NaN, which a zero weight does not remove.
+            buffer.memory[:, shapes.width :].zero_()
+        columns = buffer.memory[:num_candidates]
+        # Dense inputs may lie in the bytes of a request, which nobody may write: torch warns of tensors over such.
+        if context := shapes.context_dense_width:
+            dense = torch.from_numpy(context_dense.copy()).to(self.dtype)
+            torch.index_select(dense, 0, owner, out=columns[:, :context])
+        if shapes.candidate_dense_width:
+            columns[:, context : shapes.dense_width].copy_(torch.from_numpy(candidate_dense.copy()))
+        blocks = list(map(torch.from_numpy, embeddings.blocks))
+        for run in self.runs:
+            # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
+            block, start = blocks[run.block], int(embeddings.row_starts[run.first_feature]) * run.dim
+            dim, width = run.dim, run.num_features * run.dim
+            if run.side == "context":
+                shape = (num_requests, run.num_features, dim)
+                rows = block.as_strided(shape, (dim, num_requests * dim, 1), start).to(self.dtype).flatten(1)
+                torch.index_select(rows, 0, owner, out=columns[:, run.column : run.column + width])
+            else:
+                shape = (num_candidates, run.num_features, dim)
+                target = columns.as_strided(shape, (columns.stride(0), dim, 1), run.column)
+                target.copy_(block.as_strided(shape, (dim, num_candidates * dim, 1), start))
+        sequences: dict[str, SequenceInput] = {}
+        for index, name in self._sequences:
+            sequences[name] = padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
+        return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
+
+
+def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:
+    """Lays out ragged sequences side by side.
+
+    Args:
+        rows: float32 [lengths.sum(), D], sequence after sequence.
+        lengths: int64 [R].
+        dtype: of the result.
+
+    Returns:
+        Rows [R, max(lengths), D] that end in zeros, and their mask.
+    """
+    num_requests, dim = lengths.size, rows.shape[1]
+    longest = int(lengths.max(initial=0))
+    mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
+    source = torch.from_numpy(rows).to(dtype)
+    if rows.shape[0] == num_requests * longest:
+        return SequenceInput(source.view(num_requests, longest, dim), mask)
+    padded = torch.zeros(num_requests * longest, dim, dtype=dtype)
+    padded.index_copy_(0, torch.from_numpy(padded_positions(lengths, longest)), source)
+    return SequenceInput(padded.view(num_requests, longest, dim), mask)
+
+
+def padded_positions(lengths: Int64Array, longest: int) -> npt.NDArray[np.int64]:
+    """int64 [lengths.sum()]: where each element of ragged sequences lies in the flat [R * longest] padded form."""
+    ends = np.cumsum(lengths)
+    within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    return np.repeat(np.arange(lengths.size, dtype=np.int64) * longest, lengths) + within

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serving.versions import ServedVersions
+from serving.versions.served_versions import ServedVersions
 from shard_node.node import NodeInfo, ServedVersion
 
 _NODE_LABELS = ("model", "version", "shard", "replica")

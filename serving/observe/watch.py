@@ -16,7 +16,7 @@ from shard_node.generation import Generations
 from shard_node.node import NodeInfo
 
 if TYPE_CHECKING:
-    from serving.served_model import ServedModel
+    from serving.versions.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from serving.formats.requests import Answer, Buffer, Codec, Encoded, Request, Un
 from serving.observe.times import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel
+from serving.versions.served_model import ServedModel
 from shard_node.generation import Lease
 
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]

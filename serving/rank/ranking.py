@@ -22,9 +22,8 @@ from serving.errors import ModelOutputError, UnknownIdError
 from serving.formats.checks import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
-from serving.models.assembler import InputAssembler
-from serving.models.device_copies import CPU, DeviceCopies
-from serving.models.ranking_model import RankingModel
+from serving.models.inputs import InputAssembler
+from serving.models.ranking_models import CPU, DeviceCopies, RankingModel
 from serving.observe.metrics import ServingMetrics
 from serving.observe.statistics import VersionCounter
 from serving.observe.times import BatchTimes

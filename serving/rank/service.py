@@ -28,8 +28,8 @@ from serving.observe.statistics import Outcome, outcome_of
 from serving.observe.times import Call
 from serving.observe.watch import NodeWatch
 from serving.rank.batcher import Expiry, Pending
-from serving.served_model import ServedModel
-from serving.versions import ServedVersions
+from serving.versions.served_model import ServedModel
+from serving.versions.served_versions import ServedVersions
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Generation, Lease
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from loader.manifest import ModelSpec
-from serving.models.assembler import padded_positions
 from serving.models.factory import build_model
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.ranking_model import RankingModel
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, padded_positions
+from serving.models.ranking_models import RankingModel
 from serving.training.batches import RowBags, RowBatch
 
 

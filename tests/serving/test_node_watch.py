@@ -11,9 +11,9 @@ import pytest
 
 from loader.reader import Snapshot
 from router.plan import Plan
-from serving.loading import ModelSource, load_served_model
 from serving.observe.watch import NodeWatch
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.address import Address
 from shard_node.generation import Generations
 from shard_node.server import NodeServer

@@ -14,7 +14,7 @@ from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.limits import RequestLimits
 from serving.rank.batcher import longest_sequence
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel
+from serving.versions.served_model import ServedModel
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import LocalShard, NodeInfo, ShardNode

@@ -12,9 +12,9 @@ import pytest
 
 from serving.errors import ListenError
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server, serve
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
 from shardrank_testing.serving_process import ServingProcess, serving_process
 

@@ -12,10 +12,10 @@ from router.plan import Plan
 from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.rank.answer import answer
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel
+from serving.versions.loading import ModelSource, load_served_model
+from serving.versions.served_model import ServedModel
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.serving_api import (
     MODEL,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from loader.reader import Snapshot
 from router.plan import Plan
-from serving.loading import ModelSource, load_served_model
 from serving.observe.collectors import degraded_reason, staleness_s
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel
+from serving.versions.loading import ModelSource, load_served_model
+from serving.versions.served_model import ServedModel
 from shard_node.delta_position import DeltaPosition
 from shard_node.loading import load_tables
 from shard_node.node import LocalShard, ServedVersion, ShardNode

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker
 from loadtest.drill.hostile.catalog import attack_named
-from serving.fleet.parent import PARENT_PID_VARIABLE, die_with_parent
+from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
 
 
 def child_environment() -> dict[str, str]:

@@ -39,7 +39,7 @@ from loadtest.drill.hostile.mutate import Mutator
 from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.payloads import Api, Payloads
-from serving.fleet.parent import die_with_parent
+from serving.fleet.process import die_with_parent
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER
 from shard_node.wire import encode_info, encode_pool

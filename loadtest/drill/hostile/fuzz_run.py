@@ -26,7 +26,7 @@ from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.grpc_channels import as_it_is
 from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.payloads import APIS, Api, Payloads
-from serving.fleet.child import shardrank_command
+from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER

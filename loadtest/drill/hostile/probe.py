@@ -16,7 +16,7 @@ from typing import Protocol
 
 from loadtest.drill.hostile.peer import END_HEADERS, HEADERS, Http2Peer, call_headers, frame, message
 from loadtest.drill.hostile.valid import FLUSH_S, Log, WatchConfig
-from serving.fleet.parent import die_with_parent
+from serving.fleet.process import die_with_parent
 
 INTERVAL_S = 0.005
 TIMEOUT_S = 60.0

@@ -29,7 +29,7 @@ from loadtest.workloads.errors import AnswerError
 from loadtest.workloads.payloads import Api, Payload, Payloads
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
-from serving.fleet.parent import die_with_parent
+from serving.fleet.process import die_with_parent
 from shard_node.bags import KeyedBags
 
 RECORD = np.dtype([("due", "<f8"), ("done", "<f8"), ("source", "u1"), ("ok", "?")])

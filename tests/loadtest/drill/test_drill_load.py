@@ -15,9 +15,9 @@ from loadtest.drill.load import LoadConfig
 from loadtest.drill.load_process import RunningLoad, running_load
 from loadtest.drill.oracle import OracleShape, OracleWriter
 from loadtest.drill.verdict import OK, Kind, Verdict
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import run
 
 SMALL = OracleShape(items=700, users=300, tags=50)

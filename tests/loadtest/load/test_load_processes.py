@@ -25,10 +25,10 @@ from loadtest.load.processes import running_generators
 from loadtest.load.result import LoadResult, read_result
 from loadtest.load.run import run_load, run_sweep
 from loadtest.workloads.prepared import prepare_workload
-from serving.fleet.signals import StopRequestedError, run_until_signalled
-from serving.loading import ModelSource, load_served_model
+from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.loaded_server import loaded_http_server
 
 WORKLOAD = "merlin-tiny:0.0001"

@@ -21,8 +21,8 @@ from loadtest.workloads.export import ROW_LIMIT, RandomRows, snapshot_bytes, wri
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.prepared import prepare_workload
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.serving_api import run, running_api
 

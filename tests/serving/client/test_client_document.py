@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.serving_api import run, running_api
 from shardrank_testing.snapshots import write_snapshot

@@ -20,8 +20,8 @@ from serving.client import (
     UnavailableError,
 )
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
 from shardrank_testing.serving_api import (
     MODEL,

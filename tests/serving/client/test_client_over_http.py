@@ -9,7 +9,7 @@ import pytest
 
 from serving.client import InvalidRequestError, NotFoundError, Ragged
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
 from shardrank_testing.serving_api import (
     MODEL,

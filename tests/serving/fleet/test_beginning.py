@@ -16,9 +16,8 @@ from loader.registry.records import FleetRecord, NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import Rollout, encode_rollout
 from router.errors import PlanError
-from serving.fleet.beginning import Beginning, begin
-from serving.fleet.config import FleetConfig
-from serving.fleet.errors import FleetError
+from serving.errors import FleetError
+from serving.fleet.local_fleet import Beginning, FleetConfig, begin
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from loader.registry.directory import DirectoryRegistry
 from loader.registry.keys import COORDINATOR_LOCK
 from loader.registry.records import NodeRecord, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry
-from serving.fleet.child import NotReadyError, RefusedError
 from serving.fleet.probes import lock_probe, node_probe
+from serving.fleet.supervisor import NotYetError, RefusedError
 
 WANTED = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), serve=(1, 2), follow=(1, 2))
 
@@ -40,20 +40,20 @@ def test_a_shard_node_is_ready_with_the_live_version(tmp_path: Path) -> None:
 
 
 def test_a_serving_process_is_ready_once_the_live_version_is_what_it_answers_with(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="version 1 of 'films' is not live yet"):
+    with pytest.raises(NotYetError, match="version 1 of 'films' is not live yet"):
         asked(tmp_path / "a", "serving", versions=(report(1),))
     asked(tmp_path / "b", "serving", versions=(report(1),), live={"films": 1})
 
 
 def test_what_an_earlier_process_announced_does_not_count(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="n has not announced itself yet"):
+    with pytest.raises(NotYetError, match="n has not announced itself yet"):
         asked(tmp_path, "shard", process_id=6, versions=(report(1),))
 
 
 def test_a_version_that_is_not_there_is_waited_for_and_one_that_is_refused_is_not(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="version 1 of 'films' is not there yet"):
+    with pytest.raises(NotYetError, match="version 1 of 'films' is not there yet"):
         asked(tmp_path / "a", "shard")
-    with pytest.raises(NotReadyError, match="is waiting shard 1 has no replica"):
+    with pytest.raises(NotYetError, match="is waiting shard 1 has no replica"):
         asked(tmp_path / "b", "serving", versions=(report(1, "waiting", "shard 1 has no replica"),))
     with pytest.raises(RefusedError, match="version 1 of 'films': SHA-256 is not"):
         asked(tmp_path / "c", "shard", versions=(report(1, "refused", "SHA-256 is not"), report(2)))
@@ -61,7 +61,7 @@ def test_a_version_that_is_not_there_is_waited_for_and_one_that_is_refused_is_no
 
 def test_a_node_whose_turn_has_come_in_a_rollout_by_replica_needs_the_new_version(tmp_path: Path) -> None:
     rolling = WANTED.model_copy(update={"hold": (1,), "node_hold": {"n": (2,)}})
-    with pytest.raises(NotReadyError, match="version 2 of 'films' is not there yet"):
+    with pytest.raises(NotYetError, match="version 2 of 'films' is not there yet"):
         asked(tmp_path / "a", "shard", rolling, versions=(report(1),))
     asked(tmp_path / "b", "shard", rolling, versions=(report(2),))
 
@@ -70,7 +70,7 @@ def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> N
     async def program() -> None:
         fleet = FleetRegistry(DirectoryRegistry(tmp_path))
         probe = lock_probe(fleet, COORDINATOR_LOCK)
-        with pytest.raises(NotReadyError, match="nobody holds locks/coordinator yet"):
+        with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
             await probe(7)
         await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
         await probe(7)

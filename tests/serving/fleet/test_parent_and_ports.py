@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from serving.fleet.errors import FleetError
-from serving.fleet.parent import PARENT_PID_VARIABLE
-from serving.fleet.ports import SharedPort, connectable_host, socket_path
-from serving.fleet.signals import run_until_signalled
+from serving.errors import FleetError
+from serving.fleet.process import PARENT_PID_VARIABLE, run_until_signalled
+from serving.fleet.workers import SharedPort, connectable_host, socket_path
 from shard_node.address import MAX_UNIX_PATH_BYTES
 
 CHILD = """
 import os, signal
-from serving.fleet.parent import die_with_parent
+from serving.fleet.process import die_with_parent
 die_with_parent(os.environ)
 print(os.getpid(), flush=True)
 signal.pause()
@@ -87,7 +86,7 @@ def test_a_wildcard_address_is_asked_over_loopback(host: str, expected: str) -> 
 
 SIGNALLED = """
 import asyncio, sys
-from serving.fleet.signals import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
 
 async def program():
     try:

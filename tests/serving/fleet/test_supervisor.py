@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from serving.fleet.child import Child, ChildSpec, NotReadyError, RefusedError
-from serving.fleet.errors import ChildFailedError, FleetError
-from serving.fleet.supervisor import SupervisionConfig, Supervisor
+from serving.errors import ChildFailedError, FleetError
+from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, SupervisionConfig, Supervisor
 
 QUICK = SupervisionConfig(ready_timeout_s=20, probe_interval_s=0.01, first_backoff_s=0.01, stop_grace_s=10)
 
@@ -36,7 +35,7 @@ def spec(name: str, folder: Path, script: str = GOOD) -> ChildSpec:
 
     async def probe(_: int) -> None:
         if not path.exists():
-            raise NotReadyError("no pid file")
+            raise NotYetError("no pid file")
 
     return ChildSpec(name, (sys.executable, "-c", script, str(path)), probe)
 
@@ -88,7 +87,7 @@ def test_a_child_that_ends_before_it_serves_fails_the_start_with_its_last_words(
 
 def test_a_child_that_never_answers_fails_the_start_with_the_probes_reason(tmp_path: Path) -> None:
     async def never(_: int) -> None:
-        raise NotReadyError("tables are loading")
+        raise NotYetError("tables are loading")
 
     async def run() -> None:
         async with supervisor(tmp_path, QUICK.model_copy(update={"ready_timeout_s": 0.2})) as fleet:
@@ -219,7 +218,7 @@ def test_a_restarted_child_that_refuses_is_left_running_until_it_can_serve(
     async def probe(process_id: int) -> None:
         nonlocal refusals
         if not (tmp_path / "a.pid").exists() or process_id != int((tmp_path / "a.pid").read_text()):
-            raise NotReadyError("no pid file")
+            raise NotYetError("no pid file")
         if refusals:
             refusals -= 1
             raise RefusedError("a file is damaged")
@@ -251,7 +250,7 @@ def test_a_restarted_child_that_goes_on_refusing_one_model_is_not_killed_for_it(
     async def probe(process_id: int) -> None:
         nonlocal now, refusals
         if not (tmp_path / "a.pid").exists() or process_id != int((tmp_path / "a.pid").read_text()):
-            raise NotReadyError("no pid file")
+            raise NotYetError("no pid file")
         if refusals:
             refusals -= 1
             now += QUICK.ready_timeout_s / 2

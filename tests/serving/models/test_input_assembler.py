@@ -17,8 +17,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
-from serving.models.assembler import InputAssembler, find_runs, padded_sequence
-from serving.models.inputs import RankingInputs
+from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence
 from shard_node.bags import KeyedBags
 from shard_node.node import LoadedTables, LocalShard, NodeIdentity, ShardNode
 from shard_node.reference import ReferenceEngine

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serving.models.errors import RankingModelError
-from serving.models.factory import bfloat16_is_native, build_model, choose_dtype, compare_dtypes, load_model
+from serving.errors import RankingModelError
+from serving.models.factory import bfloat16_is_native, build_model, choose_dtype, load_model
 from serving.models.inputs import RankingInputs
-from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec
+from shardrank_testing.ranking import CONFIGS, compare_dtypes, converted, random_inputs, random_tensors, ranking_spec
 
 KINDS = sorted(CONFIGS)
 
@@ -42,7 +42,7 @@ def test_bfloat16_differs_from_float32_by_rounding_only(kind: str) -> None:
     tensors, inputs = random_tensors(spec), random_inputs(spec, [20, 12], [4, 0])
     narrow = load_model(spec, tensors, torch.bfloat16)
     assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
-    assert narrow.score(inputs.to(torch.bfloat16)).dtype == torch.float32
+    assert narrow.score(converted(inputs, torch.bfloat16)).dtype == torch.float32
     difference = compare_dtypes(load_model(spec, tensors), narrow, inputs)
     assert 0 < difference < 0.05
 
@@ -51,7 +51,7 @@ def test_bfloat16_differs_from_float32_by_rounding_only(kind: str) -> None:
 def test_bfloat16_still_tells_different_candidates_apart(kind: str) -> None:
     spec = ranking_spec(kind)
     narrow = load_model(spec, random_tensors(spec), torch.bfloat16)
-    scores = narrow.score(random_inputs(spec, [400], [4]).to(torch.bfloat16))
+    scores = narrow.score(converted(random_inputs(spec, [400], [4]), torch.bfloat16))
     # With logits of 8 significant bits, less than half of these scores would be different ones.
     assert len(set(scores.tolist())) > 390
 

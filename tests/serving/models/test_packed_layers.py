@@ -7,10 +7,8 @@ import copy
 import pytest
 import torch
 
-from serving.models.device_copies import DeviceCopies
 from serving.models.factory import bfloat16_is_native, build_model, load_model
-from serving.models.layers import LogitHead, Mlp
-from serving.models.packed_layers import PackedLayers, can_pack
+from serving.models.ranking_models import DeviceCopies, LogitHead, Mlp, can_pack
 from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec
 
 DTYPES = [
@@ -99,7 +97,10 @@ def test_only_weights_on_the_cpu_of_its_number_formats_are_packed():
 
 
 def test_layers_without_bias_can_be_packed():
-    linear = torch.nn.Linear(3, 2, bias=False)
+    layers = Mlp(3, [2], relu_at_end=False)
+    layers.layers[0] = torch.nn.Linear(3, 2, bias=False)
     x = torch.randn(4, 3)
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLayers([linear], [False])(x), linear(x))
+        expected = layers(x)
+        layers.pack()
+        torch.testing.assert_close(layers(x), expected)

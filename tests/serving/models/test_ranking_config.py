@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, MlpConfig, parse_dense_model
-from serving.models.errors import RankingModelError
 from serving.models.factory import build_model
 from shardrank_testing.ranking import CONFIGS, ranking_spec
 

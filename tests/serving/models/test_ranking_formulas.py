@@ -8,7 +8,7 @@ import torch
 
 from serving.models.factory import load_model
 from serving.models.inputs import RankingInputs
-from serving.models.target_attention import MAX_PAIRS, TargetAttention
+from serving.models.ranking_models import MAX_PAIRS, TargetAttention
 from shardrank_testing.ranking import CONFIGS, DIM, numpy_mlp, random_inputs, random_tensors, ranking_spec
 
 
@@ -34,7 +34,7 @@ def test_dlrm_interacts_every_pair_of_vectors_once(dense: tuple[int, int]) -> No
     spec = ranking_spec("dlrm", config, dense=dense)
     tensors, inputs = random_tensors(spec), random_inputs(spec, [4, 2])
     expected = []
-    for n in range(inputs.num_candidates):
+    for n in range(inputs.columns.shape[0]):
         vectors = list(inputs.embeddings[n].double().numpy().reshape(-1, DIM))
         features = []
         if sum(dense):
@@ -73,8 +73,8 @@ def test_dcn_v2_crosses_as_the_paper_says(low_rank: int | None, bottom_mlp: list
 def attended_by_loops(tensors, inputs: RankingInputs, target: slice) -> np.ndarray:
     history = inputs.sequences["history"]
     first = {name: tensors[f"attention.first.{name}"].double().numpy() for name in ("weight", "bias")}
-    result = np.zeros((inputs.num_candidates, DIM))
-    for n in range(inputs.num_candidates):
+    result = np.zeros((inputs.columns.shape[0], DIM))
+    for n in range(inputs.columns.shape[0]):
         q = inputs.embeddings[n, target].double().numpy()
         request = int(inputs.request_of_candidate[n])
         keys = history.rows[request][history.mask[request]].double().numpy()

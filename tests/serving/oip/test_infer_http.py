@@ -256,7 +256,7 @@ def test_health_metadata_and_index(api_model):
 
 
 def test_a_staged_version_and_a_draining_one_are_in_the_index(api_model, tmp_path):
-    from serving.loading import ModelSource, load_served_model
+    from serving.versions.loading import ModelSource, load_served_model
 
     second = write_api_model(tmp_path, version=2, seed=1)
 
@@ -285,7 +285,7 @@ def test_a_staged_version_and_a_draining_one_are_in_the_index(api_model, tmp_pat
 
 
 def test_the_routing_key_chooses_the_canary(api_model, tmp_path):
-    from serving.loading import ModelSource, load_served_model
+    from serving.versions.loading import ModelSource, load_served_model
 
     second = write_api_model(tmp_path, version=2, seed=1)
 

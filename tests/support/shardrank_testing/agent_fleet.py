@@ -19,8 +19,7 @@ from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
-from serving.serving_agent import LocalRows, ServingConfig
-from serving.serving_node import ServingNode
+from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
 from shard_node.address import Address
 from shard_node.agent import Agent, AgentConfig
 from shard_node.cuda.card_set import CardSet

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
-from serving.card_ranking import CardRanking
+from serving.cards.ranking import CardRanking
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.rank.merge import MergedBatch, merge
 from serving.rank.ranking import Ranking
 from serving.rank.replica import Replica
 from serving.rank.service import RankingService
-from serving.served_model import ServedModel
+from serving.versions.loading import ModelSource, load_served_model
+from serving.versions.served_model import ServedModel
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.parsing import parse_json

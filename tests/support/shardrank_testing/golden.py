@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from loader.golden import GoldenRequests
-from serving.loading import ModelSource, load_served_model
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import ApiModel, api_request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from serving.models.factory import build_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from serving.models.ranking_models import RankingModel
 
 DIM = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -105,3 +107,16 @@ def numpy_mlp(
         if number < len(names) - 1 or relu_at_end:
             x = np.maximum(x, 0)
     return x
+
+
+def converted(inputs: RankingInputs, dtype: torch.dtype) -> RankingInputs:
+    """The same inputs in another floating-point type."""
+    sequences = {name: SequenceInput(one.rows.to(dtype), one.mask) for name, one in inputs.sequences.items()}
+    return dataclasses.replace(inputs, columns=inputs.columns.to(dtype), sequences=sequences)
+
+
+def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:
+    """The largest difference of a score between two number formats of one model, each fed the same float32 inputs."""
+    expected = reference.score(converted(inputs, reference.dtype))
+    scores = model.score(converted(inputs, model.dtype))
+    return float((scores - expected).abs().max()) if expected.numel() else 0.0

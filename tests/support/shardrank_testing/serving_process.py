@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.loading import ModelSource, load_when_possible
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, serve_until_signalled
+from serving.versions.loading import ModelSource, load_when_possible
 
 
 @dataclass

@@ -12,9 +12,9 @@ import pytest
 
 from serving.api.grpc.calls import MAX_DETAILS_BYTES, status_details
 from serving.limits import RequestLimits
-from serving.loading import ModelSource, load_served_model
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import MODEL, api_request, api_service, rank_message, run, running_api
 
 RANK = "/shardrank.v1.RankingService/Rank"

@@ -1,0 +1,222 @@
+"""Where a batch's rows go on a card: straight into the ranking model's input, and what is sent along with the ids.
+
+One output holds the input matrix `[N, padded width]`, one row a request of all that its candidates share, and the rows
+of sequences as they come. One section behind the batch's ids holds dense inputs and which request a candidate is of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from loader.manifest import ModelSpec
+from router.feature_schema import FeatureSchema
+from serving.models.inputs import InputShapes, padded_width
+from shard_node.cuda.kernel_params import MODES, OutDtype
+from shard_node.cuda.output_runs import BatchSize, OutputRuns
+
+OUT_DTYPES: Final[dict[torch.dtype, OutDtype]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+ALIGNED_ELEMENTS: Final = 128
+"""Parts of the output begin at multiples of it: 256 bytes or more, which matrix kernels like."""
+ALIGNED_BYTES: Final = 16
+MIN_CANDIDATES: Final = 32
+MIN_VALUES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BatchClass:
+    """Sizes that batches are rounded up to, so that a few sets of buffers and graphs serve all of them.
+
+    Candidates in steps of a quarter, for they are what the dense model multiplies; the others, which cost next to
+    nothing where they are not used, in powers of four and of two.
+
+    Attributes:
+        num_candidates, num_requests, num_values: the most that a batch of this class has.
+    """
+
+    num_candidates: int
+    num_requests: int
+    num_values: int
+
+    @classmethod
+    def of(cls, num_candidates: int, num_requests: int, num_values: int) -> BatchClass:
+        """The smallest class for a batch."""
+        return cls(
+            rounded_candidates(num_candidates),
+            4 ** ((max(1, num_requests) - 1).bit_length() + 1 >> 1),
+            1 << (max(MIN_VALUES, num_values) - 1).bit_length(),
+        )
+
+
+def rounded_candidates(count: int) -> int:
+    """The next of 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, ...: from 128 on at most a quarter more."""
+    step = max(MIN_CANDIDATES, (1 << (max(1, count) - 1).bit_length()) >> 3)
+    return -(-max(1, count) // step) * step
+
+
+def candidate_classes(most: int) -> list[int]:
+    """All values of `rounded_candidates` up to that of `most`, ascending."""
+    classes = [rounded_candidates(1)]
+    while classes[-1] < most:
+        classes.append(rounded_candidates(classes[-1] + 1))
+    return classes
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Columns that all candidates of a request share: neighbours in the request's row and in the input matrix.
+
+    Attributes:
+        source: first column of the request's row.
+        column: first column of the input matrix.
+        width: how many.
+    """
+
+    source: int
+    column: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlaces:
+    """Where the parts of the output begin, in elements, behind the input matrix [N, padded width].
+
+    Attributes:
+        context: [R, context stride].
+        sequences: of each sequence feature, [values, dim].
+        total: all of it.
+    """
+
+    context: int
+    sequences: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraPlaces:
+    """Where the parts of the section that is sent along begin, in bytes, behind int64 [N], each candidate's request.
+
+    Attributes:
+        context_dense: float32 [R, Kc].
+        candidate_dense: float32 [N, Kd].
+        sequences: int64 [sequence features, 2, R], where each request's rows begin, and how many there are.
+        size_bytes: all of it.
+    """
+
+    context_dense: int
+    candidate_dense: int
+    sequences: int
+    size_bytes: int
+
+
+class CardLayout:
+    """Places and runs of one model in one number format. Immutable.
+
+    Args:
+        spec: the model.
+        schema: its features in flat order.
+        dtype: the ranking model's number format, float32 or bfloat16.
+
+    Attributes:
+        shapes: of the model's inputs.
+        dtype: as given.
+        num_features: F, the keys of a batch.
+        context_width: columns of a request's row that carry something: its pooled features, then its dense inputs.
+        context_stride: columns of a request's row.
+        context_dense_column: the first of its dense inputs.
+        expansions: from a request's row to the input matrix.
+        sequences: (flat index, name, dim) of each sequence feature.
+        weighted: whether a batch may have weights.
+    """
+
+    def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
+        self.shapes = InputShapes.of(spec)
+        self.dtype = dtype
+        self.num_features = len(schema.features)
+        self.weighted = any(feature.weighted for feature in spec.features)
+        self.sequences = tuple(
+            (index, feature.name, self.shapes.sequence_dims[feature.name])
+            for index, feature in enumerate(schema.features)
+            if feature.name in self.shapes.sequence_dims
+        )
+        is_context = {feature.name: feature.side == "context" for feature in schema.features}
+        in_row: dict[str, int] = {}
+        width = 0
+        for name, dim in zip(self.shapes.features, self.shapes.dims, strict=True):
+            if is_context[name]:
+                in_row[name] = width
+                width += dim
+        self.context_dense_column = width
+        self.context_width = width + self.shapes.context_dense_width
+        self.context_stride = padded_width(self.context_width)
+        self.expansions = self._find_expansions(in_row)
+        self._schema = schema
+        self._in_row = in_row
+        self._tables = schema.table_index.astype(np.int64)
+        self._modes = np.where(
+            schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"])
+        ).astype(np.int64)
+
+    def size(self, most: BatchClass) -> BatchSize:
+        """What the largest batch of a class takes."""
+        bags = np.where(self._schema.is_context, most.num_requests, most.num_candidates).astype(np.int64)
+        return BatchSize(bags, most.num_values, self.weighted, self.extra_places(most).size_bytes)
+
+    def runs(self, most: BatchClass) -> OutputRuns:
+        """Where each feature's bags go."""
+        places, dense = self.output_places(most), self.shapes.dense_width
+        number = {index: place for (index, _, _), place in zip(self.sequences, places.sequences, strict=True)}
+        offsets, strides = [], []
+        for index, feature in enumerate(self._schema.features):
+            if index in number:
+                offsets.append(number[index])
+                strides.append(self.shapes.sequence_dims[feature.name])
+            elif feature.name in self._in_row:
+                offsets.append(places.context + self._in_row[feature.name])
+                strides.append(self.context_stride)
+            else:
+                offsets.append(dense + self.shapes.offsets[feature.name])
+                strides.append(self.shapes.padded_width)
+        out_dtype = OUT_DTYPES[self.dtype]
+        numbers = np.array([offsets, strides], np.int64)
+        return OutputRuns(self._tables, self._modes, numbers[0], numbers[1], out_dtype, places.total)
+
+    def output_places(self, most: BatchClass) -> OutputPlaces:
+        """Places for the largest batch of a class."""
+        context = _round_up(most.num_candidates * self.shapes.padded_width, ALIGNED_ELEMENTS)
+        end = context + _round_up(most.num_requests * self.context_stride, ALIGNED_ELEMENTS)
+        sequences = []
+        for _, _, dim in self.sequences:
+            sequences.append(end)
+            end += _round_up(most.num_values * dim, ALIGNED_ELEMENTS)
+        return OutputPlaces(context, tuple(sequences), end)
+
+    def extra_places(self, most: BatchClass) -> ExtraPlaces:
+        """Places for the largest batch of a class."""
+        context_dense = _round_up(8 * most.num_candidates, ALIGNED_BYTES)
+        size = 4 * most.num_requests * self.shapes.context_dense_width
+        candidate_dense = context_dense + _round_up(size, ALIGNED_BYTES)
+        size = 4 * most.num_candidates * self.shapes.candidate_dense_width
+        sequences = candidate_dense + _round_up(size, ALIGNED_BYTES)
+        size = 8 * 2 * len(self.sequences) * most.num_requests
+        return ExtraPlaces(context_dense, candidate_dense, sequences, sequences + _round_up(size, ALIGNED_BYTES))
+
+    def _find_expansions(self, in_row: dict[str, int]) -> tuple[Expansion, ...]:
+        shapes = self.shapes
+        parts = [Expansion(self.context_dense_column, 0, shapes.context_dense_width)]
+        for name, source in in_row.items():
+            columns = shapes.embedding_columns(name)
+            column, width = shapes.dense_width + columns.start, columns.stop - columns.start
+            last = parts[-1]
+            if (last.source + last.width, last.column + last.width) == (source, column):
+                parts[-1] = Expansion(last.source, last.column, last.width + width)
+            else:
+                parts.append(Expansion(source, column, width))
+        return tuple(part for part in parts if part.width)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,274 @@
+"""What a model takes on a node of cards, and how fast its lookups can be: the engine's own placement, without a card.
+
+Nothing is read but the model's description (and access counts, where a snapshot has them).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field
+
+from loader.layout import num_buckets_used
+from loader.manifest import Frozen, ModelSpec, RowDtype
+from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
+from serving.cli.plan.lookup_profile import LookupProfile
+from shard_node.cuda.batch_time import BatchTime, batch_time
+from shard_node.cuda.card_plan import CardBudget, CardPlan
+from shard_node.cuda.card_systems import CardSystem
+from shard_node.cuda.cost_model import Traffic, table_sizes
+from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER
+from shard_node.cuda.row_format import RowFormat
+from shard_node.node import Sharding
+
+GB = 1_000_000_000
+MAX_BATCH = 10_000_000
+
+
+class CapacityOptions(Frozen):
+    """The node and the batch to plan for. 1 GB is 10^9 bytes.
+
+    Attributes:
+        system: the node's bandwidths.
+        cards: of each shard's node.
+        card_memory_gb: of each card, for all versions that lie side by side.
+        pinned_memory_gb: of the host, the same.
+        hot_gb: of each card, for one version's copies of hot rows; None as the engine chooses.
+        versions: that lie side by side; 2 during a rollout.
+        shards: nodes that the rows are divided over.
+        sharding: how.
+        replicate_bytes: tables of at most this size go to every shard.
+        peer_access: whether cards read each other's memory.
+        allow_mapped: whether rows may stay in the mapped snapshot.
+        requests: of a batch.
+        candidates: of a batch, all requests together.
+    """
+
+    system: CardSystem
+    cards: int = Field(ge=1, le=64)
+    card_memory_gb: float = Field(gt=0)
+    pinned_memory_gb: float = Field(ge=0)
+    hot_gb: float | None = Field(default=None, ge=0)
+    versions: int = Field(default=1, ge=1, le=8)
+    shards: int = Field(default=1, ge=1, le=1024)
+    sharding: Sharding = "hash"
+    replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
+    peer_access: bool = True
+    allow_mapped: bool = True
+    requests: int = Field(default=1, ge=1, le=MAX_BATCH)
+    candidates: int = Field(default=500, ge=1, le=MAX_BATCH)
+
+    @property
+    def budget(self) -> CardBudget:
+        """What one version may take."""
+        return CardBudget(
+            (int(self.card_memory_gb * GB / self.versions),) * self.cards,
+            int(self.pinned_memory_gb * GB / self.versions),
+            None if self.hot_gb is None else int(self.hot_gb * GB),
+            self.peer_access,
+        )
+
+
+class ModelSize(Frozen):
+    """Bytes of all rows of the model, once: as float32, codes or elements alone, as stored, on cards; of its places."""
+
+    float32_bytes: int
+    code_bytes: int
+    stored_bytes: int
+    on_cards_bytes: int
+    places_bytes: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Self:
+        """Adds up the tables."""
+        sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.tables]
+        codes, stored, on_cards, places = (sum(column) for column in zip(*sizes, strict=True))
+        return cls(
+            float32_bytes=sum(4 * one.num_embeddings * one.embedding_dim for one in spec.tables),
+            code_bytes=codes,
+            stored_bytes=stored,
+            on_cards_bytes=on_cards,
+            places_bytes=places,
+        )
+
+
+class CardUse(Frozen):
+    """What lies on one card."""
+
+    card: int
+    hot_bytes: int
+    own_bytes: int
+    places_bytes: int
+    free_bytes: int
+
+
+class TierUse(Frozen):
+    """One way to a row: rows that are reached so, their bytes (hot ones counted on one card), share of lookups.
+
+    `card` and `peer` are the same rows, on the card that pools and on others: a card reaches its own part as `card`.
+    """
+
+    tier: Literal["hot", "card", "peer", "pinned", "mapped"]
+    rows: int
+    size_bytes: int
+    lookup_share: float
+    bytes_per_batch: float
+
+
+class TableUse(Frozen):
+    """How one table is split on this shard, and its lookups in a batch."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: RowDtype
+    on_cards_bytes: int
+    lookups: float
+    hot_rows: int
+    card_rows: int
+    pinned_rows: int
+    mapped_rows: int
+
+
+class BatchUse(Frozen):
+    """What one batch asks, and moves over each way when the slowest card pools it."""
+
+    lookups: float
+    bags: float
+    upload_bytes: float
+    card_memory_bytes: float
+    peer_bytes: float
+    peer_line_bytes: float
+    host_bytes: float
+    host_line_bytes: float
+
+
+class CapacityPlan(Frozen):
+    """A model on the fullest shard of a fleet of such nodes.
+
+    Attributes:
+        all_on_cards_bytes: what each card would need for every row of the shard to be on cards, once, with places.
+        fits_on_cards: whether they are.
+        left_over_bytes: of rows that neither cards nor pinned memory have room for.
+    """
+
+    model: str
+    options: CapacityOptions
+    num_tables: int
+    num_rows: int
+    size: ModelSize
+    shard_index: int
+    cards: tuple[CardUse, ...]
+    pinned_bytes: int
+    left_over_bytes: int
+    all_on_cards_bytes: int
+    fits_on_cards: bool
+    tiers: tuple[TierUse, ...]
+    tables: tuple[TableUse, ...]
+    batch: BatchUse
+    time: BatchTime
+
+    @classmethod
+    def make(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> Self:
+        """Plans a model.
+
+        Raises:
+            MemoryBudgetError: it can't be served on such nodes at all, with the numbers.
+            PlanError: it can't be sharded so.
+        """
+        fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
+        shard = _fullest_shard(fleet)
+        requests, candidates = options.requests, options.candidates
+        hotness = profile.placement(spec, fleet.layout, requests, candidates)
+        plan = CardPlan.make(
+            fleet.layout, fleet.partition(shard), options.budget, hotness, allow_mapped=options.allow_mapped
+        )
+        loads = profile.loads(spec, fleet.layout, requests, candidates)
+        traffic = Traffic.of(plan, loads, options.system)
+        rows_here = plan.tier_rows.sum(axis=(1, 2))
+        return cls(
+            model=spec.model,
+            options=options,
+            num_tables=len(spec.tables),
+            num_rows=sum(table.num_embeddings for table in spec.tables),
+            size=ModelSize.of(spec),
+            shard_index=shard,
+            cards=tuple(_card_use(plan, card, options.budget) for card in range(options.cards)),
+            pinned_bytes=plan.pinned_bytes,
+            left_over_bytes=plan.mapped_bytes,
+            all_on_cards_bytes=int((plan.tier_rows.sum(axis=2).T @ plan.strides).max()) + plan.places_bytes,
+            fits_on_cards=not plan.tier_rows[:, :, [HOST, MAPPED_TIER]].any(),
+            tiers=_tiers(plan, traffic),
+            tables=tuple(
+                TableUse(
+                    name=table.name,
+                    num_embeddings=table.num_embeddings,
+                    embedding_dim=table.embedding_dim,
+                    dtype=table.dtype,
+                    on_cards_bytes=int(rows_here[number]) * RowFormat.of(table.dtype, table.embedding_dim).stride,
+                    lookups=loads[number].values,
+                    hot_rows=split.hot_rows,
+                    card_rows=split.card_rows,
+                    pinned_rows=split.host_rows,
+                    mapped_rows=split.mapped_rows,
+                )
+                for number, (table, split) in enumerate(zip(fleet.layout.tables, plan.splits, strict=True))
+            ),
+            batch=BatchUse(
+                lookups=float(sum(load.values for load in loads)),
+                bags=float(sum(load.bags for load in loads)),
+                upload_bytes=traffic.upload_bytes,
+                card_memory_bytes=float(traffic.hbm_bytes.max()),
+                peer_bytes=float(traffic.peer_bytes.sum(axis=1).max()),
+                peer_line_bytes=float(traffic.peer_line_bytes.max()),
+                host_bytes=float(traffic.host_bytes.max()),
+                host_line_bytes=float(traffic.host_line_bytes.max()),
+            ),
+            time=batch_time(traffic, options.system),
+        )
+
+
+def _fullest_shard(fleet: Plan) -> int:
+    """The shard with the most bytes of rows, as stored."""
+    sizes = np.zeros(fleet.num_shards)
+    for table, owners in zip(fleet.layout.tables, fleet.shard_of_bucket, strict=True):
+        used = num_buckets_used(table)
+        held = np.bincount(np.maximum(owners[:used], 0), minlength=fleet.num_shards)
+        # What is on every shard makes none fuller than another.
+        sizes += held * (table_bytes(table) / used) * bool(owners[0] >= 0)
+    return int(sizes.argmax())
+
+
+def _card_use(plan: CardPlan, card: int, budget: CardBudget) -> CardUse:
+    held = plan.bytes(card)
+    return CardUse(
+        card=card,
+        hot_bytes=held.hot,
+        own_bytes=held.card,
+        places_bytes=held.places,
+        free_bytes=budget.card_bytes[card] - held.total,
+    )
+
+
+def _tiers(plan: CardPlan, traffic: Traffic) -> tuple[TierUse, ...]:
+    """In the mean over the cards that may pool a batch."""
+    rows = plan.tier_rows.sum(axis=1)
+    own, peers = traffic.own.mean(), traffic.peer.mean()
+    lookups = {"hot": traffic.hot.mean(), "card": own, "peer": peers}
+    lookups |= {"pinned": traffic.host.mean(), "mapped": traffic.mapped.mean()}
+    moved = {"peer": traffic.peer_bytes.sum(axis=1).mean(), "pinned": traffic.host_bytes.mean()}
+    total = sum(lookups.values())
+    tiers: tuple[tuple[Literal["hot", "card", "peer", "pinned", "mapped"], int], ...] = (
+        ("hot", HOT), ("card", CARD), ("peer", CARD), ("pinned", HOST), ("mapped", MAPPED_TIER),
+    )  # fmt: skip
+    return tuple(
+        TierUse(
+            tier=tier,
+            rows=int(rows[:, column].sum()),
+            size_bytes=plan.mapped_bytes if tier == "mapped" else int(rows[:, column] @ plan.strides),
+            lookup_share=float(lookups[tier] / total) if total else 0.0,
+            bytes_per_batch=float(moved.get(tier, 0.0)),
+        )
+        for tier, column in tiers
+    )

@@ -1,0 +1,103 @@
+"""Ends processes: on Ctrl-C or SIGTERM after putting things away, and with the process that supervises them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequestedError(Exception):
+    """SIGINT or SIGTERM came. Not an error to print: a wish that was fulfilled once it is raised."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.signal = number
+
+
+def run_until_signalled(
+    program: Callable[[], Awaitable[Result]],
+    on_second_signal: Callable[[], None] = lambda: None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> Result:
+    """Runs an asyncio program; the first SIGINT or SIGTERM cancels it, so that it cleans up.
+
+    Args:
+        program: what to run; its `finally` blocks do the cleaning.
+        on_second_signal: called for every further signal, to make the cleaning shorter.
+        loop_factory: makes the event loop, such as `uvloop.new_event_loop`; None for asyncio's own.
+
+    Returns:
+        What the program returns when it ends by itself.
+
+    Raises:
+        StopRequestedError: when it ended because of a signal.
+    """
+    received: list[signal.Signals] = []
+
+    async def run() -> Result:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(program())
+
+        def on_signal(number: signal.Signals) -> None:
+            received.append(number)
+            if len(received) == 1:
+                task.cancel()
+            else:
+                on_second_signal()
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            return await task
+        finally:
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(run())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise StopRequestedError(received[0]) from None
+
+
+PARENT_PID_VARIABLE = "SHARDRANK_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(environment: MutableMapping[str, str]) -> None:
+    """Asks the kernel to kill this process when its supervisor dies; does nothing outside a fleet.
+
+    The supervisor names itself in `SHARDRANK_PARENT_PID`. The child asks for itself, rather than the parent between
+    fork and exec, because code in that gap can deadlock in a process with threads. The variable is taken out of the
+    environment, so that a grandchild does not look for the wrong parent.
+
+    Args:
+        environment: where to look, `os.environ`.
+
+    Raises:
+        SystemExit: with code 1, if the supervisor is gone already.
+    """
+    parent = environment.pop(PARENT_PID_VARIABLE, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        logger.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))
+    # The parent may have died before the request reached the kernel; then no signal will ever come.
+    if str(os.getppid()) != parent:
+        logger.error("the supervisor (process %s) is gone; not starting", parent)
+        raise SystemExit(1)

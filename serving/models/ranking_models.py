@@ -1,0 +1,442 @@
+"""The ranking models: MLP, DLRM, DCN-v2 and target attention; the layers they are made of, their copies on devices."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAttentionConfig
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+
+CPU = torch.device("cpu")
+# Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB.
+MAX_PAIRS = 1 << 18
+_NO_SCALARS: list[Any] = []
+PackedLayer: TypeAlias = tuple[Tensor, Tensor | None, str]
+"""Weight in oneDNN's own order, bias, and what follows: `relu` or `none`."""
+
+
+def pack_layers(layers: Sequence[nn.Linear], relu_after: Sequence[bool]) -> tuple[PackedLayer, ...]:
+    """Copies layers for which `can_pack` is true into the form in which they score fastest.
+
+    A plain product puts its weights in oneDNN's order each time anew: measured on an AVX-512 core with bfloat16, 100
+    rows through the layers [1696, 256, 64] take 6 % longer then, 2000 rows 4 %. PyTorch's compiler packs weights with
+    the same operators (torch/_inductor/fx_passes/mkldnn_fusion.py). What is added up is the same, though not always in
+    that order.
+    """
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    return tuple(
+        (reorder(one.weight.detach()), None if one.bias is None else one.bias.detach(), "relu" if relu else "none")
+        for one, relu in zip(layers, relu_after, strict=True)
+    )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+        return False
+    if weight.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype is torch.float32
+
+
+class Mlp(nn.Module):
+    """Linear layers with ReLU between them.
+
+    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out].
+
+    Args:
+        input_width: columns of the input.
+        sizes: output size of each layer.
+        relu_at_end: whether ReLU follows the last layer too.
+    """
+
+    def __init__(self, input_width: int, sizes: Sequence[int], *, relu_at_end: bool) -> None:
+        super().__init__()
+        widths = [input_width, *sizes]
+        self.layers = nn.ModuleList(nn.Linear(widths[i], widths[i + 1]) for i in range(len(sizes)))
+        self.relu_at_end = relu_at_end
+        self.output_width = widths[-1]
+        self._packed: tuple[PackedLayer, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_width] to [..., sizes[-1]]."""
+        if self._packed is not None and not torch.is_grad_enabled():
+            linear = torch.ops.mkldnn._linear_pointwise.default
+            for weight, bias, activation in self._packed:
+                x = linear(x, weight, bias, activation, _NO_SCALARS, "")
+            return x
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number < last or self.relu_at_end:
+                x = F.relu_(x)
+        return x
+
+    def pad_input(self, width: int) -> None:
+        """Widens the first layer by columns of zeros, so that it can read an input with padding at its end."""
+        first = self.layers[0]
+        assert isinstance(first, nn.Linear)
+        self.layers[0] = padded_linear(first, in_features=width)
+
+    def pack(self) -> None:
+        """Makes it ready to score where it is: its weights must not change after that.
+
+        On the CPU they are copied (`pack_layers`), for calls that want no gradients; elsewhere nothing changes.
+        """
+        layers = self.linears
+        if can_pack(layers[0].weight):
+            self._packed = pack_layers(layers, [True] * (len(layers) - 1) + [self.relu_at_end])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not packed: it may be meant for another device."""
+        return {**self.__dict__, "_packed": None}
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The layers."""
+        return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
+
+
+class LogitHead(Mlp):
+    """Linear layers with ReLU between them that end in one logit, float32 whatever the weights' format is.
+
+    The last product is made in float32: a bfloat16 logit has 8 significant bits, and candidates whose logits differ by
+    less than one part in 256 would tie, which is no order at all. It is one column, so it costs next to nothing.
+
+    Args:
+        input_width: columns of the input.
+        hidden: output size of each layer before the last.
+    """
+
+    def __init__(self, input_width: int, hidden: Sequence[int]) -> None:
+        super().__init__(input_width, [*hidden, 1], relu_at_end=False)
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_width] to float32 [..., 1]."""
+        if self._packed is not None and self._last is not None and not torch.is_grad_enabled():
+            linear = torch.ops.mkldnn._linear_pointwise.default
+            for weight, bias, activation in self._packed:
+                x = linear(x, weight, bias, activation, _NO_SCALARS, "")
+            return F.linear(x.float(), *self._last)
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = F.relu_(layer(x))
+        assert isinstance(last, nn.Linear)
+        return F.linear(x.float(), last.weight.float(), last.bias.float())
+
+    def pack(self) -> None:
+        """As `Mlp.pack`."""
+        *hidden, last = self.linears
+        if can_pack(last.weight):
+            self._packed = pack_layers(hidden, [True] * len(hidden))
+            self._last = last.weight.detach().float(), last.bias.detach().float()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of `Mlp`."""
+        return {**super().__getstate__(), "_last": None}
+
+
+def padded_linear(linear: nn.Linear, *, in_features: int, out_features: int | None = None) -> nn.Linear:
+    """The same layer with zero weights for inputs and outputs that are added at the end."""
+    out_features = out_features or linear.out_features
+    wider = nn.Linear(
+        in_features, out_features, bias=linear.bias is not None, device=linear.weight.device, dtype=linear.weight.dtype
+    )
+    wider.weight = nn.Parameter(padded(linear.weight, out_features, in_features), requires_grad=False)
+    if linear.bias is not None:
+        wider.bias = nn.Parameter(padded(linear.bias, out_features), requires_grad=False)
+    return wider
+
+
+def padded(tensor: Tensor, *shape: int) -> Tensor:
+    """A copy of `tensor` at the beginning of a tensor of zeros of that shape."""
+    result = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    result[tuple(slice(size) for size in tensor.shape)] = tensor.detach()
+    return result
+
+
+class RankingModel(nn.Module):
+    """A dense part: from a batch's inputs to one logit a candidate.
+
+    Args:
+        shapes: where each input lies.
+    """
+
+    def __init__(self, shapes: InputShapes) -> None:
+        super().__init__()
+        self.shapes = shapes
+        # How many columns of the inputs the first layer reads: those that carry something, until `pad_inputs`.
+        self.columns_read = shapes.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the weights, which the inputs must share."""
+        return next(self.parameters()).dtype
+
+    @abstractmethod
+    def forward(self, inputs: RankingInputs) -> Tensor:
+        """Logits, float32 [N]."""
+
+    def pad_inputs(self) -> None:
+        """Widens the layers that read the inputs' columns to the padded width, with zero weights; for serving only.
+
+        A model that does not read the columns as they lie has nothing to widen.
+        """
+
+    def pack(self) -> None:
+        """Makes it ready to score on the device that it is on; after that its weights must not change."""
+        for module in self.modules():
+            if isinstance(module, Mlp):
+                module.pack()
+
+    def score(self, inputs: RankingInputs) -> Tensor:
+        """sigmoid(logit): float32 [N] within (0, 1), without gradients."""
+        if torch.is_inference_mode_enabled():
+            return torch.sigmoid(self.forward(inputs).float())
+        with torch.inference_mode():
+            return torch.sigmoid(self.forward(inputs).float())
+
+
+class MlpRanking(RankingModel):
+    """logit = MLP(concat(dense, embeddings))."""
+
+    def __init__(self, config: MlpConfig, shapes: InputShapes) -> None:
+        super().__init__(shapes)
+        self.mlp = LogitHead(shapes.width, config.hidden)
+
+    def forward(self, inputs: RankingInputs) -> Tensor:
+        """Logits [N]."""
+        logits: Tensor = self.mlp(inputs.columns[:, : self.columns_read])
+        return logits.squeeze(1)
+
+    def pad_inputs(self) -> None:
+        """Widens the first layer."""
+        self.columns_read = self.shapes.padded_width
+        self.mlp.pad_input(self.columns_read)
+
+
+class Dlrm(RankingModel):
+    """logit = top(concat(b, <v_i, v_j> for i < j)), with b = bottom(dense) and v = (b, e_1, ..., e_F).
+
+    Pairs come row by row of the upper triangle without its diagonal, TorchRec's order. Without dense inputs there is no
+    b.
+    """
+
+    pairs: Tensor
+
+    def __init__(self, config: DlrmConfig, shapes: InputShapes) -> None:
+        super().__init__(shapes)
+        self.num_features = len(shapes.features)
+        self.dim = shapes.dims[0]
+        self.bottom = Mlp(shapes.dense_width, config.bottom_mlp, relu_at_end=True) if shapes.dense_width else None
+        num_vectors = self.num_features + (self.bottom is not None)
+        first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
+        self.register_buffer("pairs", first * num_vectors + second, persistent=False)
+        width = first.numel() + (self.dim if self.bottom is not None else 0)
+        self.top = LogitHead(width, config.top_mlp)
+
+    def forward(self, inputs: RankingInputs) -> Tensor:
+        """Logits [N]."""
+        vectors = inputs.embeddings.view(inputs.columns.shape[0], self.num_features, self.dim)
+        bottom = None if self.bottom is None else self.bottom(inputs.dense)
+        if bottom is not None:
+            vectors = torch.cat([bottom.unsqueeze(1), vectors], dim=1)
+        # [N, V, D] to [N, V * (V - 1) / 2].
+        x = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        logits: Tensor = self.top(x if bottom is None else torch.cat([bottom, x], dim=1))
+        return logits.squeeze(1)
+
+
+class CrossLayers(nn.Module):
+    """x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, with W_l = U_l V_l^T where a rank is given.
+
+    Tensors are named `full.{l}.weight` [width, width] and `full.{l}.bias` [width], or `down.{l}.weight` [rank, width]
+    (V^T), `up.{l}.weight` [width, rank] (U) and `up.{l}.bias`.
+
+    Args:
+        width: columns of x.
+        num_layers: how many.
+        low_rank: the rank, or None for full matrices.
+    """
+
+    def __init__(self, width: int, num_layers: int, low_rank: int | None) -> None:
+        super().__init__()
+        self.low_rank = low_rank
+        layers = range(num_layers)
+        if low_rank is None:
+            self.full = nn.ModuleList(nn.Linear(width, width) for _ in layers)
+        else:
+            self.down = nn.ModuleList(nn.Linear(width, low_rank, bias=False) for _ in layers)
+            self.up = nn.ModuleList(nn.Linear(low_rank, width) for _ in layers)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[N, width] to [N, width]."""
+        x = x0
+        if self.low_rank is None:
+            for full in self.full:
+                x = torch.addcmul(x, x0, full(x))
+        else:
+            for down, up in zip(self.down, self.up, strict=True):
+                x = torch.addcmul(x, x0, up(down(x)))
+        return x
+
+    def pad(self, width: int) -> None:
+        """Widens every layer by columns that stay zero."""
+        for name, layers in self.named_children():
+            assert isinstance(layers, nn.ModuleList)
+            for number, layer in enumerate(layers):
+                assert isinstance(layer, nn.Linear)
+                layers[number] = padded_linear(
+                    layer,
+                    in_features=layer.in_features if name == "up" else width,
+                    out_features=layer.out_features if name == "down" else width,
+                )
+
+
+class DcnV2(RankingModel):
+    """logit = deep(cross(concat(dense or bottom(dense), embeddings)))."""
+
+    def __init__(self, config: DcnV2Config, shapes: InputShapes) -> None:
+        super().__init__(shapes)
+        self.bottom = Mlp(shapes.dense_width, config.bottom_mlp, relu_at_end=True) if config.bottom_mlp else None
+        width = shapes.width if self.bottom is None else self.bottom.output_width + shapes.embedding_width
+        self.cross = CrossLayers(width, config.num_cross_layers, config.low_rank)
+        self.deep = LogitHead(width, config.deep)
+
+    def forward(self, inputs: RankingInputs) -> Tensor:
+        """Logits [N]."""
+        if self.bottom is None:
+            x0 = inputs.columns[:, : self.columns_read]
+        else:
+            x0 = torch.cat([self.bottom(inputs.dense), inputs.embeddings], dim=1)
+        logits: Tensor = self.deep(self.cross(x0))
+        return logits.squeeze(1)
+
+    def pad_inputs(self) -> None:
+        """Widens the cross layers and the first deep layer, unless a bottom MLP stands between them and the columns."""
+        if self.bottom is None:
+            self.columns_read = self.shapes.padded_width
+            self.cross.pad(self.columns_read)
+            self.deep.pad_input(self.columns_read)
+
+
+class AttentionUnit(nn.Module):
+    """weight(q, k) = MLP([q, k, q - k, q * k]), for every pair of a candidate q and a row k of its history.
+
+    The first layer W = [W_q, W_k, W_d, W_p] is applied as (W_q + W_d) q + (W_k - W_d) k + W_p (q * k): the first term
+    once a candidate, the second once a row of a history, only the third once a pair.
+
+    Args:
+        dim: D, of q and k.
+        hidden: sizes of the hidden layers.
+    """
+
+    def __init__(self, dim: int, hidden: tuple[int, ...]) -> None:
+        super().__init__()
+        self.dim = dim
+        self.max_pairs = MAX_PAIRS
+        self.first = nn.Linear(4 * dim, hidden[0])
+        self.rest = Mlp(hidden[0], [*hidden[1:], 1], relu_at_end=False)
+
+    def forward(self, queries: Tensor, history: SequenceInput, owner: Tensor) -> Tensor:
+        """The attended histories.
+
+        Args:
+            queries: [N, D].
+            history: of the R requests.
+            owner: int64 [N], which request a candidate belongs to.
+
+        Returns:
+            [N, D], the softmax-weighted sum of each candidate's history; zeros where that is empty.
+        """
+        longest = history.mask.shape[1]
+        if longest == 0:
+            return torch.zeros_like(queries)
+        of_q, of_k, of_difference, of_product = torch.split(self.first.weight, self.dim, dim=1)
+        per_candidate = F.linear(queries, of_q + of_difference, self.first.bias)
+        per_row = F.linear(history.rows, of_k - of_difference)
+        chunk = max(1, self.max_pairs // longest)
+        attended = [
+            self._attend(q, partial, per_row, of_product, history, request)
+            for q, partial, request in zip(
+                *(torch.split(tensor, chunk) for tensor in (queries, per_candidate, owner)), strict=True
+            )
+        ]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend(
+        self,
+        queries: Tensor,
+        per_candidate: Tensor,
+        per_row: Tensor,
+        of_product: Tensor,
+        history: SequenceInput,
+        owner: Tensor,
+    ) -> Tensor:
+        keys = history.rows.index_select(0, owner)
+        mask = history.mask.index_select(0, owner)
+        hidden = F.linear(keys * queries.unsqueeze(1), of_product)
+        hidden = hidden + per_row.index_select(0, owner) + per_candidate.unsqueeze(1)
+        weights = self.rest(F.relu_(hidden)).squeeze(2).float()
+        # The finite minimum, not -inf: the softmax of a history without rows would be NaN, and so its gradient.
+        weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min)
+        weights = torch.softmax(weights, dim=1).masked_fill(~mask, 0.0).to(keys.dtype)
+        return torch.bmm(weights.unsqueeze(1), keys).squeeze(1)
+
+
+class TargetAttention(RankingModel):
+    """logit = MLP(concat(dense, embeddings, attended history))."""
+
+    def __init__(self, config: TargetAttentionConfig, shapes: InputShapes) -> None:
+        super().__init__(shapes)
+        self.history_feature = config.history_feature
+        self.target_columns = shapes.embedding_columns(config.target_feature)
+        dim = shapes.sequence_dims[config.history_feature]
+        self.attention = AttentionUnit(dim, config.attention_hidden)
+        self.mlp = LogitHead(shapes.width + dim, config.hidden)
+
+    def forward(self, inputs: RankingInputs) -> Tensor:
+        """Logits [N]."""
+        queries = inputs.embeddings[:, self.target_columns]
+        attended = self.attention(queries, inputs.sequences[self.history_feature], inputs.request_of_candidate)
+        x = torch.cat([inputs.columns[:, : self.shapes.width], attended], dim=1)
+        logits: Tensor = self.mlp(x)
+        return logits.squeeze(1)
+
+
+class DeviceCopies:
+    """Copies of a ranking model by device, made when they are first asked for. Thread-safe.
+
+    Args:
+        original: on the CPU, ready to score; never changed.
+    """
+
+    def __init__(self, original: RankingModel) -> None:
+        self._lock = threading.Lock()
+        self._by_device: dict[torch.device, RankingModel] = {CPU: original}
+
+    def on(self, device: torch.device) -> RankingModel:
+        """The model on a device; the same object for all who ask, which they must not change.
+
+        Args:
+            device: `cpu`, or a CUDA device with its index.
+        """
+        if (found := self._by_device.get(device)) is not None:
+            return found
+        with self._lock:
+            if (found := self._by_device.get(device)) is None:
+                found = copy.deepcopy(self._by_device[CPU]).to(device)
+                found.pack()
+                self._by_device[device] = found
+        return found

@@ -1,0 +1,199 @@
+"""The versions that a serving process holds: which is live, which is the canary, and which one a request gets.
+
+A canary gets the requests whose key's hash is below `share` of the hash's range. So a key always goes to the same
+version while the share is unchanged, in every process and over restarts, and a share that grows keeps the keys that are
+already in. Why so: docs/decisions/canary-by-request-key.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import xxhash
+
+from loader.registry.records import VersionStats
+from serving.errors import CanaryShareError, ModelNotFoundError, NotReadyError
+from serving.versions.served_model import ServedModel
+from shard_node.errors import GenerationNotFoundError
+from shard_node.generation import Generation, Generations, Lease
+
+_RANGE = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryChoice:
+    """The canary of one model: its version, its share of the requests that ask for none. Made by `of`."""
+
+    version: int
+    share: float
+    bound: int
+
+    @classmethod
+    def of(cls, version: int, share: float) -> CanaryChoice:
+        """Checks a share. Raises CanaryShareError if it is not above 0 and below 1."""
+        if not (isfinite(share) and 0.0 < share < 1.0):
+            raise CanaryShareError(f"share: {share} is not above 0 and below 1")
+        return cls(version, share, int(share * _RANGE))
+
+    def takes(self, model: str, key: str) -> bool:
+        """Whether a request with this key goes to the canary."""
+        return key_hash(model, key) < self.bound
+
+
+def key_hash(model: str, key: str) -> int:
+    """XXH64 (seed 0) of model, a zero byte, and key, as UTF-8: two models' canaries are tried on different keys.
+
+    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
+    """
+    # A lone surrogate is refused when the request is parsed, which is after this.
+    return xxhash.xxh64_intdigest(f"{model}\0{key}".encode("utf-8", "surrogatepass"))
+
+
+class ServedVersions:
+    """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
+
+    Args:
+        expected_models: models that are configured, loaded or not; None if that is not known yet.
+        on_freed: told each version that has been freed, on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        expected_models: Sequence[str] | None = (),
+        on_freed: Callable[[str, int], None] = lambda model, version: None,
+    ) -> None:
+        self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
+        self._on_freed = on_freed
+        self._expected = frozenset(expected_models or ())
+        self._lock = threading.Lock()
+        # Replaced as a whole, so that a request reads it without the lock.
+        self._canaries: dict[str, CanaryChoice] = {}
+        self._keyless = itertools.count()
+
+    def expect(self, models: Sequence[str]) -> None:
+        """Says which models are configured."""
+        self._expected = frozenset(models)
+
+    def install(self, served: ServedModel) -> None:
+        """Makes a loaded version the live one of its model, and retires the others when their requests have ended."""
+        self.install_staged(served)
+        self.flip(served.model, served.version)
+        for other in self.generations.all():
+            if other.model == served.model and other.version != served.version and other.state == "staged":
+                self.retire(other.model, other.version)
+
+    def install_staged(self, served: ServedModel) -> None:
+        """Puts a loaded version beside the live one. Raises GenerationStateError if it is here already."""
+        self.generations.stage(served.model, served.version, served)
+
+    def flip(self, model: str, version: int) -> None:
+        """Makes a version the live one, and not the canary. Raises GenerationNotFoundError if not here, or draining."""
+        self.generations.flip(model, version)
+        self._end_canary(model, version)
+
+    def retire(self, model: str, version: int) -> Generation[ServedModel]:
+        """Withdraws a version, be it live or the canary; its `retired` event is set once its last request has ended.
+
+        Raises GenerationNotFoundError if it is not here, or was withdrawn before.
+        """
+        self._end_canary(model, version)
+        return self.generations.retire(model, version)
+
+    def live(self, model: str) -> int | None:
+        """The version that answers requests; None if there is none."""
+        return self.live_versions().get(model)
+
+    def live_versions(self) -> dict[str, int]:
+        """The live version of every model that has one."""
+        return self.generations.live_versions()
+
+    def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
+        """Sends a share of a model's requests to a version, or to none.
+
+        Args:
+            model: whose requests.
+            version: is here and not draining; None ends the canary.
+            share: above 0 and below 1; ignored without a version.
+
+        Raises:
+            GenerationNotFoundError: if the version is not here, or drains.
+            CanaryShareError: for a share out of its range.
+        """
+        if version is None:
+            self._end_canary(model, None)
+            return
+        choice = CanaryChoice.of(version, share)
+        with self.generations.lease(model, version), self._lock:
+            self._canaries = {**self._canaries, model: choice}
+
+    def canary(self, model: str) -> CanaryChoice | None:
+        """The model's canary; None if there is none."""
+        return self._canaries.get(model)
+
+    def stats(self, model: str, version: int) -> VersionStats:
+        """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
+        for one in self.generations.all():
+            if (one.model, one.version) == (model, version):
+                return one.payload.counter.stats()
+        raise GenerationNotFoundError(f"version {version} of model {model!r} is not here")
+
+    def lease(self, model: str, version: int | None = None) -> Lease[ServedModel]:
+        """A lease on the live version, or on the given one.
+
+        Raises:
+            ModelNotFoundError: naming what is served instead.
+            NotReadyError: for a model that is configured but not loaded yet.
+        """
+        try:
+            return self.generations.lease(model, version)
+        except GenerationNotFoundError as error:
+            if version is None and model in self._expected:
+                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
+            here = [f"{one.model} {one.version}" for one in self.generations.all()]
+            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
+            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
+
+    def lease_for(self, model: str, version: int | None, key: Callable[[], str]) -> Lease[ServedModel]:
+        """A lease on the version that answers a request: the one it asks for, the canary, or the live one.
+
+        Args:
+            model: the name in the request.
+            version: what the request asks for; None leaves the choice to us.
+            key: gives the request's key, or "" for one without; only asked while there is a canary.
+
+        Raises:
+            ModelNotFoundError, NotReadyError: as `lease`.
+        """
+        if version is None and model not in self._canaries:
+            try:
+                return self.generations.lease(model)
+            except GenerationNotFoundError:
+                return self.lease(model)
+        if version is not None:
+            return self.lease(model, version)
+        while (choice := self._canaries.get(model)) is not None:
+            # A request without a key is anybody's: numbering them gives the canary its share of them.
+            if not choice.takes(model, key() or str(next(self._keyless))):
+                break
+            try:
+                return self.generations.lease(model, choice.version)
+            except GenerationNotFoundError:
+                # It was withdrawn since the pointer was read.
+                self._end_canary(model, choice.version)
+        return self.lease(model)
+
+    def _free(self, served: ServedModel) -> None:
+        try:
+            served.close()
+        finally:
+            self._on_freed(served.model, served.version)
+
+    def _end_canary(self, model: str, version: int | None) -> None:
+        with self._lock:
+            canary = self._canaries.get(model)
+            if canary is not None and version in (None, canary.version):
+                self._canaries = {name: one for name, one in self._canaries.items() if name != model}

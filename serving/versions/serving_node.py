@@ -1,0 +1,436 @@
+"""A serving process as a member of a fleet: it discovers shard nodes, does what is wanted, and tells what it is.
+
+A load is in a thread of its own and reads only what a router needs; rows are on shard nodes, or staged into this
+process first, at a lower priority. A version is ready when its golden requests have gone through every ranking replica,
+over connections that requests will use. Flip, canary and retirement are pointers of the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random as random_module
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from loader.background import Wish, ended, in_background
+from loader.errors import RegistryError, SnapshotCorruptError
+from loader.manifest import Frozen, ModelSpec
+from loader.pace import Pace
+from loader.reader import Snapshot
+from loader.registry.records import (
+    FleetRecord,
+    NodeId,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    WantedModel,
+)
+from loader.registry.typed import FleetRegistry
+from router.plan import Plan
+from router.replica_directory import ReplicaDirectory
+from serving.errors import NotReadyError
+from serving.models.factory import DtypeChoice
+from serving.rank.service import RankingService
+from serving.versions.loading import fleet_shards, local_shards, open_published
+from serving.versions.served_model import ServedModel
+from shard_node.agent import Agent, AgentConfig, Sleep
+from shard_node.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.node import ShardNode
+from shard_node.node_agent import NodeActions
+from shard_node.tls import TlsClientConfig, client_context
+
+logger = logging.getLogger(__name__)
+
+
+MEMORY_EVERY_S = 1.0
+DRAINED_POLL_S = 0.02
+OPENED = 0.5
+"""Share of a load's progress that opening and checking files is."""
+
+
+class ServingConfig(Frozen):
+    """A serving process of a fleet.
+
+    Attributes:
+        node_id: its name, stable over restarts.
+        store: where versions lie.
+        verify: compare the SHA-256 of the files that it reads.
+        num_replicas: ranking replicas of each version, each a thread.
+        dtype: of dense models.
+        stage_cpu_share: of one core, at most, that checking files takes.
+        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
+    """
+
+    node_id: NodeId
+    store: Path
+    verify: bool = True
+    num_replicas: int = Field(default=1, ge=1, le=64)
+    dtype: DtypeChoice = "auto"
+    stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
+    node_tls: TlsClientConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRows:
+    """Rows in this process.
+
+    Attributes:
+        node: holds them.
+        actions: stage them into `node`, apply deltas to them, and retire them.
+        plan_of: who owns what; must be the plan that `actions` stage by.
+    """
+
+    node: ShardNode
+    actions: NodeActions
+    plan_of: Callable[[ModelSpec], Plan]
+
+
+class ServingActions:
+    """Implements `Actions` for a serving process. Belongs to one event loop.
+
+    Args:
+        service: what answers requests.
+        fleet: the registry.
+        directory: which shard nodes there are.
+        config: of the process.
+        local: rows in this process; None if they are on shard nodes.
+        sleep: waits.
+
+    Raises:
+        TlsConfigError: a file of `config.node_tls` can't be read or does not fit.
+
+    Attributes:
+        address: where it is asked, HTTP; to be set before it is announced.
+    """
+
+    def __init__(
+        self,
+        service: RankingService,
+        fleet: FleetRegistry,
+        directory: ReplicaDirectory,
+        config: ServingConfig,
+        local: LocalRows | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.address = ""
+        self._service = service
+        self._fleet = fleet
+        self._directory = directory
+        self._config = config
+        self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
+        self._local = local
+        self._sleep = sleep
+        self._memory: tuple[float, int] = (float("-inf"), 0)
+
+    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+        """The live version, those to be flipped to, and the one that answers here until the pointer has moved."""
+        versions = (wanted.live, *wanted.serve, self._service.live(wanted.model))
+        return tuple(dict.fromkeys(version for version in versions if version is not None))
+
+    def held(self) -> set[tuple[str, int]]:
+        """(model, version) of what could answer requests."""
+        held = {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
+        return held if self._local is None else held & set(self._local.actions.held())
+
+    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+        """Loads, checks and warms a version, and puts it beside the live one.
+
+        Raises:
+            NotReadyError: it is not published, or a shard has no node that has it ready.
+            ShardrankError: with status 503 or 504 if its shards can't be asked now; others if it must not be served.
+        """
+        published = await self._fleet.version(model, version)
+        if published is None:
+            raise NotReadyError(f"version {version} of model {model!r} is not on record as published")
+        topology = None
+        if self._local is None:
+            topology = await self._topology(model, version)
+        elif (model, version) not in self._local.actions.held():
+            await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
+        if self._is_here(model, version):
+            return  # its rows were staged anew; what ranks with them is still here
+        try:
+            await self._load(published, topology, tell)
+        except BaseException:
+            if self._local is not None and (model, version) in self._local.actions.held():
+                # Nobody else knows of these rows: they go, however often this is called off meanwhile.
+                going = asyncio.ensure_future(self._local.actions.retire(model, version))
+                await ended(going)
+                going.result()
+            raise
+
+    async def settle(self, wanted: WantedModel) -> bool:
+        """Points to the live version and the canary as far as they are here. True if both are as wanted."""
+        model, is_settled = wanted.model, True
+        if self._local is not None:
+            await self._local.actions.settle(wanted)
+        here = {version for name, version in self.held() if name == model}
+        if wanted.live is not None and wanted.live not in here:
+            is_settled = False
+        elif wanted.live is not None and self._service.live(model) != wanted.live:
+            before = self._service.live(model)
+            self._service.flip(model, wanted.live)
+            logger.info("version %d of %s is live, after %s", wanted.live, model, before)
+        canary = wanted.canary
+        if canary is None or canary.version not in here:
+            self._service.set_canary(model, None)
+            return is_settled and canary is None
+        self._service.set_canary(model, canary.version, canary.share)
+        return is_settled
+
+    async def retire(self, model: str, version: int) -> None:
+        """Withdraws a version; returns when its last request has ended and it is freed."""
+        if self._is_here(model, version):
+            generation = self._service.retire(model, version)
+            deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
+            while not generation.retired.is_set():
+                if self._service.clock() >= deadline:
+                    logger.error("%d requests still use version %d of %s", generation.leases, version, model)
+                    deadline = float("inf")
+                await self._sleep(DRAINED_POLL_S)
+        if self._local is not None and (model, version) in self._local.actions.held():
+            await self._local.actions.retire(model, version)
+
+    def reports(self) -> list[VersionReport]:
+        """Of each version that could answer requests."""
+        rows: dict[tuple[str, int], VersionReport] = {}
+        if self._local is not None:
+            rows = {(one.model, one.version): one for one in self._local.actions.reports()}
+        held, found = self.held(), []
+        for one in self._service.generations.all():
+            key = (one.model, one.version)
+            if key not in held:
+                continue
+            served: ServedModel = one.payload
+            report = rows.get(key, VersionReport(model=one.model, version=one.version, state="ready"))
+            told = {
+                "progress": 1.0,
+                "identity": served.description.identity,
+                "leases": one.leases,
+                "golden_difference": served.checked.difference,
+                "golden_tolerance": served.checked.tolerance,
+                "stats": served.counter.stats(),
+            }
+            found.append(report.model_copy(update=told))
+        return found
+
+    def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
+        """What is announced."""
+        topology, now = self._directory.topology(), self._service.clock()
+        if now - self._memory[0] >= MEMORY_EVERY_S:
+            self._memory = (now, available_memory_bytes())
+        # Where rows are on shard nodes this is a number, if only to say so before any of them was seen.
+        num_shards = None if self._local is not None else 1 if topology is None else topology.num_shards
+        return NodeRecord(
+            node_id=self._config.node_id,
+            kind="serving",
+            process_id=os.getpid(),
+            address=self.address,
+            num_shards=num_shards,
+            memory_total_bytes=total_memory_bytes(),
+            memory_available_bytes=self._memory[1],
+            applied=dict(applied),
+            live=self._service.versions.live_versions(),
+            versions=tuple(reports),
+        )
+
+    async def _topology(self, model: str, version: int) -> FleetRecord:
+        """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
+        self._directory.update(await self._fleet.nodes())
+        # A registry that was emptied has none until a shard node restarts; the nodes still tell.
+        topology = await self._fleet.fleet() or self._directory.topology()
+        if topology is None:
+            raise NotReadyError("no shard node has joined the fleet yet")
+        missing = [index for index in range(topology.num_shards) if not self._directory.replicas(model, version, index)]
+        if missing:
+            raise NotReadyError(
+                f"no node of {_shards(missing)} of {topology.num_shards} has version {version} of model {model!r} ready"
+            )
+        return topology
+
+    async def _load(
+        self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
+    ) -> None:
+        work, name = partial(self._load_now, published, topology, tell), f"load-{published.model}-{published.version}"
+        began = time.monotonic()
+        served = await in_background(work, name, self._discard, low_priority=False)
+        try:
+            self._service.install_staged(served)
+        except BaseException:
+            self._discard(served)
+            raise
+        taken_s = time.monotonic() - began
+        logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
+
+    def _load_now(
+        self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None], wish: Wish
+    ) -> ServedModel:
+        # OpenMP would give this thread helpers of its own.
+        torch.set_num_threads(1)
+        config, service = self._config, self._service
+        progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
+        paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
+        snapshot = open_published(config.store, published, verify=config.verify, progress=paced)
+        wish.check()
+        if self._local is not None:
+            _check_rows(self._local.node, snapshot)
+            plan = self._local.plan_of(snapshot.spec)
+            shards = local_shards([self._local.node])
+        else:
+            assert topology is not None
+            plan = Plan.make(
+                snapshot.spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes
+            )
+            shards = fleet_shards(snapshot, plan, self._directory, service.clock, self._node_tls)
+        return ServedModel.load(
+            snapshot,
+            plan,
+            shards,
+            limits=service.limits,
+            num_replicas=config.num_replicas,
+            dtype=config.dtype,
+            metrics=service.metrics,
+            clock=service.clock,
+        )
+
+    def _discard(self, served: ServedModel) -> None:
+        """Frees a version that nobody used, in a thread of its own."""
+
+        def discard() -> None:
+            served.close()
+            if not self._service.generations.has(served.model, served.version):
+                self._service.metrics.forget_version(served.model, served.version)
+
+        threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
+
+    def _is_here(self, model: str, version: int) -> bool:
+        generations = self._service.generations.all()
+        return any((one.model, one.version) == (model, version) and one.state != "draining" for one in generations)
+
+
+def _shards(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"shard {shown}" if len(numbers) == 1 else f"shards {shown}"
+
+
+def _check_rows(node: ShardNode, snapshot: Snapshot) -> None:
+    """Raises SnapshotCorruptError unless the rows in this process are of the same snapshot as what ranks with them."""
+    model, version = snapshot.spec.model, snapshot.version
+    with node.generations.lease(model, version) as lease:
+        identity = lease.payload.manifest_identity
+    if identity != snapshot.identity:
+        raise SnapshotCorruptError(
+            f"{snapshot.path}: its manifest has SHA-256 {snapshot.identity}, but the rows of version {version} of "
+            f"model {model!r} are of the snapshot with {identity}: a version must not be published as something else"
+        )
+
+
+LOOK_S = 0.2
+"""Between two looks at which nodes there are; each is up to a quarter earlier or later."""
+LIVE_POLL_S = 0.05
+
+
+class ServingNode:
+    """Runs until `leave`. Belongs to one event loop, that of the agent and the registry.
+
+    Args:
+        fleet: the registry; closed by `leave`.
+        service: what answers requests. If no models are named in `agent_config`, those that are wanted at the start are
+            the ones without which the process is not ready.
+        config: of the process.
+        agent_config: intervals, limits, and which models.
+        local: rows in this process; None if they are on shard nodes.
+        clock: monotonic seconds.
+        sleep: waits.
+        random: for jitter.
+
+    Attributes:
+        directory: the shard nodes of the fleet.
+        actions: what the agent has done.
+        agent: makes the process what is wanted of it.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetRegistry,
+        service: RankingService,
+        config: ServingConfig,
+        agent_config: AgentConfig | None = None,
+        local: LocalRows | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+        random: random_module.Random | None = None,
+    ) -> None:
+        agent_config = agent_config or AgentConfig()
+        self._fleet = fleet
+        self._service = service
+        self._models = agent_config.models
+        self._local = local
+        self._sleep = sleep
+        self._random = random or random_module.Random()
+        self.directory = ReplicaDirectory(clock)
+        self.actions = ServingActions(service, fleet, self.directory, config, local, sleep)
+        self.agent = Agent(fleet, self.actions, agent_config, clock, sleep, self._random)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def load(self) -> None:
+        """Begins, and returns once each expected model is live. The process is in the fleet until `leave`."""
+        self._tasks = [
+            asyncio.create_task(self._watch_nodes(), name="watch nodes"),
+            asyncio.create_task(self.agent.run(), name="agent"),
+        ]
+        while not self._is_live():
+            await self._sleep(LIVE_POLL_S)
+
+    async def leave(self) -> None:
+        """Tells the fleet that the process ends, and that it is not ready any more. What it serves stays live.
+
+        A registry that is down does not keep it from leaving.
+        """
+        self._service.begin_shutdown()
+        if self._tasks:
+            await self.agent.leave()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        if self._local is not None:
+            await self._local.actions.close()
+        await self._fleet.registry.close()
+
+    def _is_live(self) -> bool:
+        """Whether each expected model has a live version."""
+        wanted = self.agent.wanted.values()
+        expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
+        if not expected:
+            return False
+        self._service.expect(expected)
+        live = self._service.versions.live_versions()
+        return all(model in live for model in expected)
+
+    async def _watch_nodes(self) -> None:
+        if self._local is not None:
+            return
+        is_silent = False
+        while True:
+            try:
+                self.directory.update(await self._fleet.nodes())
+            except RegistryError as error:
+                if not is_silent:
+                    logger.warning("nodes are those that are known: %s", error)
+                is_silent = True
+            except Exception:  # a fault of ours must not leave this process with the nodes of today for good
+                if not is_silent:
+                    logger.exception("looking for nodes failed; they are those that are known")
+                is_silent = True
+            else:
+                is_silent = False
+            await self._sleep(LOOK_S * self._random.uniform(0.75, 1.25))

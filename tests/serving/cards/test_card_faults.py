@@ -1,0 +1,164 @@
+"""A process whose cards have failed says so, stops being ready, and ends, so that a new one takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from serving.cards.scorer import MAX_FAILED_CAPTURES
+from serving.limits import RequestLimits
+from serving.rank.ranking import Ranking
+from serving.rank.service import RankingService
+from serving.server import ServerConfig, serve
+from shard_node.cuda.card_set import CardSet
+from shard_node.errors import CardError, MemoryBudgetError
+from shardrank_testing.card_engines import OnCards, options_for
+from shardrank_testing.card_ranking import ask, ranking_of, score, served_on, shop_batch, shop_spec, write_shop
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, served_service
+
+FAULT = "device 1: waiting for a stream: cudaErrorIllegalAddress: an illegal memory access was encountered"
+
+
+def on_cards(model: ApiModel) -> tuple[RankingService, EmulatedCards]:
+    cards = EmulatedCards(2)
+    card_set = CardSet(cards, options_for(model.spec, 2, "peers"))
+    limits = RequestLimits(max_batch_candidates=64)
+    return served_service(model, limits, cards=OnCards(2, "peers").num_cards, card_set=card_set), cards
+
+
+def test_a_process_whose_cards_have_failed_is_not_ready_and_says_why(api_model):
+    async def main() -> None:
+        service, cards = on_cards(api_model)
+        async with running_api(service) as api:
+            assert (await api.http.get("/readyz")).status_code == 200
+            cards.fault = FAULT
+            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "card")
+            for _ in range(2):
+                await service.watch.refresh()
+                answer = await api.http.get("/readyz")
+                assert (answer.status_code, list(answer.json()["problems"].values())) == (503, [f"card: {FAULT}"])
+            # What a card does not get over can't pass away, whatever it answers later.
+            cards.fault = ""
+            await service.watch.refresh()
+            assert service.watch.problems() == {"": f"card: {FAULT}"}
+            with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
+                await service.watch.cards_failed()
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+def test_a_call_that_fails_once_ends_nothing(api_model):
+    async def main() -> None:
+        service, cards = on_cards(api_model)
+        for _ in range(3):
+            cards.fault = FAULT
+            await service.watch.refresh()
+            assert service.watch.problems() == {MODEL: f"card: {FAULT}"}
+            cards.fault = ""
+            await service.watch.refresh()
+            assert service.watch.problems() == {}
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+def test_a_serving_process_ends_with_the_error_of_its_cards(api_model):
+    async def main() -> None:
+        service, cards = on_cards(api_model)
+        ready = asyncio.Event()
+
+        async def load() -> None:
+            pass
+
+        config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
+        serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
+        await ready.wait()
+        cards.fault = FAULT
+        for _ in range(2):
+            await service.watch.refresh()
+        with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
+            await serving
+
+    run(main())
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shop(tmp_path_factory.mktemp("shop"), shop_spec("dlrm"))
+
+
+def test_a_class_of_batches_that_can_not_be_recorded_is_scored_without_a_graph(shop, monkeypatch, caplog):
+    rng = np.random.default_rng(0)
+    with served_on(shop, OnCards(2, "peers")) as served, served_on(shop, None) as reference:
+        ranking = ranking_of(served)
+        model, counts, calls = ranking._model.model, ranking.scorer.counts, itertools.count()
+        forward = model.forward
+
+        def no_room_to_record(inputs):
+            # A class is recorded before its second batch.
+            if next(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(inputs)
+
+        monkeypatch.setattr(model, "forward", no_room_to_record)
+        before = counts.graphs
+        for _ in range(4):
+            batch = shop_batch(served, rng, [3, 2])
+            np.testing.assert_allclose(score(served, batch), score(reference, batch), rtol=1e-4, atol=1e-5)
+        assert (counts.graphs, counts.failed_captures) == (before, 1)
+        assert "ranked without a CUDA graph" in caplog.text
+        for _ in range(2):
+            score(served, shop_batch(served, rng, [30, 20]))
+        assert (counts.graphs, counts.failed_captures) == (before + 1, 1)
+
+
+def test_after_too_many_failures_nothing_is_recorded_any_more(shop, monkeypatch, caplog):
+    rng, limits = np.random.default_rng(0), RequestLimits(max_batch_candidates=512)
+    with served_on(shop, OnCards(2, "peers"), limits) as served, served_on(shop, None) as reference:
+        ranking = ranking_of(served)
+        capture, before = ranking.scorer.lane.card.capture, ranking.scorer.counts.graphs
+
+        def broken(stream, work):
+            capture(stream, work)
+            raise CardError("a graph can't be captured: cudaErrorStreamCaptureInvalidated")
+
+        monkeypatch.setattr(ranking.scorer.lane.card, "capture", broken)
+        for candidates in (64, 96, 128, 160, 192, 224, 256, 320, 384, 448):
+            batch = shop_batch(served, rng, [candidates - 1, 1], longest=2)
+            for _ in range(2):
+                np.testing.assert_allclose(score(served, batch), score(reference, batch), rtol=1e-4, atol=1e-5)
+        assert (ranking.scorer.counts.graphs, ranking.scorer.counts.failed_captures) == (before, MAX_FAILED_CAPTURES)
+        assert "and so are all that come from now on" in caplog.text
+
+
+def test_a_version_is_warm_as_far_as_its_dense_model_has_room(shop, monkeypatch, caplog):
+    with served_on(shop, OnCards(2, "peers"), RequestLimits(max_batch_candidates=256)) as served:
+        ranking = ranking_of(served)
+        model, room = ranking._model.model, 96
+        forward = model.forward
+
+        def forward_with_room(inputs):
+            if inputs.columns.shape[0] > room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(inputs)
+
+        async def warm(ranking: Ranking) -> None:
+            while ranking.scorer._batches:
+                ranking.scorer._batches.popitem()[1].free()
+            ranking.warm(None)
+
+        monkeypatch.setattr(model, "forward", forward_with_room)
+        ask(served._replicas[0], warm)
+        assert [one.num_candidates for one in ranking.scorer.classes] == [32, 64, 96]
+        assert "batches of 128 candidates and more find room when they come, or none: card 0 has no room" in caplog.text
+        room = 0
+        with pytest.raises(MemoryBudgetError, match="dense model's work on 32 candidates"):
+            ask(served._replicas[0], warm)

@@ -1,0 +1,113 @@
+"""Where a batch's rows go on a card: nothing overlaps, nothing lies outside, and every column has its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.feature_schema import FeatureSchema
+from serving.cards.layout import (
+    ALIGNED_BYTES,
+    MIN_CANDIDATES,
+    BatchClass,
+    CardLayout,
+    candidate_classes,
+    rounded_candidates,
+)
+from shard_node.cuda.kernel_params import MODES
+from shard_node.cuda.output_runs import check_runs
+from shardrank_testing.card_ranking import DENSE, shop_spec
+
+CLASSES = st.builds(BatchClass.of, st.integers(1, 300), st.integers(1, 20), st.integers(0, 5000))
+
+
+def layout_of(kind: str, dense: tuple[int, int] = (2, 3), dtype: torch.dtype = torch.float32) -> CardLayout:
+    spec = shop_spec(kind, dense=dense)
+    return CardLayout(spec, FeatureSchema.of(spec), dtype)
+
+
+@given(st.integers(1, 1 << 20))
+def test_candidates_are_rounded_up_by_a_quarter_at_most(count):
+    rounded = rounded_candidates(count)
+    assert count <= rounded < max(count + MIN_CANDIDATES, 1.25 * count + 1)
+    assert rounded % MIN_CANDIDATES == 0
+    assert rounded_candidates(rounded) == rounded
+    assert rounded <= rounded_candidates(count + 1)
+
+
+@given(st.integers(1, 1 << 14))
+def test_the_classes_of_candidates_are_all_that_are_rounded_to(most):
+    classes = candidate_classes(most)
+    counts = np.unique(np.linspace(1, most, 200).astype(int)).tolist()
+    assert {rounded_candidates(count) for count in counts} <= set(classes)
+    assert classes == sorted(set(classes))
+    assert classes[-1] == rounded_candidates(most)
+    assert len(classes) <= 4 * max(1, most.bit_length())
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 4096), st.integers(0, 1 << 27))
+def test_a_class_has_room_for_its_batches_and_not_much_more(candidates, requests, values):
+    most = BatchClass.of(candidates, requests, values)
+    assert requests <= most.num_requests < 4 * max(1, requests)
+    assert values <= most.num_values <= max(1024, 2 * values)
+    assert BatchClass.of(most.num_candidates, most.num_requests, most.num_values) == most
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@given(most=CLASSES)
+def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
+    layout = layout_of(kind)
+    runs, size = layout.runs(most), layout.size(most)
+    features = FeatureSchema.of(shop_spec(kind))
+    check_runs(features.layout, runs, size)
+    written = np.zeros(runs.out_elements, np.int8)
+    for key, table in enumerate(runs.tables.tolist()):
+        bags = most.num_values if runs.modes[key] == MODES["none"] else int(size.bags_per_key[key])
+        bag = runs.out_offsets[key] + np.arange(bags) * runs.out_strides[key]
+        written[bag[:, None] + np.arange(features.layout.tables[table].embedding_dim)] += 1
+    assert written.max() == 1
+    columns = written[: most.num_candidates * layout.shapes.padded_width].reshape(most.num_candidates, -1)
+    shared = np.zeros(layout.shapes.padded_width, bool)
+    for one in layout.expansions:
+        shared[one.column : one.column + one.width] = True
+    # Each column is a dense input, shared by a request's candidates, or pooled for each; the rest stays zero.
+    dense = np.arange(layout.shapes.padded_width) < layout.shapes.dense_width
+    pooled = columns.all(axis=0)
+    assert not (pooled & (shared | dense)).any()
+    used = np.arange(layout.shapes.padded_width) < layout.shapes.width
+    np.testing.assert_array_equal(pooled | shared | dense, used)
+
+
+@pytest.mark.parametrize("dense", [(0, 0), (1, 0), (0, 1), (13, 7)])
+@given(most=CLASSES)
+def test_what_is_sent_along_is_aligned_and_lies_one_after_the_other(dense, most):
+    layout = layout_of("target_attention" if dense == (13, 7) else "mlp", dense)
+    places = layout.extra_places(most)
+    sizes = (
+        8 * most.num_candidates,
+        4 * most.num_requests * dense[0],
+        4 * most.num_candidates * dense[1],
+        16 * len(layout.sequences) * most.num_requests,
+    )
+    starts = (0, places.context_dense, places.candidate_dense, places.sequences, places.size_bytes)
+    for start, size, following in zip(starts[:-1], sizes, starts[1:], strict=True):
+        assert start % ALIGNED_BYTES == 0
+        assert start + size <= following < start + size + ALIGNED_BYTES
+    assert layout.size(most).extra_bytes == places.size_bytes
+
+
+def test_context_columns_that_are_neighbours_are_expanded_together():
+    layout = layout_of("mlp")
+    # In the spec's order: user, film, history, friend, genre, seen, tag, liked, city behind 2 + 3 dense inputs.
+    widths = {"user": 8, "film": 16, "history": 16, "friend": 8, "genre": 8, "seen": 16, "tag": 12, "liked": 12}
+    starts = dict(zip(widths, (5 + np.cumsum([0, *widths.values()])[:-1]).tolist(), strict=True))
+    assert [(one.column, one.width) for one in layout.expansions] == [
+        (0, 2),
+        (starts["user"], 8),
+        (starts["history"], 16 + 8),
+        (starts["liked"], 12),
+    ]
+    assert layout.context_width == 8 + 16 + 8 + 12 + 2

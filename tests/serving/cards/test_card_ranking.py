@@ -1,0 +1,192 @@
+"""Ranking where rows are on cards gives the scores that ranking on the CPU gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loader.reader import Snapshot
+from serving.cards.layout import BatchClass
+from serving.limits import RequestLimits
+from serving.rank.ranking import Ranking
+from serving.versions.served_model import ServedModel
+from serving.versions.version_check import ranking_parts
+from shardrank_testing.card_engines import OnCards, engine_params
+from shardrank_testing.card_ranking import (
+    DENSE,
+    FAR_S,
+    ask,
+    ranking_of,
+    score,
+    served_on,
+    shop_batch,
+    shop_spec,
+    write_shop,
+)
+
+ON = (
+    OnCards(1, "peers"),
+    OnCards(3, "peers"),
+    OnCards(8, "every tier"),
+    OnCards(2, "every tier", "no peer access"),
+    OnCards(3, "every tier", "as late as can be"),
+    OnCards(2, "peers", "as late as can be"),
+)
+CANDIDATES = ([5], [1, 7, 3], [40], [9, 1, 1, 1, 20], [2])
+TWO = OnCards(2, "peers")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: write_shop(tmp_path_factory.mktemp("store"), shop_spec(kind)) for kind in DENSE}
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(paths) -> Iterator[dict[str, ServedModel]]:
+    with ExitStack() as stack:
+        yield {kind: stack.enter_context(served_on(path, None)) for kind, path in paths.items()}
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("on", engine_params(ON))
+def test_scores_are_those_of_the_cpu_engine_again_and_again(paths, on_cpu, rng, kind, on):
+    with served_on(paths[kind], on) as served:
+        for _ in range(3):
+            for candidates in CANDIDATES:
+                batch = shop_batch(served, rng, candidates)
+                np.testing.assert_allclose(score(served, batch), score(on_cpu[kind], batch), rtol=1e-4, atol=1e-5)
+        scorer = ranking_of(served).scorer
+        assert (scorer.counts.graphs > 0, scorer.counts.replays > 0) == (True, True)
+        # Sequences are as long as they are: what comes behind pooling is not recorded.
+        captured = [one for one in scorer._batches.values() if one.is_captured]
+        assert {one.is_graph for one in captured} == {kind != "target_attention"}
+
+
+def test_replicas_take_turns_over_the_cards_and_all_give_the_same_scores(paths, on_cpu, rng):
+    with served_on(paths["dlrm"], OnCards(3, "peers"), num_replicas=4) as served:
+        assert [ranking_of(served, replica).scorer.lane.card.number for replica in range(4)] == [0, 1, 2, 0]
+        batch = shop_batch(served, rng, [4, 6])
+        for replica in range(4):
+            np.testing.assert_allclose(score(served, batch, replica), score(on_cpu["dlrm"], batch), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dense", [(0, 0), (3, 0), (0, 2), (1, 1)])
+def test_any_number_of_dense_inputs_has_its_columns(tmp_path, rng, dense):
+    kind = "mlp"
+    path = write_shop(tmp_path, shop_spec(kind, dense=dense))
+    with served_on(path, TWO) as served, served_on(path, None) as reference:
+        for candidates in ([3, 4], [3, 4], [1]):
+            batch = shop_batch(served, rng, candidates)
+            np.testing.assert_allclose(score(served, batch), score(reference, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("on", engine_params((TWO,), (OnCards(2, "peers", "logical"),)))
+def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_cpu, rng, kind, on):
+    with served_on(paths[kind], on) as served:
+        parts = ranking_parts(Snapshot.open(paths[kind]), served.schema, torch.bfloat16)
+        for candidates in CANDIDATES * 2:
+            batch = shop_batch(served, rng, candidates)
+
+            async def work(ranking: Ranking, batch=batch) -> np.ndarray:
+                return (await ranking.using(parts).score(batch, FAR_S))[0]
+
+            of_cards, of_cpu = ask(served._replicas[0], work), ask(on_cpu[kind]._replicas[0], work)
+            # The same rows, rounded to 8 bits of mantissa at the same places; sums before that in another order.
+            np.testing.assert_allclose(of_cards, of_cpu, atol=0.02)
+            np.testing.assert_allclose(of_cards, score(on_cpu[kind], batch), atol=0.05)
+
+
+def test_a_replica_that_goes_on_with_another_dense_model_scores_with_that_one(paths, rng):
+    with served_on(paths["mlp"], TWO) as served:
+        batch = shop_batch(served, rng, [6])
+        before = score(served, batch)
+        scorer = ranking_of(served).scorer
+        parts = ranking_parts(Snapshot.open(paths["mlp"]), served.schema, torch.bfloat16)
+
+        async def work(ranking: Ranking) -> None:
+            ranking.use(parts)
+            ranking.warm(None)
+
+        buffers = set(scorer.classes)
+        ask(served._replicas[0], work)
+        after = score(served, batch)
+        assert (before != after).any()
+        np.testing.assert_allclose(after, before, atol=0.05)
+        assert set(scorer.classes) <= buffers | {BatchClass.of(6, 1, batch.bags.num_values)}
+
+
+def test_weights_that_a_batch_leaves_out_are_ones(paths, on_cpu, rng):
+    with served_on(paths["mlp"], TWO) as served:
+        # The same class of sizes with weights, without, and with: what the last batch had must be gone.
+        for weights in (True, False, True, False):
+            batch = shop_batch(served, rng, [6, 2], weights=weights)
+            assert (batch.bags.weights is None) != weights
+            np.testing.assert_allclose(score(served, batch), score(on_cpu["mlp"], batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "target_attention"])
+def test_requests_without_any_id_are_scored(paths, on_cpu, rng, kind):
+    with served_on(paths[kind], TWO) as served:
+        for _ in range(2):
+            batch = shop_batch(served, rng, [3, 2], longest=0)
+            assert batch.bags.num_values == 0
+            np.testing.assert_allclose(score(served, batch), score(on_cpu[kind], batch), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_beyond_the_limits_is_scored_without_a_graph(paths, on_cpu, rng):
+    limits = RequestLimits(max_batch_candidates=32, max_batch_ids=4096)
+    with served_on(paths["dlrm"], TWO, limits) as served:
+        scorer = ranking_of(served).scorer
+        graphs = scorer.counts.graphs
+        for candidates, longest in (([300], 2), ([300], 2), ([30], 900), ([30], 900)):
+            batch = shop_batch(served, rng, candidates, longest=longest)
+            # A score is a sigmoid of logits that grow with the bags, and float32 sums of a thousand rows differ.
+            np.testing.assert_allclose(score(served, batch), score(on_cpu["dlrm"], batch), rtol=1e-3, atol=1e-4)
+        assert scorer.counts.graphs == graphs
+        assert scorer.classes[-2].num_candidates == 320
+
+
+def test_the_classes_of_one_request_are_warm_before_the_first_one_comes(paths, rng):
+    with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:
+        scorer = ranking_of(served).scorer
+        assert [one.num_candidates for one in scorer.classes] == [32, 64, 96, 128]
+        assert (scorer.counts.graphs, scorer.counts.replays) == (4, 0)
+        score(served, shop_batch(served, rng, [100], longest=1))
+        assert (scorer.counts.graphs, scorer.counts.replays) == (4, 1)
+
+
+def test_graphs_can_be_left_out(paths, on_cpu, rng):
+    with served_on(paths["mlp"], TWO) as served:
+        ranking_of(served).scorer.use_graphs = False
+        before = ranking_of(served).scorer.counts.graphs
+        for _ in range(3):
+            batch = shop_batch(served, rng, [3, 9, 1])
+            np.testing.assert_allclose(score(served, batch), score(on_cpu["mlp"], batch), rtol=1e-4, atol=1e-5)
+        assert ranking_of(served).scorer.counts.graphs == before
+
+
+def test_buffers_of_classes_that_are_not_used_are_given_up(paths, on_cpu, rng):
+    with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=256)) as served:
+        scorer = ranking_of(served).scorer
+        scorer.max_batches = 3
+        for candidates in ([1, 1], [40], [80], [120], [1], [200], [250], [1], [40]):
+            batch = shop_batch(served, rng, candidates)
+            np.testing.assert_allclose(score(served, batch), score(on_cpu["mlp"], batch), rtol=1e-4, atol=1e-5)
+            assert len(scorer.classes) <= 3
+            assert scorer.classes[-1] == BatchClass.of(sum(candidates), len(candidates), batch.bags.num_values)
+        scorer.max_bytes = 1
+        batch = shop_batch(served, rng, [1, 2])
+        np.testing.assert_allclose(score(served, batch), score(on_cpu["mlp"], batch), rtol=1e-4, atol=1e-5)
+        assert len(scorer.classes) == 1
+        assert scorer.counts.evicted > 3

@@ -1,0 +1,374 @@
+"""A service whose rows are on cards keeps what it promises: golden checks, errors, deltas, swaps, metrics, no leak."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loader.codecs import codec_for
+from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.golden import GoldenRequests
+from serving.cards.ranking import usual_ids
+from serving.embedded import Ranker
+from serving.errors import GoldenMismatchError, ModelOutputError, UnknownIdError
+from serving.limits import RequestLimits
+from serving.models.factory import bfloat16_is_native
+from serving.rank.ranking import Ranking
+from serving.rank.service import RankingService
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.device_choice import DeviceChoice
+from shard_node.errors import DeadlineExceededError, DeviceChoiceError, MemoryBudgetError
+from shardrank_testing.agent_fleet import agent_fleet, with_live
+from shardrank_testing.card_engines import OnCards, engine_params
+from shardrank_testing.card_ranking import ask, ranking_of, score, served_on, shop_batch, shop_spec, write_shop
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.golden import golden_of
+from shardrank_testing.serving_api import (
+    FILMS,
+    MODEL,
+    ApiModel,
+    api_request,
+    run,
+    running_api,
+    served_service,
+    write_api_model,
+)
+
+LIMITS = RequestLimits(max_batch_candidates=64)
+ON = (OnCards(2, "peers"), OnCards(3, "every tier"))
+
+
+@pytest.fixture(scope="module")
+def golden(api_model) -> GoldenRequests:
+    return golden_of(api_model)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Path:
+    return write_shop(tmp_path_factory.mktemp("shop"), shop_spec("dlrm"))
+
+
+def on_cards(on: OnCards, model: ApiModel, **options) -> Ranker:
+    card_set = on.card_set(model.spec)
+    return Ranker(served_service(model, LIMITS, cards=on.num_cards, card_set=card_set, **options), MODEL)
+
+
+@pytest.mark.parametrize("on", engine_params(ON))
+def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_service, on):
+    names = {"film": [[1, 2], []], "genre": [[3], [4, 18]], "history": [[5, 6, 7], []]}
+    with on_cards(on, api_model, num_replicas=2) as ranker:
+        for seed in range(6):
+            request = api_request(seed, 3 + seed)
+            np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+        looked_up = ranker.lookup({"sparse": names})["embeddings"]
+    expected = Ranker(api_service, MODEL).lookup({"sparse": names})["embeddings"]
+    for name in names:
+        for found, wanted in zip(looked_up[name], expected[name], strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_call_in_a_process_ranks_on_the_device_that_it_is_given(api_model, monkeypatch):
+    asked = []
+
+    def open_cards(choice: DeviceChoice, num_cards: int) -> EmulatedCards:
+        asked.append((str(choice), num_cards))
+        return EmulatedCards(num_cards)
+
+    monkeypatch.setattr("shard_node.cuda.card_set.open_cards", open_cards)
+    options = CardOptions(card_memory_gb=1e-3)
+    given = {"device": "cuda:0", "cards": 2, "card_options": options, "limits": LIMITS, "dtype": "float32"}
+    with Ranker.open(api_model.path, **given) as ranker:
+        request = api_request(2)
+        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+    assert asked == [("cuda:0", 2)]
+    with pytest.raises(DeviceChoiceError, match="device 'cuda0' is none of"):
+        Ranker.open(api_model.path, device="cuda0")
+
+
+def test_golden_requests_are_asked_of_the_cards(tmp_path, golden):
+    model = write_api_model(tmp_path / "right", golden=golden)
+    with served_on(model.path, ON[0], num_replicas=3) as served:
+        assert served.checked.difference < 1e-5
+        ranking_of(served, 2)
+    scores = golden.scores.copy()
+    scores[0] += 0.5
+    wrong = write_api_model(tmp_path / "wrong", golden=dataclasses.replace(golden, scores=scores))
+    with pytest.raises(GoldenMismatchError, match=r"golden scores differ by up to 0\.5"), served_on(wrong.path, ON[0]):
+        pass
+
+
+@pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")
+def test_bfloat16_serves_on_cards_where_it_gives_the_golden_scores(tmp_path, golden):
+    model = write_api_model(tmp_path, golden=golden)
+    with served_on(model.path, ON[0], dtype="auto") as served:
+        dense = served.description.dense_model
+        assert (dense.dtype == "bfloat16") == (dense.dtype_fallback == "")
+        assert served.checked.difference <= served.checked.tolerance
+
+
+def test_how_many_ids_are_usual_is_told_by_the_golden_requests(api_model, golden):
+    with served_on(api_model.path, ON[0]) as served:
+        parts = ranking_of(served).parts
+    context = [
+        name
+        for name, feature in zip(parts.schema.names, parts.schema.features.features, strict=True)
+        if feature.side == "context"
+    ]
+    ids = {name: int(lengths.sum()) for name, lengths in golden.lengths.items()}
+    in_context = sum(ids[name] for name in context)
+    expected = (in_context / 4, (sum(ids.values()) - in_context) / golden.scores.size)
+    assert usual_ids(parts, golden) == pytest.approx(expected)
+    assert usual_ids(parts, None) == (len(context), len(parts.schema.names) - len(context))
+
+
+def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
+    with on_cards(ON[0], api_model) as ranker:
+        request = api_request(0)
+        request["candidates"]["sparse"]["film"][1] = FILMS + 5
+        with pytest.raises(UnknownIdError, match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
+            ranker.rank(request)
+        request = api_request(1)
+        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+
+
+def test_a_score_that_is_not_finite_fails_its_request_alone(tmp_path):
+    model = write_api_model(tmp_path, scale=1e4)
+    with on_cards(ON[0], model) as ranker:
+        request = api_request(1)
+        request["context"]["dense"] = [3e38, 3e38]
+        with pytest.raises(ModelOutputError, match="not finite"):
+            ranker.rank(request)
+        assert np.isfinite(ranker.rank(api_request(1))["scores"]).all()
+
+
+def test_nothing_is_worked_out_after_the_deadline(shop):
+    rng = np.random.default_rng(0)
+    with served_on(shop, ON[0]) as served:
+        batch, scorer = shop_batch(served, rng, [3]), ranking_of(served).scorer
+        uses = [one.num_uses for one in scorer._batches.values()]
+
+        async def work(ranking: Ranking) -> None:
+            await ranking.score(batch, 0.0)
+
+        with pytest.raises(DeadlineExceededError, match="deadline passed"):
+            ask(served._replicas[0], work)
+        assert [one.num_uses for one in scorer._batches.values()] == uses
+
+
+def test_the_metrics_tell_the_tiers_and_whether_cards_read_each_other(api_model):
+    async def told(on: OnCards) -> str:
+        service = served_service(api_model, LIMITS, cards=on.num_cards, card_set=on.card_set(api_model.spec))
+        try:
+            await asyncio.to_thread(Ranker(service, MODEL).rank, api_request(1))
+            async with running_api(service) as api:
+                await service.watch.refresh()
+                return (await api.http.get("/metrics")).text
+        finally:
+            await asyncio.to_thread(service.close)
+
+    where = f'model="{MODEL}",replica="local",shard="0"'
+    for on, peer_access in ((ON[1], "1.0"), (OnCards(2, "every tier", "no peer access"), "0.0")):
+        lines = {}
+        for line in run(told(on)).splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                lines[name] = value
+        tiers = {re.search('tier="([a-z]+)"', name)[1]: one for name, one in lines.items() if "memory_bytes" in name}
+        assert tiers.keys() >= {"card", "hot", "pinned"}
+        assert all(float(value) > 0 for value in tiers.values())
+        assert lines[f'shardrank_cards_peer_access{{{where},version="1"}}'] == peer_access
+        for reason in ("outside_table", "not_here"):
+            labels = where.replace(",replica", f',reason="{reason}",replica')
+            assert lines[f'shardrank_card_bad_values_total{{{labels},version="1"}}'] == "0.0"
+        assert any("rows_looked_up_total" in name and 'tier="card"' in name for name in lines)
+        # Sequences are as long as they are: their batches have no graph.
+        assert lines[f'shardrank_card_batches_total{{how="launches",model="{MODEL}"}}'] == "1.0"
+
+
+@pytest.mark.parametrize("on", engine_params((OnCards(3, "peers"), OnCards(3, "peers", "as late as can be"), ON[1])))
+def test_a_batch_sees_all_rows_of_a_write_or_none(shop, on):
+    """Two states of a whole table in turn, while two replicas rank: every batch has the scores of one of them."""
+    rng = np.random.default_rng(0)
+    spec = shop_spec("dlrm")
+    with served_on(shop, on, num_replicas=2) as served:
+        engine = ranking_of(served).scorer.engine
+        table = engine.layout.index["films"]
+        rows = np.arange(500, dtype=np.int64)
+        codec = codec_for("int8", 8)
+        states = [codec.encode(np.full((500, 8), value, np.float32)) for value in (1.0, -2.0)]
+        batch = shop_batch(served, rng, [7, 4])
+        expected = []
+        for stored in states:
+            engine.write_rows(table, rows, stored)
+            expected.append(score(served, batch))
+        assert spec.table_of("film").num_embeddings == 500
+        assert np.abs(expected[0] - expected[1]).max() > 1e-3
+        ended = threading.Event()
+
+        def write() -> None:
+            for stored in itertools.cycle(states):
+                if ended.is_set():
+                    return
+                engine.write_rows(table, rows, stored)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            found = [score(served, batch, number % 2) for number in range(60)]
+        finally:
+            ended.set()
+            writer.join()
+    for scores in found:
+        assert any(np.allclose(scores, one, rtol=1e-5, atol=1e-6) for one in expected)
+
+
+def test_all_memory_of_cards_and_host_is_given_back(shop):
+    cards = EmulatedCards(2)
+    free = [card.free_bytes() for card in cards.cards]
+    held = cards.space.free_bytes(None)
+    card_set = CardSet(cards, CardOptions(card_memory_gb=1e-3))
+    rng = np.random.default_rng(0)
+    with served_on(shop, None, cards=2, card_set=card_set, num_replicas=3) as served:
+        for count in (1, 30, 90):
+            score(served, shop_batch(served, rng, [count]))
+        assert [card.free_bytes() for card in cards.cards] != free
+    assert [card.free_bytes() for card in cards.cards] == free
+    assert cards.space.free_bytes(None) == held
+    assert card_set.memory.held_bytes == (0, 0)
+
+
+def test_a_batch_that_a_card_has_no_room_for_is_refused_and_the_next_one_is_scored(shop):
+    rng = np.random.default_rng(0)
+    with served_on(shop, None) as reference:
+        small, large = shop_batch(reference, rng, [20]), shop_batch(reference, rng, [4000])
+        expected = score(reference, small)
+    card_set = CardSet(EmulatedCards(1), CardOptions(card_memory_gb=1e-3))
+    card = card_set.cards.cards[0]
+    with served_on(shop, None, card_set=card_set) as served:
+        scorer = ranking_of(served).scorer
+        in_the_way = card.allocate(card.free_bytes() - (1 << 20))
+        with pytest.raises(MemoryBudgetError):
+            score(served, large)
+        assert scorer.classes == []
+        np.testing.assert_allclose(score(served, small), expected, rtol=2e-5)
+        in_the_way.free()
+
+
+def test_a_version_is_warm_as_far_as_there_is_room(shop, caplog):
+    limits = RequestLimits(max_batch_candidates=4096)
+    with served_on(shop, None, limits, card_set=CardSet(EmulatedCards(1), CardOptions(card_memory_gb=1e-3))) as served:
+        ranking = ranking_of(served)
+        card = ranking.scorer.lane.card
+
+        async def warm(ranking: Ranking) -> None:
+            ranking.warm(None)
+
+        def classes_with(room_bytes: int) -> int:
+            while ranking.scorer._batches:
+                ranking.scorer._batches.popitem()[1].free()
+            in_the_way = card.allocate(card.free_bytes() - room_bytes)
+            try:
+                ask(served._replicas[0], warm)
+            finally:
+                in_the_way.free()
+            return len(ranking.scorer.classes)
+
+        assert 0 < classes_with(1 << 20) < classes_with(4 << 20) < classes_with(1 << 28)
+        assert "find room when they come, or none: " in caplog.text
+        with pytest.raises(MemoryBudgetError):
+            classes_with(100)
+
+
+def test_a_dense_model_without_room_to_work_is_an_error_of_the_batch(shop, monkeypatch):
+    rng = np.random.default_rng(0)
+    with served_on(shop, ON[0]) as served:
+        batch = shop_batch(served, rng, [500])
+        model = ranking_of(served)._model.model
+
+        def forward(inputs: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(model, "forward", forward)
+        with pytest.raises(MemoryBudgetError, match="card 0 has no room for the dense model's work on 512 candidates"):
+            score(served, batch)
+
+
+def test_rows_of_several_shards_in_one_process_are_looked_up_through_them(api_model):
+    card_set = OnCards(2, "peers").card_set(api_model.spec)
+    service = served_service(api_model, LIMITS, cards=2, local_shards=2, card_set=card_set)
+    with Ranker(service, MODEL) as ranker:
+        request = api_request(3)
+        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory) -> dict[int, ApiModel]:
+    store = tmp_path_factory.mktemp("store")
+    found = {}
+    for version in (1, 2):
+        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
+        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
+    return found
+
+
+def test_versions_are_swapped_and_deltas_applied_on_cards_while_requests_are_answered(versions, tmp_path_factory):
+    cards = EmulatedCards(2)
+    free = [card.free_bytes() for card in cards.cards]
+    requests = [api_request(seed) for seed in range(4)]
+
+    async def main() -> None:
+        store = versions[1].path.parent.parent
+        async with agent_fleet(tmp_path_factory.mktemp("f"), store, shards=1, replicas=0) as fleet:
+            card_set = CardSet(cards, CardOptions(card_memory_gb=1e-3))
+            node, service = await with_live(fleet, versions, local=True, limits=LIMITS, card_set=card_set)
+            answers: list[tuple[int, int, list[float]]] = []
+            stop, is_new = asyncio.Event(), asyncio.Event()
+
+            async def load() -> None:
+                ranker = Ranker(service, MODEL)
+                for number in itertools.cycle(range(len(requests))):
+                    if stop.is_set():
+                        return
+                    answer = await asyncio.to_thread(ranker.rank, requests[number])
+                    answers.append((answer["version"], number, answer["scores"]))
+                    if answer["version"] == 2:
+                        is_new.set()
+
+            loads = [asyncio.create_task(load()) for _ in range(2)]
+            await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
+            await fleet.until_state("serve-0", MODEL, 2, "ready")
+            await fleet.want(MODEL, live=2)
+            await fleet.until("serve-0", lambda told: told.live.get(MODEL) == 2)
+            await fleet.want(MODEL, hold=(2,), serve=(2,), follow=(2,))
+            await fleet.until_state("serve-0", MODEL, 1, None)
+            await is_new.wait()
+            stop.set()
+            await asyncio.gather(*loads)
+            for version, number, scores in answers:
+                np.testing.assert_allclose(scores, versions[version].scores(requests[number]), rtol=1e-4)
+            assert {version for version, _, _ in answers} == {1, 2}
+            await check_delta(fleet, service)
+        # A process that leaves ends with its rows; this one goes on.
+        await asyncio.to_thread(node._local.node.close)
+
+    async def check_delta(fleet, service: RankingService) -> None:
+        publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 2)
+        await publisher.open()
+        values = np.full((FILMS, 8), 3.0, np.float32)
+        sequence = await publisher.publish("films", np.arange(FILMS), values)
+        await fleet.until("serve-0", lambda told: told.report(MODEL, 2).delta_sequence == sequence)
+        answer = await asyncio.to_thread(Ranker(service, MODEL).rank, requests[0])
+        model = versions[2]
+        changed = ApiModel(model.path, model.spec, {**model.tables, "films": values}, model.tensors)
+        np.testing.assert_allclose(answer["scores"], changed.scores(requests[0]), rtol=1e-4)
+
+    run(main())
+    assert [card.free_bytes() for card in cards.cards] == free

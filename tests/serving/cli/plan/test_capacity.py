@@ -1,0 +1,126 @@
+"""Capacity plans: the engine's own placement, every byte and every lookup accounted for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from serving.cli.plan.capacity import CapacityOptions, CapacityPlan
+from serving.cli.plan.lookup_profile import LookupProfile
+from serving.cli.plan.model_catalog import catalog_model
+from shard_node.cuda.card_plan import CardPlan
+from shard_node.cuda.card_systems import SYSTEMS
+from shard_node.errors import MemoryBudgetError
+from shardrank_testing.snapshots import make_spec
+
+
+def options_of(**changes):
+    base = {"system": SYSTEMS["h100"], "cards": 8, "card_memory_gb": 80.0, "pinned_memory_gb": 16.0}
+    return CapacityOptions(**base | changes)
+
+
+def planned(name="dlrm-v2", dtype="int8", zipf=None, **changes):
+    found = catalog_model(name, dtype)
+    profile = LookupProfile(hotness=found.hotness, zipf=found.zipf if zipf is None else zipf)
+    return CapacityPlan.make(found.spec, profile, options_of(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"name": "merlin-jumbo", "pinned_memory_gb": 200.0},
+        {"card_memory_gb": 4.0, "pinned_memory_gb": 1.0},
+        {"card_memory_gb": 4.0, "shards": 2, "cards": 3},
+        {"card_memory_gb": 20.0, "peer_access": False},
+        {"cards": 1, "card_memory_gb": 20.0},
+    ],
+)
+def test_cards_hold_no_more_than_they_may_and_every_lookup_goes_somewhere(changes):
+    plan = planned(**changes)
+    budget = int(plan.options.card_memory_gb * 1e9)
+    for one in plan.cards:
+        assert one.hot_bytes + one.own_bytes + one.places_bytes + one.free_bytes == budget
+        assert one.free_bytes >= 0
+    assert plan.pinned_bytes <= plan.options.pinned_memory_gb * 1e9
+    assert sum(one.lookup_share for one in plan.tiers) == pytest.approx(1)
+    by_tier = {one.tier: one.rows for one in plan.tiers}
+    assert by_tier["card"] == by_tier["peer"] == sum(one.card_rows for one in plan.tables)
+    assert by_tier["hot"] == sum(one.hot_rows for one in plan.tables)
+    rows = by_tier["hot"] + by_tier["card"] + by_tier["pinned"] + by_tier["mapped"]
+    assert (rows == plan.num_rows) == (plan.options.shards == 1)
+    assert plan.fits_on_cards == (by_tier["pinned"] + by_tier["mapped"] == 0)
+    assert (plan.left_over_bytes > 0) == (by_tier["mapped"] > 0)
+
+
+def test_the_textbook_table_takes_64_gb_on_each_of_16_hosts():
+    plan = planned("textbook", "fp32", cards=1, shards=16, candidates=65_536)
+    assert plan.cards[0].own_bytes == 64_000_000_000
+    assert plan.cards[0].places_bytes == 8_000_000_000
+    assert plan.size.code_bytes == plan.size.float32_bytes == 1_024_000_000_000
+    assert plan.batch.lookups == 65_536 * 40
+    assert planned("textbook", "int8", cards=8).size.code_bytes == 256_000_000_000
+    assert planned("textbook", "int4", cards=8).size.code_bytes == 128_000_000_000
+
+
+def test_a_plan_is_the_engines_own(monkeypatch):
+    made = []
+    make = CardPlan.make
+
+    def keep(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(CardPlan, "make", keep)
+    plan = planned(card_memory_gb=5.0, hot_gb=0.5)
+    (engine,) = made
+    assert [(one.hot_rows, one.card_rows, one.pinned_rows, one.mapped_rows) for one in plan.tables] == [
+        (one.hot_rows, one.card_rows, one.host_rows, one.mapped_rows) for one in engine.splits
+    ]
+    assert [(one.hot_bytes, one.own_bytes, one.places_bytes) for one in plan.cards] == [
+        tuple(engine.bytes(card)) for card in range(8)
+    ]
+
+
+def test_versions_side_by_side_share_the_memory():
+    one, two = planned(card_memory_gb=40.0), planned(card_memory_gb=80.0, pinned_memory_gb=32.0, versions=2)
+    assert [card.hot_bytes for card in one.cards] == [card.hot_bytes for card in two.cards]
+
+
+def test_what_every_row_on_cards_needs_is_what_fits_to_the_byte():
+    needed = planned().all_on_cards_bytes
+    exact = planned(card_memory_gb=needed / 1e9, hot_gb=0.0, pinned_memory_gb=0.0)
+    assert exact.fits_on_cards
+    assert not planned(card_memory_gb=(needed - 1000) / 1e9, hot_gb=0.0, pinned_memory_gb=0.0).fits_on_cards
+
+
+def test_without_peer_access_no_lookup_goes_to_a_peer():
+    plan = planned(card_memory_gb=5.0, peer_access=False)
+    assert {one.tier: one.rows for one in plan.tiers}["card"] == 0
+    assert plan.batch.peer_bytes == 0
+    assert not plan.fits_on_cards
+
+
+def test_counts_decide_where_rows_go():
+    spec = make_spec(dtype="int8")
+    counts = np.zeros(1000, np.uint32)
+    counts[500:600] = 100
+    idle = {one.name: 0.0 for one in spec.features if one.name != "user"}
+    profile = LookupProfile(counts={"user": counts}, hotness=idle)
+    plan = CapacityPlan.make(spec, profile, options_of(cards=2, hot_gb=100 * 32 / 1e9))
+    user = next(one for one in plan.tables if one.name == "user")
+    assert user.hot_rows == 100
+
+
+def test_what_can_not_be_served_at_all_is_refused_with_the_numbers():
+    with pytest.raises(MemoryBudgetError, match="places of all rows take 95296004000"):
+        planned("merlin-colossal")
+    with pytest.raises(MemoryBudgetError, match="are left over"):
+        planned(card_memory_gb=2.0, pinned_memory_gb=0.0, allow_mapped=False)
+
+
+@pytest.mark.parametrize("changes", [{"cards": 0}, {"cards": 65}, {"card_memory_gb": 0.0}, {"candidates": 0}])
+def test_options_out_of_range_are_refused(changes):
+    with pytest.raises(ValidationError, match=next(iter(changes))):
+        options_of(**changes)

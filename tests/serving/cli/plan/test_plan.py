@@ -1,0 +1,168 @@
+"""`shardrank plan`: what it prints is what it reckons, and it fails when nothing can be served."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from loader.manifest import ModelSpec
+from serving.cli import main
+from serving.cli.plan.capacity import CapacityPlan
+from serving.cli.plan.command import SYSTEM_NAMES
+from serving.cli.plan.model_catalog import CATALOG
+from serving.cli.plan.planned_model import MANIFEST_NAME
+from shard_node.cuda.card_systems import SYSTEMS
+from shardrank_testing.snapshots import make_spec, write_snapshot
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments], prog_name="shardrank")
+
+
+def planned(*arguments: str) -> CapacityPlan:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return CapacityPlan.model_validate_json(result.output)
+
+
+def test_text_and_json_tell_the_same() -> None:
+    arguments = ("--model", "dlrm-v2", "--cards", "8", "--card-memory-gb", "5", "--zipf", "1.05")
+    plan, text = planned(*arguments), run(*arguments).output
+    assert f"{plan.num_tables} tables, 204 M rows" in text
+    assert re.search(rf"peer|on one of the others .* {plan.tiers[2].lookup_share:.2%}", text)
+    assert f"alone {plan.time.alone_us:.1f} us, bound by {plan.time.bound}; all 8 cards busy" in text
+    assert "Tables, the largest 8 of 26" in text
+    assert "fits: every row is on cards (every row on cards needs 4.5 GB of each)" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "of_a_host"),
+    [
+        ("fp32", "stored 1.02 TB, on cards", 64.0),
+        ("int8", "stored 272.0 GB (codes alone 256.0 GB), on cards", 18.0),
+        ("int4", "stored 136.0 GB (codes alone 128.0 GB), on cards", 10.0),
+    ],
+)
+def test_the_textbook_model_has_the_textbooks_sizes(dtype: str, stored: str, of_a_host: float) -> None:
+    arguments = ("--model", "textbook", "--dtype", dtype, "--shards", "16", "--cards", "1", "--batch", "65536")
+    plan = planned(*arguments)
+    assert plan.size.float32_bytes == 1.024e12
+    assert plan.size.code_bytes == {"fp32": 1.024e12, "int8": 0.256e12, "int4": 0.128e12}[dtype]
+    # A row on a card is padded to 16 bytes, with its scale and bias.
+    assert plan.cards[0].own_bytes == of_a_host * 1e9
+    assert plan.batch.lookups == 65_536 * 40
+    assert f"as float32 1.02 TB, {stored}" in run(*arguments).output
+
+
+def test_the_flags_are_what_is_planned_for() -> None:
+    plan = planned(
+        "--model", "merlin-tiny", "--system", "gb200", "--card-memory-gb", "9", "--pinned-memory-gb", "3",
+        "--hot-gb", "0.5", "--versions", "2", "--no-peer-access", "--batch", "700", "--requests", "7",
+        "--dtype", "fp16", "--hbm-gb-per-s", "1000", "--nvlink-gb-per-s", "50", "--host-gb-per-s", "12",
+        "--hotness", "f0_10=25",
+    )  # fmt: skip
+    options = plan.options
+    assert (options.cards, options.card_memory_gb, options.pinned_memory_gb, options.hot_gb) == (4, 9, 3, 0.5)
+    assert (options.versions, options.peer_access, options.candidates, options.requests) == (2, False, 700, 7)
+    system = options.system
+    assert (system.hbm_gb_per_s, system.peer.gb_per_s, system.host.gb_per_s) == (1000, 50, 12)
+    assert {one.dtype for one in plan.tables} == {"fp16"}
+    assert plan.batch.lookups == 700 * (85 + 15)
+
+
+def test_a_scale_plans_for_that_share_of_the_rows() -> None:
+    whole, half = planned("--model", "dlrm-v2"), planned("--model", "dlrm-v2:0.5")
+    assert half.num_rows == pytest.approx(whole.num_rows / 2, abs=26)
+
+
+def pooled_spec() -> ModelSpec:
+    """The small model with its history pooled, as an `mlp` needs it."""
+    document = make_spec().model_dump()
+    for feature in document["features"]:
+        feature["pooling"] = None
+    return ModelSpec.model_validate(document)
+
+
+def test_a_description_a_snapshot_and_its_manifest_are_planned_alike(tmp_path: Path) -> None:
+    description = tmp_path / "films.json"
+    description.write_text(pooled_spec().model_dump_json())
+    folder, _ = write_snapshot(tmp_path, pooled_spec())
+    plans = [planned("--model", str(path)) for path in (description, folder, folder / MANIFEST_NAME)]
+    assert plans[0].model == "films"
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
+    counts = np.zeros(1000, np.uint32)
+    counts[7] = 1000
+    folder, _ = write_snapshot(tmp_path, make_spec(dtype="int8"), access_counts={"user": counts})
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(folder), "--cards", "2", "--hot-gb", str(32e-9), *idle)
+    assert {one.tier: one.lookup_share for one in planned(*arguments).tiers}["hot"] == 1
+    # A told skew is in place of the counts.
+    assert {one.tier: one.lookup_share for one in planned(*arguments, "--zipf", "0").tiers}["hot"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (("--model", "merlin-colossal"), 1, "error: card 0 may take 80000000000 bytes, but the places of all rows"),
+        (("--model", "merlin-jumbo", "--no-mapped"), 1, "may not stay in the mapped snapshot"),
+        (("--model", "lunch"), 2, "no such file, and the catalog has only dlrm-v2"),
+        (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
+        (("--model", "dlrm-v2", "--hotness", "f0=many"), 2, "'many' is not a number"),
+        (("--model", "dlrm-v2", "--hotness", "nobody=3"), 1, "has no such feature"),
+        (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'hash'"),
+        (("--model", "dlrm-v2", "--shards", "300"), 2, "256 buckets"),
+        (("--model", "dlrm-v2", "--system", "z80"), 2, "is not one of"),
+        (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
+        (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
+        (("--model", "dlrm-v2", "--zipf", "nan"), 2, "nan is not a finite number"),
+        (("--model", "dlrm-v2", "--hbm-gb-per-s", "nan"), 2, "nan is not a finite number"),
+    ],
+)
+def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int, problem: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert problem in result.output
+
+
+def test_rows_that_stay_in_the_mapped_snapshot_are_told_but_no_failure() -> None:
+    result = run("--model", "merlin-jumbo")
+    assert result.exit_code == 0
+    assert "does not fit in memory: " in result.output
+    assert "stay in the mapped snapshot, beside 16.0 GB in pinned host memory" in result.output
+
+
+def test_int4_is_refused_for_tables_of_an_odd_dim(tmp_path: Path) -> None:
+    spec = pooled_spec().model_dump()
+    spec["tables"][0]["embedding_dim"] = 7
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(spec))
+    result = run("--model", str(path), "--dtype", "int4")
+    assert result.exit_code == 2
+    assert "these tables do not have: ['user']" in " ".join(result.output.split())
+
+
+def test_names_in_the_help_are_those_that_there_are() -> None:
+    assert tuple(SYSTEMS) == SYSTEM_NAMES
+    text = re.sub(r"\s+", " ", run("--help").output)
+    named = re.search(r"by name: (.*?);", text)
+    assert named is not None
+    assert [one if one[0] != "-" else f"merlin{one}" for one in named[1].split(", ")] == list(CATALOG)
+
+
+def test_readmes_plan_is_what_the_command_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^```\n(shardrank plan .*?)\n```\n\n```\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    result = run(*shlex.split(shown[1])[2:])
+    assert [line.rstrip() for line in result.output.splitlines()] == shown[2].splitlines()

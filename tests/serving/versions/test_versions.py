@@ -1,0 +1,413 @@
+"""Versions side by side: staging, flipping, a canary on a share of the keys, and what is counted for each version."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import json
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from loader.reader import Snapshot
+from loader.registry.records import LATENCY_BOUNDS_MS
+from router.plan import Plan
+from serving.embedded import Ranker
+from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
+from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.messages import MessageCodec
+from serving.proto.shardrank.v1 import ranking_pb2
+from serving.rank.answer import answer, answer_in_thread
+from serving.rank.batcher import Pending
+from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
+from serving.versions.served_model import ServedModel
+from serving.versions.served_versions import CanaryChoice
+from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError
+from shard_node.node import LocalShard
+from shardrank_testing.serving_api import (
+    MODEL,
+    ApiModel,
+    Gate,
+    api_request,
+    gated_model,
+    rank_message,
+    run,
+    running_api,
+    write_api_model,
+)
+from shardrank_testing.topologies import make_node
+
+SHARE = 0.5
+KEYS = [f"user-{number}" for number in range(40)]
+CHOICE = CanaryChoice.of(2, SHARE)
+IN_CANARY = next(key for key in KEYS if CHOICE.takes(MODEL, key))
+IN_LIVE = next(key for key in KEYS if not CHOICE.takes(MODEL, key))
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory) -> ApiModel:
+    return write_api_model(tmp_path_factory.mktemp("newer"), version=2, seed=9)
+
+
+class PatientClient:
+    """Sets no deadline, and stays."""
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        pass
+
+
+def loaded(model: ApiModel, service: RankingService) -> ServedModel:
+    return load_served_model(ModelSource(snapshot=model.path, dtype="float32"), service)
+
+
+@contextlib.contextmanager
+def two_versions(api_model: ApiModel, newer: ApiModel) -> Iterator[RankingService]:
+    """Version 1 live, version 2 staged beside it."""
+    service = RankingService(expected_models=[MODEL])
+    service.install(loaded(api_model, service))
+    service.install_staged(loaded(newer, service))
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def expected_version(key: str) -> int:
+    return 2 if CHOICE.takes(MODEL, key) else 1
+
+
+def rank(service: RankingService, **fields: object) -> dict:
+    return Ranker(service, MODEL).rank(api_request(1) | fields)
+
+
+def test_a_staged_version_answers_who_names_it_and_a_flip_makes_it_live(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        assert service.live(MODEL) == 1
+        assert service.live("books") is None
+        assert rank(service)["version"] == 1
+        np.testing.assert_allclose(rank(service, version=2)["scores"], newer.scores(api_request(1)), rtol=1e-5)
+        for _ in range(2):
+            service.flip(MODEL, 2)
+            assert (service.live(MODEL), rank(service)["version"]) == (2, 2)
+        service.flip(MODEL, 1)
+        assert rank(service)["version"] == 1
+        with pytest.raises(GenerationNotFoundError):
+            service.flip(MODEL, 3)
+        served = service.generations.all()[1].payload
+        with pytest.raises(GenerationStateError, match="already here"):
+            service.install_staged(served)
+        assert service.retire(MODEL, 2).retired.wait(10)
+        with pytest.raises(GenerationNotFoundError):
+            service.retire(MODEL, 2)
+        assert service.live(MODEL) == 1
+
+
+def test_a_key_goes_to_the_same_version_over_every_api_and_method(api_model, newer):
+    lookup = {"sparse": {"film": [[1]]}}
+
+    async def main() -> None:
+        with two_versions(api_model, newer) as service:
+            service.set_canary(MODEL, 2, SHARE)
+            async with running_api(service) as api:
+                for key in KEYS:
+                    body = api_request(1) | {"routing_key": key}
+                    message = rank_message(body)
+                    lookup_message = ranking_pb2.LookupRequest(model=MODEL, routing_key=key)
+                    lookup_message.sparse["film"].ids.append(1)
+                    http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=body)).json()
+                    found = await api.http.post(f"/v1/models/{MODEL}:lookup", json=lookup | {"routing_key": key})
+                    ranked, looked_up = await api.stub.Rank(message), await api.stub.Lookup(lookup_message)
+                    versions = {http["version"], found.json()["version"], ranked.version, looked_up.version}
+                    assert versions == {expected_version(key)}
+                    model = newer if expected_version(key) == 2 else api_model
+                    np.testing.assert_allclose(http["scores"], model.scores(body), rtol=1e-5)
+                # Told of themselves is what is live.
+                assert (await api.http.get(f"/v1/models/{MODEL}")).json()["version"] == 1
+
+    run(main())
+
+
+def test_a_growing_share_keeps_those_that_are_in_and_the_end_of_the_canary_sends_all_back(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        before: set[str] = set()
+        for share in (0.1, 0.4, 0.9):
+            service.set_canary(MODEL, 2, share)
+            now = {key for key in KEYS if rank(service, routing_key=key)["version"] == 2}
+            assert before < now
+            before = now
+        service.set_canary(MODEL, None)
+        assert {rank(service, routing_key=key)["version"] for key in KEYS} == {1}
+
+
+def test_without_a_routing_key_the_request_id_is_the_key(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        for key in KEYS[:10]:
+            assert rank(service, request_id=key)["version"] == expected_version(key)
+            assert rank(service, request_id=key, routing_key="")["version"] == expected_version(key)
+            assert rank(service, request_id=key, routing_key=IN_CANARY)["version"] == 2
+            message = rank_message(api_request(1) | {"request_id": key})
+            answered = answer_in_thread(service, MessageCodec("rank"), message.SerializeToString())
+            assert answered.version == expected_version(key)
+
+
+def test_requests_without_any_key_are_numbered_so_that_the_canary_gets_its_share(api_model, newer):
+    count = 400
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, 0.2)
+        unparsed = JsonCodec("rank", MODEL).read(json.dumps(api_request(1, 1)).encode(), service.limits)
+        versions = []
+        for _ in range(count):
+            with service.call("http", "rank") as call, service.lease_for(call, unparsed) as lease:
+                versions.append(lease.version)
+        assert abs(versions.count(2) - 0.2 * count) < 6 * math.sqrt(count * 0.2 * 0.8)
+
+
+@pytest.mark.parametrize("name", ["routing_key", "\\u0072outing_key", "request\\u005fid"])
+def test_the_key_is_read_however_its_name_is_written(api_model, newer, name):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        for key in (IN_CANARY, IN_LIVE):
+            body = f'{{"{name}": "{key}", "sparse": {{"film": [1]}}}}'.encode()
+            answered = answer_in_thread(service, JsonCodec("lookup", MODEL), body)
+            assert answered.version == expected_version(key)
+
+
+def test_a_request_that_names_a_version_is_not_touched(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        assert rank(service, version=1, routing_key=IN_CANARY)["version"] == 1
+        assert rank(service, version=2, routing_key=IN_LIVE)["version"] == 2
+        message = ranking_pb2.LookupRequest(model=MODEL, version=1, routing_key=IN_CANARY)
+        assert answer_in_thread(service, MessageCodec("lookup"), message.SerializeToString()).version == 1
+
+
+def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        with pytest.raises(GenerationNotFoundError):
+            service.set_canary(MODEL, 3, SHARE)
+        with pytest.raises(CanaryShareError):
+            service.set_canary(MODEL, 2, 1.0)
+        assert service.versions.canary(MODEL) is None
+        service.set_canary(MODEL, 2, SHARE)
+        service.flip(MODEL, 2)
+        assert service.versions.canary(MODEL) is None
+        service.set_canary(MODEL, 1, SHARE)
+        service.retire(MODEL, 1)
+        assert service.versions.canary(MODEL) is None
+        assert rank(service, routing_key=IN_CANARY)["version"] == 2
+
+
+def test_requests_go_on_while_a_canary_is_set_and_withdrawn_again_and_again(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        stop = threading.Event()
+        seen: list[int] = []
+        failures: list[Exception] = []
+
+        def ask() -> None:
+            while not stop.is_set():
+                try:
+                    answer = rank(service, routing_key=IN_CANARY)
+                    model = {1: api_model, 2: newer}[answer["version"]]
+                    np.testing.assert_allclose(answer["scores"], model.scores(api_request(1)), rtol=1e-5)
+                except Exception as error:
+                    failures.append(error)
+                    return
+                seen.append(answer["version"])
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        for _ in range(5):
+            retiring = service.retire(MODEL, 2)
+            assert retiring.retired.wait(10)
+            service.install_staged(loaded(newer, service))
+            service.set_canary(MODEL, 2, SHARE)
+        stop.set()
+        asking.join()
+        assert failures == []
+        assert rank(service, routing_key=IN_CANARY)["version"] == 2
+        assert set(seen) <= {1, 2}
+
+
+def test_a_version_is_counted_for_what_it_answered_and_scored(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        requests = [api_request(seed, 1 + seed) | {"routing_key": key} for seed, key in enumerate(KEYS[:12])]
+        for request in requests:
+            Ranker(service, MODEL).rank(request)
+        for version, model in ((1, api_model), (2, newer)):
+            own = [one for one in requests if expected_version(one["routing_key"]) == version]
+            scores = np.concatenate([model.scores(one) for one in own]).astype(np.float64)
+            stats = service.stats(MODEL, version)
+            assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (len(own), 0, len(own))
+            assert stats.score_count == scores.size
+            np.testing.assert_allclose(stats.score_sum, scores.sum(), rtol=1e-5)
+            np.testing.assert_allclose(stats.score_square_sum, (scores**2).sum(), rtol=1e-5)
+        retired = service.retire(MODEL, 2)
+        assert retired.retired.wait(10)
+        with pytest.raises(GenerationNotFoundError):
+            service.stats(MODEL, 2)
+        text = service.metrics.render().decode()
+        assert 'shardrank_version_requests_total{model="films",outcome="ok",version="1"}' in text
+        assert 'version="2"' not in text
+        # The same number, loaded again, begins anew.
+        service.install_staged(loaded(newer, service))
+        assert service.stats(MODEL, 2).requests == 0
+
+
+def test_a_request_that_fails_in_the_canary_counts_for_the_canary_with_its_latency(api_model, newer):
+    now = 0.0
+
+    class AwayShard(LocalShard):
+        async def pool(self, model, version, bags, deadline):
+            nonlocal now
+            now += 2.0
+            raise NodeUnavailableError("it is away")
+
+    def clock() -> float:
+        return now
+
+    service = RankingService(clock=clock)
+    service.install(loaded(api_model, service))
+    snapshot = Snapshot.open(newer.path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    service.install_staged(
+        ServedModel.load(
+            snapshot, plan, lambda on_retry: [AwayShard(node)], dtype="float32", clock=clock, on_close=node.close
+        )
+    )
+    service.set_canary(MODEL, 2, SHARE)
+    with pytest.raises(NodeUnavailableError):
+        rank(service, routing_key=IN_CANARY)
+    with pytest.raises(ModelNotFoundError):
+        rank(service, version=7)
+    stats = service.stats(MODEL, 2)
+    assert (stats.requests, stats.errors, stats.score_count) == (1, 1, 0)
+    bound_ms = LATENCY_BOUNDS_MS[stats.latency_counts.index(1)]
+    assert 2000.0 <= bound_ms < 2000.0 * 1.16
+    assert service.stats(MODEL, 1).requests == 0
+    service.close()
+
+
+def test_refused_ids_count_as_errors_and_their_scores_not_at_all(api_model, newer):
+    gate = Gate()
+    bad = api_request(2)
+    bad["candidates"]["sparse"]["film"][4] = 999
+
+    async def main() -> None:
+        service = RankingService(expected_models=[MODEL])
+        service.install(gated_model(api_model, service, gate))
+
+        async def ask(request: dict) -> object:
+            async def receive() -> bytes:
+                return encode_request(request)
+
+            return await answer(service, JsonCodec("rank", MODEL), receive, PatientClient())
+
+        first = asyncio.create_task(ask(api_request(0)))
+        await gate.wait_until_busy()
+        joined = [asyncio.create_task(ask(one)) for one in (api_request(1), bad, api_request(3))]
+        await asyncio.sleep(0)
+        gate.open.set()
+        outcomes = await asyncio.gather(first, *joined, return_exceptions=True)
+        assert [isinstance(one, Exception) for one in outcomes] == [False, False, True, False]
+        stats = service.stats(MODEL, 1)
+        assert (stats.requests, stats.errors, stats.score_count) == (4, 1, 15)
+        scores = np.concatenate([api_model.scores(api_request(seed)) for seed in (0, 1, 3)])
+        np.testing.assert_allclose(stats.score_sum, scores.sum(), rtol=1e-5)
+        await asyncio.to_thread(service.close)
+
+    run(main())
+
+
+def test_a_clients_mistakes_and_what_is_not_begun_are_not_counted(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        for wrong in ({"top_k": 0}, {"unknown": 1}, {"timeout_ms": 10**9}):
+            with pytest.raises(Exception, match=next(iter(wrong))):
+                rank(service, **wrong)
+        assert service.stats(MODEL, 1).requests == 0
+
+
+def test_a_request_that_does_not_fit_the_canary_counts_as_its_error(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        request = api_request(1) | {"routing_key": IN_CANARY}
+        del request["candidates"]["sparse"]["film"]
+        with pytest.raises(MissingFeatureError):
+            Ranker(service, MODEL).rank(request)
+        stats = service.stats(MODEL, 2)
+        assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (1, 1, 1)
+        assert service.stats(MODEL, 1).requests == 0
+
+
+def test_the_metrics_tell_which_version_is_what(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, 0.25)
+        rank(service, version=2)
+        text = service.metrics.render().decode()
+        for line in (
+            'shardrank_live_version{model="films"} 1.0',
+            'shardrank_version_state{model="films",state="live",version="1"} 1.0',
+            'shardrank_version_state{model="films",state="staged",version="2"} 1.0',
+            'shardrank_version_leases{model="films",version="2"} 0.0',
+            'shardrank_canary_share{model="films",version="2"} 0.25',
+            'shardrank_version_requests_total{model="films",outcome="ok",version="2"} 1.0',
+            'shardrank_degraded{model="films"} 0.0',
+            'shardrank_stage_seconds_count{method="rank",model="films",stage="total"} 1.0',
+        ):
+            assert line in text.splitlines()
+
+
+def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metrics(api_model, newer):
+    with two_versions(api_model, newer) as service:
+        service.flip(MODEL, 2)
+        with service.call("embedded", "rank") as call:
+            unparsed = JsonCodec("rank", MODEL).read(encode_request(api_request(1) | {"version": 1}), service.limits)
+            service.admit(call)
+            lease = service.lease_for(call, unparsed)
+            request = unparsed.parse(lease.payload.schema)
+            deadline = service.clock() + 30.0
+            service.wait_in_thread(
+                Pending(request, lease, deadline, service.clock(), concurrent.futures.Future(), None)
+            )
+            # Its lease has ended with the batch; what is left to do is writing the answer.
+            assert service.retire(MODEL, 1).retired.wait(30.0)
+        rank(service)
+        text = service.metrics.render().decode()
+        assert 'version="1"' not in text
+        assert 'shardrank_version_requests_total{model="films",outcome="ok",version="2"} 1.0' in text
+
+
+def test_what_a_version_took_is_free_when_it_is_retired_and_waits_for_no_garbage_collection(api_model, newer):
+    gc.collect()
+    gc.disable()
+    try:
+        with two_versions(api_model, newer) as service:
+            rank(service)
+            (served,) = [one.payload for one in service.generations.all() if one.version == 1]
+            (replica,) = served._replicas
+            ranking = replica._ranking
+            parts = (served, replica, ranking, ranking.router, ranking.parts.model, ranking.parts.assembler)
+            watched = {type(one).__name__: weakref.ref(one) for one in parts}
+            del served, replica, ranking, parts
+            service.flip(MODEL, 2)
+            assert service.retire(MODEL, 1).retired.wait(30.0)
+            # The thread that freed it lets go of it last.
+            for thread in threading.enumerate():
+                if thread.name.startswith("retire-"):
+                    thread.join(30.0)
+            assert [name for name, one in watched.items() if one() is not None] == []
+    finally:
+        gc.enable()
