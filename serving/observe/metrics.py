@@ -138,15 +138,14 @@ class ServingMetrics:
         answered.inc()
         if status != "ok":
             self.errors.labels(call.api, call.method, status).inc()
-        key = (CALL_STAGES, call.model, call.method)
-        histograms = self._histogram_children.get(key) or self._histograms(*key)
-        total_s = now - call.began
+        stages: tuple[str, ...] = ("total",)
+        seconds: tuple[float, ...] = (now - call.began,)
         if call.batch is not None and call.encoded:
-            self._kept.append((histograms, (*call.around_batch(), total_s)))
+            stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
             if self.on_answered is not None:
                 self.on_answered(call, call.encoded - call.began)
-        else:
-            self._kept.append((histograms[-1:], (total_s,)))
+        key = (stages, call.model, call.method)
+        self._kept.append((self._histogram_children.get(key) or self._histograms(*key), seconds))
         if outcome is not None:
             of_version = (call.model, str(call.version), outcome)
             child = self._children.get(of_version)

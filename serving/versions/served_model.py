@@ -110,14 +110,13 @@ class ServedModel:
             RankingModelError: if the dense model does not fit its description.
             RouterError, ShardNodeError: if the shards can't be asked.
         """
-        limits, metrics = limits or RequestLimits(), metrics or ServingMetrics()
-        spec = snapshot.spec
+        spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
         parts = ranking_parts(snapshot, schema, torch.float32)
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
-        mapped = [one.name for one in spec.tables if one.id_mapping.kind == "vocabulary"]
-        mapper = IdMapper(schema.features, {name: snapshot.vocabulary(name) for name in mapped})
+        vocabularies = (one.name for one in spec.tables if one.id_mapping.kind == "vocabulary")
+        mapper = IdMapper(schema.features, {name: snapshot.vocabulary(name) for name in vocabularies})
 
         def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, spec.model))

@@ -150,13 +150,16 @@ def test_no_pod_runs_as_root_or_may_write_its_own_image():
 
 def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
     from serving.observe.metrics import ServingMetrics
+    from serving.observe.times import BatchTimes, Call
 
     scaler = next(one for one in base_documents() if one["kind"] == "HorizontalPodAutoscaler")
     (metric,) = scaler["spec"]["metrics"]
     (rule,) = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter-rule.yaml").read_text())["rules"]["custom"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     metrics = ServingMetrics()
-    metrics.stage("films", "queue", 0.001)
+    call = Call("http", "rank", 1.0, "films", received=1.0, leased=1.0, parsed=1.0, queue_s=0.001, encoded=1.01)
+    call.batch = BatchTimes(ended=1.005)
+    metrics.call_ended(call, "ok", None, 1.01)
     text = metrics.render().decode()
     for series in ("shardrank_stage_seconds_sum", "shardrank_stage_seconds_count"):
         assert series in rule["metricsQuery"]

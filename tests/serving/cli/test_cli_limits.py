@@ -31,7 +31,7 @@ def test_a_flag_overrides_the_file_and_children_are_told_both(tmp_path: Path, su
 @pytest.mark.parametrize(
     ("assignment", "problem"),
     [
-        (("lunch", "1"), r"lunch: unknown key 'lunch'; allowed are \['max_body_bytes', 'max_candidates', "),
+        (("lunch", "1"), r"lunch: unknown key 'lunch'; allowed are \['max_body_bytes', 'max_json_bytes', "),
         (("max_candidates", "0"), "max_candidates: Input should be greater than or equal to 1"),
         (("max_candidates", "many"), "max_candidates: Input should be a valid integer"),
     ],

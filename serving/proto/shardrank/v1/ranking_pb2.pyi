@@ -3,7 +3,7 @@
 isort:skip_file
 The public gRPC API of shardrank. docs/api.md describes it together with the HTTP API, which has the same meaning.
 
-Fields are never renumbered or given another type; ranking_wire.proto declares the same messages for the server's own use.
+Fields are never renumbered or given another type: the server reads messages by these numbers (serving/formats/messages.py).
 """
 
 from collections import abc as _abc
