@@ -217,16 +217,21 @@ class Gate(asyncio.BufferedProtocol):
         """Say whether a request may be on its way: the first one, or one that has come and was not read yet."""
         if self._protocol is None:
             return True
-        return bool(self._poll(select.POLLIN))
+        return bool(self._poll(select.POLLIN) & select.POLLIN)
 
     def was_reset(self) -> bool:
         """Say whether the peer has ended the connection for good, which nobody sees while nothing is read."""
         return bool(self._poll(0))
 
-    def _poll(self, events: int) -> list[tuple[int, int]]:
+    def _poll(self, events: int) -> int:
+        """Ask the kernel which of `events` the socket has; POLLHUP if it is closed, which nobody was told of yet."""
+        connection = self._transport.get_extra_info("socket")
+        if connection is None:
+            return select.POLLHUP
         poller = select.poll()
-        poller.register(self._transport.get_extra_info("socket").fileno(), events)
-        return poller.poll(0)
+        poller.register(connection.fileno(), events)
+        ready = poller.poll(0)
+        return ready[0][1] if ready else 0
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""

@@ -182,3 +182,18 @@ def test_whoever_works_for_a_client_is_told_that_it_left():
         assert served.addresses.connections(HOME) == 0
 
     asyncio.run(main())
+
+
+def test_a_connection_whose_socket_is_closed_brings_no_request_though_nobody_was_told_of_its_end_yet():
+    async def main() -> None:
+        served = Served()
+        gate, wire = served.connect()
+        gate.data_received(post())
+        await settled(lambda: gate.is_between_requests())
+        assert statuses(bytes(wire.sent)) == [200]
+        # What the transport of a connection over TLS says between its end and `connection_lost`.
+        assert wire.get_extra_info("socket") is None
+        assert not gate.may_bring_request()
+        assert gate.was_reset()
+
+    asyncio.run(main())
