@@ -189,7 +189,7 @@ def test_a_connection_whose_socket_is_closed_brings_no_request_though_nobody_was
         served = Served()
         gate, wire = served.connect()
         gate.data_received(post())
-        await settled(lambda: gate.is_between_requests())
+        await settled(gate.is_between_requests)
         assert statuses(bytes(wire.sent)) == [200]
         # What the transport of a connection over TLS says between its end and `connection_lost`.
         assert wire.get_extra_info("socket") is None
