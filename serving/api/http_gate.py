@@ -17,9 +17,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from loader.errors import ShardrankError
 from serving.api.addresses import HANDSHAKE_S
 from serving.api.http_framing import ChunkReader, header_too_large, read_head, without_upgrade
-from serving.api.http_gates import Gates, refusal
+from serving.api.http_gates import READ_BYTES, Gates, refusal
 from serving.api.listening_socket import forget_unsent
 from serving.errors import MalformedRequestError, RequestTimeoutError, ServingError
+from serving.formats.requests import Buffer
 
 TURN_S = 0.005
 """Of the event loop, for one connection; then others come first."""
@@ -81,6 +82,7 @@ class Gate(asyncio.BufferedProtocol):
         self._phase: _Phase = "head"
         self._held = b""
         self._left = 0
+        self._body: memoryview | None = None
         self._chunks: ChunkReader
         self._owes = self._has_written = self._has_ended_sending = self._is_feeding = self._was_refused = False
         self._answer_head = b""
@@ -116,13 +118,34 @@ class Gate(asyncio.BufferedProtocol):
             watcher()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Give the room that is read into."""
+        """Give the room that is read into: of a long body, its own."""
         del sizehint
-        return self._gates.read_buffer
+        if self._body is None:
+            return self._gates.read_buffer
+        return self._body[-self._left :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read."""
-        self.data_received(bytes(self._gates.read_buffer[:nbytes]))
+        body = self._body
+        if body is None:
+            self.data_received(bytes(self._gates.read_buffer[:nbytes]))
+            return
+        began = self._gates.clock()
+        self._left -= nbytes
+        if not self._left or not self._owes:
+            # It is complete; or it was refused, and what follows is dropped as it comes.
+            self._body = None
+            if not self._left:
+                self._complete()
+            self._give(body[: len(body) - self._left])
+        self._count_work(nbytes, began)
+
+    def _count_work(self, nbytes: int, began: float) -> None:
+        self._work_s += self._gates.clock() - began
+        if nbytes < _SHORT_READ_BYTES and self.has_begun:
+            self._work_s += _SHORT_READ_S
+        if self._work_s > _TELL_S:
+            self._tell_work()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, of which the gate keeps what it needs."""
@@ -133,8 +156,7 @@ class Gate(asyncio.BufferedProtocol):
             self._held += data
             self.pause("ahead")
             return
-        clock = self._gates.clock
-        began = clock()
+        began = self._gates.clock()
         try:
             if self._phase == "head":
                 self._take_head(data, began)
@@ -144,11 +166,7 @@ class Gate(asyncio.BufferedProtocol):
                 self._take_chunks(data)
         except ServingError as error:
             self._refuse(error)
-        self._work_s += clock() - began
-        if len(data) < _SHORT_READ_BYTES and self.has_begun:
-            self._work_s += _SHORT_READ_S
-        if self._work_s > _TELL_S:
-            self._tell_work()
+        self._count_work(len(data), began)
 
     def eof_received(self) -> bool:
         """Answer what is complete, to a client that has ended sending."""
@@ -239,7 +257,7 @@ class Gate(asyncio.BufferedProtocol):
             if self._answer_head:
                 self._flush()
             self.is_ended = True
-            self._held = b""
+            self._held, self._body = b"", None
             self._gates.forget(self)
             self._gates.closing[self] = self._gates.clock()
             self._transport.close()
@@ -333,6 +351,9 @@ class Gate(asyncio.BufferedProtocol):
             if not self.has_begun:
                 self._begin_receiving(now)
             self._give(data)
+            if READ_BYTES < self._left <= gates.limits.max_body_bytes and self._owes and not self.is_ended:
+                # One copy, and one turn of whoever waits for it, in place of one for each read.
+                self._body = memoryview(bytearray(self._left))
         else:
             if len(data) > body_end:
                 data, self._held = data[:body_end], data[body_end:]
@@ -370,7 +391,7 @@ class Gate(asyncio.BufferedProtocol):
         if given:
             self._give(given)
 
-    def _give(self, data: bytes) -> None:
+    def _give(self, data: Buffer) -> None:
         """Feed the protocol behind."""
         protocol = self._protocol
         if protocol is None:
@@ -378,7 +399,8 @@ class Gate(asyncio.BufferedProtocol):
             protocol.connection_made(_Wire(self, self._transport))
         self._is_feeding = True
         try:
-            protocol.data_received(data)
+            # It takes whatever is a buffer.
+            protocol.data_received(cast(bytes, data))
         finally:
             self._is_feeding = False
         if self._was_refused:

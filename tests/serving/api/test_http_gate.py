@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from serving.limits import RequestLimits
-from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, settled, statuses
+from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
 
 MALFORMED = b"GET / HTTP/1.1\r\nhost: a\r\nx: a\0b\r\n\r\n"
 
@@ -195,5 +195,38 @@ def test_a_connection_whose_socket_is_closed_brings_no_request_though_nobody_was
         assert wire.get_extra_info("socket") is None
         assert not gate.may_bring_request()
         assert gate.was_reset()
+
+    asyncio.run(main())
+
+
+def test_a_long_body_is_given_on_as_one_and_what_follows_it_is_another_request():
+    async def main() -> None:
+        served = Served(LIMITS.model_copy(update={"max_body_bytes": 2_000_000}))
+        body = bytes(range(256)) * 4_000
+        wire = await served.converse([post(body)[:70_000], post(body)[70_000:] + post(b"next")])
+        assert statuses(wire.sent) == [200, 200]
+        assert [told for _, _, told, _ in served.calls] == [body, b"next"]
+
+    asyncio.run(main())
+
+
+def test_a_long_body_that_was_refused_before_its_end_is_dropped_and_its_memory_given_back():
+    async def main() -> None:
+        served = Served(hold=True)
+        gate, _wire = served.connect()
+        data = post(b"x" * 90_000)
+        sent = read_from(data[:1_000], gate)
+        await settled(lambda: served.gates.state.tasks)
+        sent += read_from(data[sent : sent + 80_000], gate)
+        assert len(gate._body) == len(data) - 1_000
+        # As an application that refuses a request without reading it.
+        gate._owes = False
+        sent += read_from(data[sent : sent + 1_000], gate)
+        assert gate._body is None
+        assert gate._left == len(data) - sent
+        while sent < len(data):
+            sent += read_from(data[sent:], gate)
+        assert gate._phase == "head"
+        gate.connection_lost(None)
 
     asyncio.run(main())

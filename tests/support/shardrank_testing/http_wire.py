@@ -9,7 +9,7 @@ import uvicorn
 
 from serving.api.addresses import Addresses
 from serving.api.http_gate import Gate
-from serving.api.http_gates import READ_BYTES, Gates
+from serving.api.http_gates import Gates
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
 
@@ -104,14 +104,22 @@ class Served:
         """Sends pieces as a socket would: only while they are read."""
         gate, wire = self.connect()
         for piece in pieces:
-            for at in range(0, len(piece), READ_BYTES):
+            left = memoryview(piece)
+            while left and not wire.is_closed:
                 await settled(lambda: not wire.is_paused or wire.is_closed)
-                if not wire.is_closed:
-                    gate.data_received(piece[at : at + READ_BYTES])
+                left = left[read_from(left, gate) :]
         await settled(lambda: not (self.gates.state.tasks or wire.is_paused) or wire.is_closed)
         gate.connection_lost(None)
         await settled(lambda: not self.gates.state.tasks)
         return wire
+
+
+def read_from(data: memoryview | bytes, gate: Any) -> int:
+    """What an event loop does when a socket can be read from. Returns how much was."""
+    room = gate.get_buffer(-1)[: len(data)]
+    room[:] = data[: len(room)]
+    gate.buffer_updated(len(room))
+    return len(room)
 
 
 async def settled(condition: Any) -> None:
