@@ -21,7 +21,7 @@ class RequestLimits(Frozen):
     """What one request, one connection and one process may take.
 
     With the defaults no single message takes more than 50 ms to read or refuse, JSON of its full limit 100 ms
-    (`scripts/worst_message.py` measures it); while it is read, others wait.
+    (`python -m loadtest.worst_message` measures it); while it is read, others wait.
 
     Attributes:
         max_body_bytes: bytes of one request body (HTTP) or message (gRPC).

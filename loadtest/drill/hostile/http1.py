@@ -228,9 +228,9 @@ def slow_body(attacker: Attacker) -> None:
 
 
 def unread(attacker: Attacker) -> None:
-    """Row 13: large answers that are not read."""
+    """Row 13: large answers that are not read, more of them than the kernel keeps for a peer."""
     request = full_answer(attacker).request(attacker.config)
-    pieces = [request, *[b""] * 100_000]
+    pieces = [*[request] * 16, *[b""] * 100_000]
     _hold(attacker, attacker.config.http_port, UNREAD_CONNECTIONS, lambda sock, turn: pieces[turn], reads=False)
 
 
