@@ -236,7 +236,8 @@ def unread(attacker: Attacker) -> None:
 
 def full_answer(attacker: Attacker) -> Body:
     """A small lookup with the largest answer that is allowed."""
-    bags = 16_384 // len(attacker.config.features)
+    # Nearly max_lookup_floats: rows are of 64, and one feature is longer.
+    bags = 3_900 // len(attacker.config.features)
     features = ",".join(f'"{name}":[{",".join(["7"] * bags)}]' for name in attacker.config.features)
     return Body(full_lookup(attacker.config).path, ('{"sparse":{' + features + "}}").encode())
 
