@@ -12,8 +12,9 @@ from loadtest.drill.hostile.protobuf import bomb, compressed, deflate_bomb
 LIMIT = 16 << 20
 # What lookups and rank requests may have at most by default: ids, and floats of a lookup's answer.
 MAX_IDS = 1 << 20
-MAX_FLOATS = 1 << 20
-DIM = 64
+MAX_FLOATS = 2**18
+# Rows are of 64, and a bag's length counts too.
+DIM = 65
 HEADER_LENGTH = "inference-header-content-length"
 
 

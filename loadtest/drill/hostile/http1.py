@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.drill.hostile.attacker import PAUSE_S, Attacker, EndedError
-from loadtest.drill.hostile.documents import Body, full_lookup
+from loadtest.drill.hostile.documents import DIM, MAX_FLOATS, Body, full_lookup
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: drill\r\n\r\n"
 METRICS = b"GET /metrics HTTP/1.1\r\nhost: drill\r\n\r\n"
@@ -236,8 +236,7 @@ def unread(attacker: Attacker) -> None:
 
 def full_answer(attacker: Attacker) -> Body:
     """A small lookup with the largest answer that is allowed."""
-    # Nearly max_lookup_floats: rows are of 64, and one feature is longer.
-    bags = 3_900 // len(attacker.config.features)
+    bags = MAX_FLOATS // DIM // len(attacker.config.features)
     features = ",".join(f'"{name}":[{",".join(["7"] * bags)}]' for name in attacker.config.features)
     return Body(full_lookup(attacker.config).path, ('{"sparse":{' + features + "}}").encode())
 
