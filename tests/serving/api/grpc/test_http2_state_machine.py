@@ -22,19 +22,8 @@ from serving.api.grpc.wire import (
     RequestReceived,
     StreamDropped,
 )
+from shardrank_testing.http2_peer import LIMITS
 
-LIMITS = ConnectionLimits(
-    max_streams=4,
-    max_header_bytes=4096,
-    patience_s=5,
-    idle_s=60,
-    age_s=60,
-    grace_s=60,
-    stream_window=1000,
-    connection_window=100_000,
-    frame_size=50_000,
-    max_control_frames=200,
-)
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/a"), ("te", "trailers")]
 BEGIN = wire.PREFACE + wire.settings({})
 END, END_HEADERS = wire.END_STREAM, wire.END_HEADERS
