@@ -29,7 +29,7 @@ from serving.formats.infer_http import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_field, encode_integer, encode_varint
-from serving.formats.requests import Codec, FeatureEmbeddings, LookupAnswer, RankAnswer
+from serving.formats.requests import Codec, Encoded, FeatureEmbeddings, LookupAnswer, RankAnswer
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 
@@ -518,6 +518,24 @@ def seconds(run: Callable[[], str], runs: int) -> tuple[float, str]:
     return least, outcome
 
 
+def longest_piece(encode: Callable[[], Encoded], runs: int) -> tuple[float, int]:
+    """The longest time, in seconds, for which others wait while an answer is written, and its bytes."""
+    steps, size = [], 0
+    for _ in range(runs):
+        began = time.thread_time()
+        encoded = encode()
+        of_run, size, more = [time.thread_time() - began], len(encoded.body), iter(encoded.more)
+        while True:
+            began = time.thread_time()
+            piece = next(more, None)
+            of_run.append(time.thread_time() - began)
+            if piece is None:
+                break
+            size += len(piece)
+        steps.append(max(of_run))
+    return min(steps), size
+
+
 def outcome_of(case: Case) -> str:
     """Read one message: "ok", or the kind of its error and what it says."""
     try:
@@ -527,7 +545,7 @@ def outcome_of(case: Case) -> str:
     return "ok"
 
 
-def answers() -> Iterator[tuple[str, Callable[[], object]]]:
+def answers() -> Iterator[tuple[str, Callable[[], Encoded]]]:
     """The largest answers, written in each form."""
     count = LIMITS.max_lookup_floats
     values = np.random.default_rng(1).standard_normal((count // 16, 16), dtype=np.float32)
@@ -555,9 +573,8 @@ def main() -> int:
     table: list[dict[str, object]] = []
     is_slow = False
 
-    def add(name: str, size: int, allowed_ms: int, run: Callable[[], str]) -> None:
+    def add(name: str, size: int, allowed_ms: int, spent_s: float, outcome: str) -> None:
         nonlocal is_slow
-        spent_s, outcome = seconds(run, options.runs)
         gc.collect()
         ms = round(1e3 * spent_s, 2)
         table.append({"message": name, "bytes": size, "ms": ms, "allowed_ms": allowed_ms, "outcome": outcome})
@@ -569,10 +586,12 @@ def main() -> int:
     for make in (message_cases, infer_cases, infer_http_cases, json_cases, json_rank_cases):
         for case in make():
             if options.only in case.name:
-                add(case.name, len(case.body), case.allowed_ms, lambda case=case: outcome_of(case))  # type: ignore[misc]
+                timed = seconds(lambda case=case: outcome_of(case), options.runs)  # type: ignore[misc]
+                add(case.name, len(case.body), case.allowed_ms, *timed)
     for name, encode in answers():
         if options.only in name:
-            add(name, len(encode().body), 50, lambda encode=encode: "ok" if encode() else "")  # type: ignore[misc,attr-defined]
+            longest_s, size = longest_piece(encode, options.runs)
+            add(name, size, 50, longest_s, "its longest piece")
     if options.json:
         options.json.write_text(json.dumps(table, indent=1) + "\n")
     return int(is_slow)

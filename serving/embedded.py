@@ -13,9 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from serving.description import ModelDescription
 from serving.formats.json_reader import JsonCodec, encode_request, rank_document
-from serving.formats.json_writer import lookup_document
+from serving.formats.json_writer import lookup_pieces
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
 from serving.models.factory import DtypeChoice
@@ -117,7 +119,10 @@ class Ranker:
     def _answer(self, method: Method, request: Mapping[str, Any]) -> dict[str, Any]:
         codec = JsonCodec(method, self._model, "embedded")
         answered = answer_in_thread(self._service, codec, encode_request(request))
-        return rank_document(answered) if isinstance(answered, RankAnswer) else lookup_document(answered)
+        if isinstance(answered, RankAnswer):
+            return rank_document(answered)
+        written: dict[str, Any] = msgspec.json.decode(b"".join(lookup_pieces(answered)))
+        return written
 
     def __enter__(self) -> Ranker:
         return self

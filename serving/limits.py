@@ -35,6 +35,8 @@ class RequestLimits(Frozen):
         max_bags_per_feature: bags of one feature in a lookup.
         max_lookup_floats: floats that the answer to a lookup may hold; each row and each bag of rows counts
             as one more.
+        max_untaken_floats: floats of the answers to all lookups that are being made or that clients have not taken; one
+            address may have a quarter. Further lookups wait.
         max_request_id_chars: characters of a request's own `request_id`.
         max_routing_key_chars: characters of a request's `routing_key`.
         default_timeout_ms: deadline of a request that brings none.
@@ -70,6 +72,7 @@ class RequestLimits(Frozen):
     max_ids_per_request: int = Field(default=2**20, ge=1, le=2**27)
     max_bags_per_feature: int = Field(default=65_536, ge=1, le=2**24)
     max_lookup_floats: int = Field(default=2**18, ge=1, le=2**28)
+    max_untaken_floats: int = Field(default=2**22, ge=1, le=2**32)
     max_request_id_chars: int = Field(default=128, ge=1, le=1024)
     max_routing_key_chars: int = Field(default=128, ge=1, le=1024)
     default_timeout_ms: int = Field(default=1000, ge=1)

@@ -10,6 +10,8 @@ from serving.limits import RequestLimits
 
 FORGIVEN_S = 0.02
 """Work that a completed request makes good: more than one of the largest allowed size takes at a front."""
+UNTAKEN_S = 0.05
+"""What an answer costs that its client does not take: more than making it, so that an address can't have many."""
 HANDSHAKE_S = 0.001
 """What a TLS handshake costs the event loop; none is charged to a connection that completes a request."""
 FREE_SHARE = 0.02
@@ -71,6 +73,11 @@ class Addresses:
         """Say whether an address was punished and its time is not over."""
         account = self._find(client_key(address))
         return account is not None and account.until > self._clock()
+
+    def owner(self, address: str) -> str:
+        """Name the account of a connected address; "" for a trusted one, which stands for many."""
+        key = client_key(address)
+        return "" if self._connected[key].is_trusted else key
 
     def connections(self, address: str) -> int:
         """Count the open connections of an address."""

@@ -44,11 +44,17 @@ class Client(WaitingClient, Protocol):
 class _Hosted:
     """A client of whom the server tells nothing but what ASGI has words for."""
 
+    owner = ""
+
     def time_remaining(self) -> None:
         """None: HTTP clients set no deadline here."""
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Never call back."""
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        """Call back at once: nobody here sees when it is."""
+        callback()
 
     def answered(self) -> None:
         """Nothing waits for that."""

@@ -88,6 +88,7 @@ class Gate(asyncio.BufferedProtocol):
         self._answer_head = b""
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
+        self._untaken: list[CloseClient] = []
         self._work_s = CONNECT_S
         # Of its handshake, until a request is answered.
         self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0
@@ -111,6 +112,7 @@ class Gate(asyncio.BufferedProtocol):
         self._work_s += self._unpaid_s
         self._tell_work()
         self._gates.lose(self)
+        self._taken()
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
         if self._watcher is not None:
@@ -186,6 +188,8 @@ class Gate(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Go on: the peer takes it."""
         self._gates.unread.pop(self, None)
+        if not self._owes:
+            self._taken()
         if self._protocol is not None:
             self._protocol.resume_writing()
 
@@ -201,12 +205,26 @@ class Gate(asyncio.BufferedProtocol):
         else:
             self._watcher = callback
 
+    @property
+    def owner(self) -> str:
+        """The account of its address; "" for one that stands for many."""
+        return self._gates.addresses.owner(self.address)
+
+    def when_taken(self, callback: CloseClient) -> None:
+        """Have `callback` called when the answer that comes next is sent, or the client has left."""
+        if self._is_lost:
+            callback()
+        else:
+            self._untaken.append(callback)
+
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
         self._owes = False
         if self._answer_head:
             self._flush()
+        if self._untaken and self not in self._gates.unread:
+            self._taken()
         self._answers += 1
         self._idle_work_s = self._unpaid_s = 0.0
         gates = self._gates
@@ -414,6 +432,11 @@ class Gate(asyncio.BufferedProtocol):
             if not self._owes:
                 # The body was refused early, and dropped to its end.
                 self._await_next()
+
+    def _taken(self) -> None:
+        untaken, self._untaken = self._untaken, []
+        for callback in untaken:
+            callback()
 
     def _flush(self) -> None:
         """Send the head of an answer that has nothing else."""

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.api.addresses import Addresses
+from serving.api.addresses import UNTAKEN_S, Addresses
 from serving.errors import OverloadedError
 from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
 from serving.limits import RequestLimits
@@ -178,6 +178,7 @@ class Gates:
             gate.end()
         for gate in self._expired(self.unread, timeout_s):
             self.note("unread")
+            self.addresses.spent(gate.address, UNTAKEN_S)
             gate.drop()
         for gate in self._expired(self.closing, timeout_s):
             gate.drop()

@@ -87,10 +87,10 @@ def lookup_request(
     """Check the numbers of a lookup. Raises as `rank_request`, and for an answer that would be too large."""
     limits = schema.limits
     check_text(limits, "routing_key", options.routing_key)
-    check_lookup_size(schema, bags.keys, bags.bags_per_key, bags.values_per_key())
+    floats = check_lookup_size(schema, bags.keys, bags.bags_per_key, bags.values_per_key())
     check_values(schema, bags, lookup=True)
     timeout_s = check_timeout(limits, options)
-    return LookupRequest(bags, timeout_s, check_text(limits, "request_id", options.request_id), texts)
+    return LookupRequest(bags, timeout_s, floats, check_text(limits, "request_id", options.request_id), texts)
 
 
 def keyed_bags(
@@ -228,8 +228,8 @@ def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
 
 def check_lookup_size(
     schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array, values_per_key: Int64Array | None = None
-) -> None:
-    """Raises LimitExceededError if the answer to a lookup would hold too many floats, or if there are too many bags.
+) -> int:
+    """Count the floats in the answer to a lookup. Raises LimitExceededError for too many of them, or of bags.
 
     Args:
         schema: of the model.
@@ -252,6 +252,7 @@ def check_lookup_size(
     if floats > limits.max_lookup_floats:
         allowed = limits.max_lookup_floats
         raise LimitExceededError("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
+    return floats
 
 
 def check_dense(part: Part, values: Float32Array) -> None:

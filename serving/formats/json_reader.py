@@ -30,7 +30,7 @@ from serving.formats.checks import (
 )
 from serving.formats.json_refusal import MAX_KEYS, decode_plainly, key_twice, refusal_of
 from serving.formats.json_text import count_above
-from serving.formats.json_writer import encode_lookup
+from serving.formats.json_writer import lookup_pieces
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -170,7 +170,7 @@ class UnparsedJson:
         """See `Unparsed`."""
         if isinstance(answer, RankAnswer):
             return Encoded(_ENCODER.encode(rank_document(answer)))
-        return Encoded(encode_lookup(answer))
+        return Encoded(b"", more=lookup_pieces(answer))
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         brackets = _Brackets(self._text)

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from loader.errors import ShardrankError
 from serving.errors import MAX_FIELD_CHARS, printable
 from serving.formats.json_text import many_lists
-from serving.formats.requests import FeatureEmbeddings, LookupAnswer
+from serving.formats.requests import LookupAnswer
+from shard_node.bags import Float32Array, Int64Array
 
 _ENCODER = msgspec.json.Encoder()
 
 MAX_MESSAGE_CHARS = 4096
+PIECE_FLOATS = 8192
+"""Written at once: about a millisecond's worth."""
 
 # Tells a client that was shed when to try again, in seconds.
 RETRY_AFTER_S = 1
 
 
-def lookup_document(answer: LookupAnswer) -> dict[str, Any]:
-    """The JSON form of a lookup's answer: [bags][dim], or [bags][ids][dim] for a feature that is not pooled."""
-    document: dict[str, Any] = {
-        "model": answer.model,
-        "version": answer.version,
-        "embeddings": {name: _nested(feature) for name, feature in answer.embeddings.items()},
-    }
+def lookup_pieces(answer: LookupAnswer) -> Iterator[bytes]:
+    """Write the answer to a lookup, in pieces of about `PIECE_FLOATS` numbers.
+
+    It has [bags][dim] floats by feature, or [bags][ids][dim] for a feature that is not pooled.
+    """
+    head: dict[str, Any] = {"model": answer.model, "version": answer.version}
     if answer.request_id:
-        document["request_id"] = answer.request_id
-    return document
+        head["request_id"] = answer.request_id
+    yield encode(head)[:-1] + b',"embeddings":{'
+    for number, (name, feature) in enumerate(answer.embeddings.items()):
+        yield (b"," if number else b"") + encode(name) + b":["
+        yield from _rows(feature.values) if feature.lengths is None else _bags(feature.values, feature.lengths)
+        yield b"]"
+    yield b"}}"
 
 
 def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any]:
@@ -47,15 +57,29 @@ def encode(document: Any) -> bytes:
     return _ENCODER.encode(document)
 
 
-def encode_lookup(answer: LookupAnswer) -> bytes:
-    """JSON bytes of a lookup's answer, which may be large."""
-    with many_lists():
-        return encode(lookup_document(answer))
+def _rows(values: Float32Array) -> Iterator[bytes]:
+    """Write rows [n, dim] without the brackets around them."""
+    step = max(1, PIECE_FLOATS // (values.shape[1] + 1))
+    for begin in range(0, len(values), step):
+        yield (b"," if begin else b"") + encode(values[begin : begin + step].tolist())[1:-1]
 
 
-def _nested(feature: FeatureEmbeddings) -> list[Any]:
-    rows: list[Any] = feature.values.tolist()
-    if feature.lengths is None:
-        return rows
-    ends = feature.lengths.cumsum().tolist()
-    return [rows[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]
+def _bags(values: Float32Array, lengths: Int64Array) -> Iterator[bytes]:
+    """Write bags of rows likewise: several at once, or one that is long in pieces of its own."""
+    ends = np.cumsum(lengths)
+    step, begin = max(1, PIECE_FLOATS // (values.shape[1] + 2)), 0
+    while begin < len(ends):
+        separator, first = (b",", int(ends[begin - 1])) if begin else (b"", 0)
+        stop = min(int(np.searchsorted(ends, first + step, "right")), begin + PIECE_FLOATS)
+        if stop > begin:
+            bounds = [0, *(ends[begin:stop] - first).tolist()]
+            with many_lists():
+                rows = values[first : ends[stop - 1]].tolist()
+                text = encode([rows[at:end] for at, end in pairwise(bounds)])
+            yield separator + text[1:-1]
+        else:
+            yield separator + b"["
+            yield from _rows(values[first : ends[begin]])
+            yield b"]"
+            stop = begin + 1
+        begin = stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -66,10 +66,12 @@ class LookupRequest:
     Attributes:
         bags: raw ids of any of the model's features, with any number of bags each; keys are flat feature indices.
         timeout_s, request_id, texts: as in `RankRequest`.
+        num_floats: of the answer; each row and each bag of rows counts as one more.
     """
 
     bags: KeyedBags
     timeout_s: float
+    num_floats: int
     request_id: str = ""
     texts: Sequence[str] = ()
 
@@ -121,14 +123,16 @@ class Encoded(NamedTuple):
     """An answer as bytes.
 
     Attributes:
-        body: all of it.
+        body: all of it, or its beginning.
         content_type: as an HTTP header has it.
         headers: further HTTP headers; names in lower case.
+        more: the rest of the body. Each piece is made when it is asked for, so that others may have a turn before.
     """
 
     body: bytes
     content_type: str = JSON
     headers: tuple[tuple[str, str], ...] = ()
+    more: Iterable[bytes] = ()
 
 
 class Unparsed(Protocol):

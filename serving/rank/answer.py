@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, Protocol, TypeAlias, cast
 
-from serving.formats.requests import Answer, Buffer, Codec, Encoded, Request, Unparsed
+from serving.formats.requests import Answer, Buffer, Codec, Encoded, LookupRequest, Request, Unparsed
 from serving.observe.times import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
@@ -20,12 +21,21 @@ Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 class Client(Protocol):
     """Whoever waits for an answer."""
 
+    @property
+    def owner(self) -> str:
+        """Its address; "" for one that stands for many, or has none."""
+        ...
+
     def time_remaining(self) -> float | None:
         """Seconds until the client's own deadline; None if it set none."""
         ...
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves: at once, if it has left already."""
+        ...
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once the answer that comes next is sent, or given up."""
         ...
 
 
@@ -52,14 +62,39 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
             deadline = min(deadline, call.parsed + remaining_s)
         loop = asyncio.get_running_loop()
         pending = Pending(request, lease, deadline, call.parsed, loop.create_future(), loop)
-        answered = await service.wait(pending, client.watch)
-        call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
-        encoded = unparsed.encode(answered)
+        if isinstance(request, LookupRequest):
+            encoded = await _looked_up(service, unparsed, call, pending, client)
+        else:
+            answered = await service.wait(pending, client.watch)
+            call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
+            encoded = unparsed.encode(answered)
         call.encoded = service.clock()
     except BaseException as error:
         service.end_call(call, error)
         raise
     service.end_call(call)
+    return encoded
+
+
+async def _looked_up(
+    service: RankingService, unparsed: Unparsed, call: Call, pending: Pending, client: Client
+) -> Encoded:
+    """Answer a lookup, once there is room for its answer."""
+    num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
+    try:
+        await untaken.take(client.owner, num_floats, pending.deadline - call.parsed)
+    except BaseException:
+        pending.lease.release()
+        raise
+    give = partial(untaken.give, client.owner, num_floats)
+    try:
+        answered = await service.wait(pending, client.watch)
+        call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
+        encoded = await untaken.write(unparsed.encode(answered))
+        client.when_taken(give)
+    except BaseException:
+        give()
+        raise
     return encoded
 
 

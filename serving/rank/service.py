@@ -28,6 +28,7 @@ from serving.observe.statistics import Outcome, outcome_of
 from serving.observe.times import Call
 from serving.observe.watch import NodeWatch
 from serving.rank.batcher import Expiry, Pending
+from serving.rank.untaken import UntakenAnswers
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import ServedVersions
 from shard_node.errors import DeadlineExceededError
@@ -70,6 +71,7 @@ class RankingService:
         self.metrics = metrics or ServingMetrics(
             [NodeCollector(self.watch.nodes, wall_clock), VersionCollector(self.versions, self.watch.degraded)]
         )
+        self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
         self._receiving = 0
         self._admitted = 0
         self._lock = threading.Lock()

@@ -57,7 +57,7 @@ class Model:
         return pending
 
     def lookup(self) -> Pending:
-        return self.pending(LookupRequest(EMPTY, timeout_s=1.0), FAR)
+        return self.pending(LookupRequest(EMPTY, timeout_s=1.0, num_floats=0), FAR)
 
     def pending(self, request: RankRequest | LookupRequest, deadline: float) -> Pending:
         return Pending(request, self.generations.lease("films"), deadline, 0.0, concurrent.futures.Future(), None)

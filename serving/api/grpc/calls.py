@@ -413,6 +413,15 @@ class Call:
         """Have `callback` called when the client leaves, instead of the method being cancelled."""
         self._on_leave = callback
 
+    @property
+    def owner(self) -> str:
+        """The account of its client's address; "" for one that stands for many."""
+        return self._connection.owner
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when the answer is sent, or given up."""
+        self._connection.when_taken(self._stream_id, callback)
+
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none."""
         timeout_s = self.head.timeout_s

@@ -82,6 +82,8 @@ class Http2Protocol(asyncio.Protocol):
         self._listener = listener
         self._exchanges: dict[int, Exchange] = {}
         self._begun: list[Exchange] = []
+        # To be told once the answers of streams are sent.
+        self._untaken: dict[int, Callable[[], None]] = {}
         self._transport: asyncio.Transport
         self._address = ""
         # Work that was paid for by completed calls, less work that was not; seconds.
@@ -113,6 +115,8 @@ class Http2Protocol(asyncio.Protocol):
         for exchange in exchanges.values():
             exchange.dropped()
         self.connection.fail(ErrorCode.NO_ERROR, "")
+        self._is_full = False
+        self.flush()
         self._listener.lost(self, self._address, self._unpaid_s + max(0.0, -self._balance_s))
 
     def pause_writing(self) -> None:
@@ -123,6 +127,7 @@ class Http2Protocol(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Read again."""
         self._is_full = False
+        self.flush()
         self._resume()
 
     def data_received(self, data: bytes) -> None:
@@ -169,6 +174,18 @@ class Http2Protocol(asyncio.Protocol):
     def turn(self) -> float:
         """Until when there may be work for this connection in this turn of the loop."""
         return self._listener.turn()
+
+    @property
+    def owner(self) -> str:
+        """The account of the peer's address; "" for one that stands for many."""
+        return self._listener.addresses.owner(self._address)
+
+    def when_taken(self, stream_id: int, callback: Callable[[], None]) -> None:
+        """Have `callback` called when what a stream sends has left this process, or the stream is dropped."""
+        if stream_id in self.connection.streams:
+            self._untaken[stream_id] = callback
+        else:
+            callback()
 
     def grant(self, stream_id: int, size: int) -> None:
         """Let the peer send `size` bytes more on a stream."""
@@ -217,6 +234,9 @@ class Http2Protocol(asyncio.Protocol):
         if out and not self._transport.is_closing():
             self._num_written += len(out)
             self._transport.write(out)
+        if self._untaken and not self._is_full:
+            for stream_id in self._untaken.keys() - self.connection.streams.keys():
+                self._untaken.pop(stream_id)()
 
     def _changed(self) -> None:
         """Have sent at the end of the loop's turn what there is: a batch's answers are ready together."""

@@ -14,6 +14,7 @@ from router.feature_schema import FeatureSchema
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.infer_http import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
+from serving.formats.json_writer import PIECE_FLOATS
 from serving.formats.messages import MessageCodec, encode_lookup, encode_rank
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
 from serving.formats.schema import RequestSchema
@@ -77,7 +78,8 @@ def test_json_answers_read_back_to_the_same_float32(ranked, looked_up):
     )
     assert np.array(read["scores"], "f4").tobytes() == ranked.scores.tobytes()
     assert read["order"] == ranked.order.tolist()
-    read = json.loads(codec.encode(looked_up).body)
+    encoded = codec.encode(looked_up)
+    read = json.loads(b"".join((encoded.body, *encoded.more)))
     for name, feature in looked_up.embeddings.items():
         rows = read["embeddings"][name]
         if feature.lengths is not None:
@@ -139,4 +141,16 @@ def test_an_inference_body_reads_back(answer, outputs, binary):
 def test_what_was_read_from_a_message_answers_with_a_message():
     answer = RankAnswer("films", 3, np.array([0.5], np.float32), np.array([0]))
     unparsed = MessageCodec("rank").read(ranking_pb2.RankRequest(model="films").SerializeToString(), LIMITS)
-    assert unparsed.encode(answer) == (encode_rank(answer), "application/x-protobuf", ())
+    assert unparsed.encode(answer) == (encode_rank(answer), "application/x-protobuf", (), ())
+
+
+def test_a_long_answer_is_written_in_pieces_wherever_its_bags_end():
+    lengths = np.array([0, 3, 2 * PIECE_FLOATS, 0, 1, PIECE_FLOATS // 4, 5, 0])
+    values = np.arange(lengths.sum() * 3, dtype=np.float32).reshape(-1, 3)
+    pooled = FeatureEmbeddings(values, None)
+    answer = LookupAnswer("films", 3, {"bags": FeatureEmbeddings(values, lengths), "rows": pooled})
+    pieces = list(JsonCodec("lookup", "films").read(b"{}", LIMITS).encode(answer).more)
+    assert max(map(len, pieces)) < 12 * PIECE_FLOATS
+    read = json.loads(b"".join(pieces))["embeddings"]
+    assert read["rows"] == values.tolist()
+    assert read["bags"] == [rows.tolist() for rows in np.split(values, np.cumsum(lengths)[:-1])]

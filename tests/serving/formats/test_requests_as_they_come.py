@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from serving.limits import RequestLimits
 from serving.rank.answer import answer
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
 from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, api_request, api_service, api_spec, rank_message, run
+from shardrank_testing.serving_api import MODEL, PatientClient, api_request, api_service, api_spec, rank_message, run
 
 SPEC = api_spec()
 SCHEMA = RequestSchema(FeatureSchema.of(SPEC), RequestLimits())
@@ -40,16 +39,6 @@ def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
         "infer, raw": (InferGrpcCodec(), message_of(tensors, MODEL).SerializeToString()),
         "infer, typed": (InferGrpcCodec(), message_of(tensors, MODEL, raw=False).SerializeToString()),
     }
-
-
-class PatientClient:
-    """Sets no deadline, and stays."""
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        pass
 
 
 class Scores:

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
     Gate,
+    PatientClient,
     api_request,
     gated_model,
     rank_message,
@@ -54,16 +55,6 @@ IN_LIVE = next(key for key in KEYS if not CHOICE.takes(MODEL, key))
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory) -> ApiModel:
     return write_api_model(tmp_path_factory.mktemp("newer"), version=2, seed=9)
-
-
-class PatientClient:
-    """Sets no deadline, and stays."""
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        pass
 
 
 def loaded(model: ApiModel, service: RankingService) -> ServedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -413,6 +413,21 @@ def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.Ran
         dense = given.get("dense", [])
         features.dense.extend([one for row in dense for one in row] if part == "candidates" else dense)
     return message
+
+
+class PatientClient:
+    """Sets no deadline, stays, and takes every answer at once."""
+
+    owner = ""
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        pass
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 def run(main: Any) -> Any:
