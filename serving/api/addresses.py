@@ -75,9 +75,10 @@ class Addresses:
         return account is not None and account.until > self._clock()
 
     def owner(self, address: str) -> str:
-        """Name the account of a connected address; "" for a trusted one, which stands for many."""
+        """Name the account of an address; "" for a trusted one, which stands for many."""
         key = client_key(address)
-        return "" if self._connected[key].is_trusted else key
+        account = self._find(key)
+        return "" if account is not None and account.is_trusted else key
 
     def connections(self, address: str) -> int:
         """Count the open connections of an address."""

@@ -60,13 +60,17 @@ class UntakenAnswers:
         try:
             async with asyncio.timeout(timeout_s):
                 await waiting.future
-        except TimeoutError:
+        except BaseException as error:
+            if not waiting.future.cancelled():
+                # It was let in, at the same moment.
+                self.give(owner, num_floats)
+            else:
+                # It may have stood before others.
+                self._let_in()
+            if not isinstance(error, TimeoutError):
+                raise
             says = f"earlier answers were not taken in time; the limit is max_untaken_floats = {self._max_floats}"
             raise DeadlineExceededError(says) from None
-        finally:
-            if not waiting.future.done() or waiting.future.cancelled():
-                self._waiting.remove(waiting)
-                self._uncount(self._waits, owner, 1)
 
     def give(self, owner: str, num_floats: int) -> None:
         """Make room: an answer was taken, or is given up."""
@@ -89,6 +93,9 @@ class UntakenAnswers:
             waiting = self._waiting.popleft()
             owner, num_floats, future = waiting
             held = self._held[owner]
+            if future.cancelled():
+                self._uncount(self._waits, owner, 1)
+                continue
             if owner and held and held + num_floats > self._max_floats // SHARE_OF_AN_OWNER:
                 kept.append(waiting)
                 continue

@@ -33,6 +33,8 @@ from serving.api.listening_socket import Acceptor, forget_unsent, listening_sock
 
 TURN_S, TURN_OF_ALL_S = 0.005, 0.01
 """Of a turn of the event loop, for one connection and for all of a listener; then others come first."""
+CALLS_OF_A_TURN = 16
+"""That one connection may begin in a turn: each parses its message in the next one."""
 CONNECT_S = 50e-6
 """What a connection costs before it brings a byte."""
 TELL_S = 0.005
@@ -150,12 +152,12 @@ class Http2Protocol(asyncio.Protocol):
                     self._handle(event)
                 if self.clock() >= until:
                     break
-            begun, self._begun = self._begun, []
+            begun, self._begun = self._begun[:CALLS_OF_A_TURN], self._begun[CALLS_OF_A_TURN:]
             for exchange in begun:
                 exchange.begin()
             # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
             self.spent(min(TURN_S, self.clock() - began))
-        if connection.can_read:
+        if connection.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
             self._listener.wait_turn(self)

@@ -84,6 +84,23 @@ def test_who_waits_too_long_is_told_the_limit_and_makes_room():
     run(main())
 
 
+def test_who_gives_up_at_the_moment_of_being_let_in_leaves_no_room_taken():
+    async def main() -> None:
+        untaken = UntakenAnswers(400)
+        await untaken.take("a", 100, FAR_S)
+        given_up, let_in = await asking(untaken, "a", 60), await asking(untaken, "a", 70)
+        given_up.cancel()
+        await asyncio.sleep(0)
+        untaken.give("a", 100)
+        let_in.cancel()
+        results = await asyncio.gather(given_up, let_in, return_exceptions=True)
+        assert [type(one) for one in results] == [asyncio.CancelledError, asyncio.CancelledError]
+        for _ in range(4):
+            assert (await asking(untaken, "a", 25)).done()
+
+    run(main())
+
+
 def test_an_owner_of_whom_many_wait_is_refused_at_once():
     async def main() -> None:
         untaken = UntakenAnswers(4)

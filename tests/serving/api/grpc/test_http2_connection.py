@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from itertools import pairwise
 
+import hpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.api.grpc import wire as frames
-from serving.api.grpc.listener import Http2Protocol
-from serving.api.grpc.wire import ErrorCode
-from shardrank_testing.http2_peer import LIMITS, SETTINGS, Echo, Http2Peer, echo_listener, http2_peer, run
+from serving.api.grpc.listener import CALLS_OF_A_TURN, Http2Protocol
+from serving.api.grpc.wire import ConnectionLimits, ErrorCode
+from shardrank_testing.http2_peer import LIMITS, REQUEST, SETTINGS, Echo, Http2Peer, echo_listener, http2_peer, run
 
 END = frames.END_STREAM
 END_HEADERS = frames.END_HEADERS
@@ -58,16 +60,33 @@ class Written(asyncio.Transport):
         return 0
 
 
-async def connected() -> tuple[Written, Http2Protocol]:
+async def connected(echo: Echo | None = None, limits: ConnectionLimits = LIMITS) -> tuple[Written, Http2Protocol]:
     """A connection that has said its settings, and what it writes from then on."""
     transport = Written()
-    listener = echo_listener(Echo())
+    listener = echo_listener(echo or Echo(), limits)
     listener.loop = asyncio.get_running_loop()
     connection = Http2Protocol(listener)
     connection.connection_made(transport)
     await asyncio.sleep(0)
     del transport.pieces[:]
     return transport, connection
+
+
+def test_a_connection_begins_few_calls_in_a_turn_and_then_the_others_have_theirs():
+    async def main() -> None:
+        echo, count = Echo(), 3 * CALLS_OF_A_TURN + 1
+        _, connection = await connected(echo, dataclasses.replace(LIMITS, max_streams=100))
+        block = hpack.Encoder().encode(REQUEST)
+        heads = [frames.frame(frames.HEADERS, END_HEADERS, 2 * number + 1, block) for number in range(count)]
+        connection.data_received(frames.PREFACE + SETTINGS + b"".join(heads))
+        begun = []
+        while len(echo.begun) < count:
+            begun.append(len(echo.begun))
+            await asyncio.sleep(0)
+        assert max(b - a for a, b in pairwise([0, *begun, count])) <= CALLS_OF_A_TURN
+        assert echo.begun == [2 * number + 1 for number in range(count)]
+
+    run(main())
 
 
 def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
