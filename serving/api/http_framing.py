@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import NamedTuple
 
+from loader.errors import ShardrankError
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
+from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
 
 _LENGTH_DIGITS = 18
 _LINES_BETWEEN_LOOKS = 256
@@ -184,3 +187,14 @@ class ChunkReader:
 def header_too_large(max_header_bytes: int) -> HeaderTooLargeError:
     """Make the error of a head, or of what else is no body, that is too long."""
     return HeaderTooLargeError(f"the headers are longer than the limit max_header_bytes = {max_header_bytes}")
+
+
+def refusal(error: ShardrankError, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Write a connection's last answer: head and body."""
+    body = encode(error_document(error))
+    lines = [b"HTTP/1.1 %d %b" % (error.http_status, HTTPStatus(error.http_status).phrase.encode())]
+    lines += [b"%b: %b" % header for header in headers]
+    lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
+    if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
+        lines.append(b"retry-after: %d" % RETRY_AFTER_S)
+    return b"\r\n".join((*lines, b"", body))

@@ -8,19 +8,34 @@ what one read had brought along. It bounds times, connections and work.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import select
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, takewhile
 from typing import Any, Literal, cast
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.api.addresses import HANDSHAKE_S
-from serving.api.http_framing import ChunkReader, header_too_large, read_head, without_upgrade
-from serving.api.http_gates import READ_BYTES, Gates, refusal
+from serving.api.addresses import HANDSHAKE_S, UNTAKEN_S, Addresses
+from serving.api.http_framing import ChunkReader, header_too_large, read_head, refusal, without_upgrade
 from serving.api.listening_socket import forget_unsent
-from serving.errors import MalformedRequestError, RequestTimeoutError, ServingError
+from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
+from serving.limits import RequestLimits
+from serving.observe.metrics import ServingMetrics
+
+logger = logging.getLogger(__name__)
+_protocol_logger = logger.getChild("uvicorn")
+_protocol_logger.setLevel(logging.INFO)
+# The gate says so itself, and not once for each.
+_protocol_logger.addFilter(lambda record: not record.getMessage().startswith("Invalid HTTP request"))
 
 TURN_S = 0.005
 """Of the event loop, for one connection; then others come first."""
@@ -30,6 +45,11 @@ CONNECT_S = 50e-6
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 # Work of a connection is told to its address in portions of so much.
 _TELL_S = 0.001
+READ_BYTES = 64 * 2**10
+"""Read at once; as much may be held of requests that are sent ahead."""
+LINGER_S = 1.0
+"""How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
+_EVICTION_CHOICE = 64
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _Phase = Literal["head", "body", "chunks", "complete"]
@@ -41,22 +61,18 @@ class _Wire(asyncio.Transport):
 
     def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
         super().__init__()
-        self._gate = gate
-        self._transport = transport
+        self._gate, self._transport = gate, transport
         # Each answer passes here several times.
         self.write = gate.write  # type: ignore[method-assign]
+        self.pause_reading = partial(gate.pause, "protocol")  # type: ignore[method-assign]
+        self.resume_reading = partial(gate.resume, "protocol")  # type: ignore[method-assign]
 
     def close(self) -> None:
-        self._gate.close_by_protocol()
+        if not self._gate.is_feeding:
+            self._gate.end()
 
     def is_closing(self) -> bool:
         return self._gate.is_ended
-
-    def pause_reading(self) -> None:
-        self._gate.pause("protocol")
-
-    def resume_reading(self) -> None:
-        self._gate.resume("protocol")
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
@@ -65,26 +81,24 @@ class _Wire(asyncio.Transport):
 class Gate(asyncio.BufferedProtocol):
     """One connection.
 
-    Args:
-        gates: of its listener.
-        address: whose it is.
-
     Attributes:
+        owner: the account of its address; "" for one that stands for many.
         has_connected: whether there is a transport: with TLS, once hands are shaken.
+        is_feeding: whether the protocol behind reads, so that what it wants is no answer.
         has_begun: whether some of a request has come, but not all of it.
         is_ended: whether nothing is read or written any more.
     """
 
     def __init__(self, gates: Gates, address: str) -> None:
         self._gates = gates
-        self.address = address
+        self.address, self.owner = address, gates.addresses.owner(address)
         self.has_connected = self.has_begun = self.is_ended = False
         self._phase: _Phase = "head"
-        self._held = b""
-        self._left = 0
+        self._held, self._left = b"", 0
         self._body: memoryview | None = None
         self._chunks: ChunkReader
-        self._owes = self._has_written = self._has_ended_sending = self._is_feeding = self._was_refused = False
+        self._owes = self._has_written = self._has_ended_sending = self.is_feeding = self._was_refused = False
+        self._is_lost = False
         self._answer_head = b""
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
@@ -92,11 +106,9 @@ class Gate(asyncio.BufferedProtocol):
         self._work_s = CONNECT_S
         # Of its handshake, until a request is answered.
         self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0
-        self._idle_work_s = 0.0
-        self._answers = 0
+        self._idle_work_s, self._answers = 0.0, 0
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
-        self._is_lost = False
 
     # What the event loop calls.
 
@@ -115,8 +127,8 @@ class Gate(asyncio.BufferedProtocol):
         self._taken()
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
-        if self._watcher is not None:
-            watcher, self._watcher = self._watcher, None
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
             watcher()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -143,9 +155,8 @@ class Gate(asyncio.BufferedProtocol):
         self._count_work(nbytes, began)
 
     def _count_work(self, nbytes: int, began: float) -> None:
-        self._work_s += self._gates.clock() - began
-        if nbytes < _SHORT_READ_BYTES and self.has_begun:
-            self._work_s += _SHORT_READ_S
+        is_short = nbytes < _SHORT_READ_BYTES and self.has_begun
+        self._work_s += self._gates.clock() - began + is_short * _SHORT_READ_S
         if self._work_s > _TELL_S:
             self._tell_work()
 
@@ -163,7 +174,11 @@ class Gate(asyncio.BufferedProtocol):
             if self._phase == "head":
                 self._take_head(data, began)
             elif self._phase == "body":
-                self._take_body(data)
+                self._held, data = data[self._left :], data[: self._left]
+                self._left -= len(data)
+                if not self._left:
+                    self._complete()
+                self._give(data)
             else:
                 self._take_chunks(data)
         except ServingError as error:
@@ -205,34 +220,26 @@ class Gate(asyncio.BufferedProtocol):
         else:
             self._watcher = callback
 
-    @property
-    def owner(self) -> str:
-        """The account of its address; "" for one that stands for many."""
-        return self._gates.addresses.owner(self.address)
-
     def when_taken(self, callback: CloseClient) -> None:
         """Have `callback` called when the answer that comes next is sent, or the client has left."""
+        self._untaken.append(callback)
         if self._is_lost:
-            callback()
-        else:
-            self._untaken.append(callback)
+            self._taken()
 
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
         self._owes = False
-        if self._answer_head:
-            self._flush()
+        self._flush()
         if self._untaken and self not in self._gates.unread:
             self._taken()
         self._answers += 1
         self._idle_work_s = self._unpaid_s = 0.0
-        gates = self._gates
         if self.is_ended:
             return
         if self._phase != "complete":
-            gates.receiving.pop(self, None)
-            gates.lingering[self] = gates.clock()
+            self._gates.receiving.pop(self, None)
+            self._gates.lingering[self] = self._gates.clock()
         elif self._has_ended_sending and not self._held:
             self.end()
         else:
@@ -251,29 +258,21 @@ class Gate(asyncio.BufferedProtocol):
 
     def may_bring_request(self) -> bool:
         """Say whether a request may be on its way: the first one, or one that has come and was not read yet."""
-        if self._protocol is None:
-            return True
-        return bool(self._poll(select.POLLIN) & select.POLLIN)
+        return self._protocol is None or bool(self.poll(select.POLLIN) & select.POLLIN)
 
-    def was_reset(self) -> bool:
-        """Say whether the peer has ended the connection for good, which nobody sees while nothing is read."""
-        return bool(self._poll(0))
-
-    def _poll(self, events: int) -> int:
-        """Ask the kernel which of `events` the socket has; POLLHUP if it is closed, which nobody was told of yet."""
+    def poll(self, events: int) -> int:
+        """Ask the kernel for `events` of the socket, and for its end, which nobody sees while nothing is read."""
         connection = self._transport.get_extra_info("socket")
         if connection is None:
             return select.POLLHUP
         poller = select.poll()
         poller.register(connection.fileno(), events)
-        ready = poller.poll(0)
-        return ready[0][1] if ready else 0
+        return sum(ready for _, ready in poller.poll(0))
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""
         if not self.is_ended:
-            if self._answer_head:
-                self._flush()
+            self._flush()
             self.is_ended = True
             self._held, self._body = b"", None
             self._gates.forget(self)
@@ -287,19 +286,25 @@ class Gate(asyncio.BufferedProtocol):
             forget_unsent(connected)
         self._transport.abort()
 
+    def drop_unread(self) -> None:
+        """Close the connection of a peer that does not take its answer."""
+        self._gates.note("unread")
+        self._gates.addresses.spent(self.address, UNTAKEN_S)
+        self.drop()
+
     def end_late(self) -> None:
         """End a connection whose request was not complete in time."""
-        if not self.has_begun:
+        if self.has_begun:
+            limit = f"receive_timeout_s = {self._gates.limits.receive_timeout_s} s"
+            self._refuse(RequestTimeoutError(f"the request was not complete after {limit}"))
+        else:
             self.end()
-            return
-        limit = f"receive_timeout_s = {self._gates.limits.receive_timeout_s} s"
-        self._refuse(RequestTimeoutError(f"the request was not complete after {limit}"))
 
     # What the protocol behind does to its transport.
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send what belongs to an answer: its head together with what follows, by one system call."""
-        if self._is_feeding:
+        if self.is_feeding:
             # Nobody answers that early but the parser, to what it can't read.
             self._was_refused = True
         elif self.is_ended:
@@ -311,11 +316,6 @@ class Gate(asyncio.BufferedProtocol):
             self._transport.write(data)
         else:
             self._has_written, self._answer_head = True, bytes(data)
-
-    def close_by_protocol(self) -> None:
-        """End after an answer."""
-        if not self._is_feeding:
-            self.end()
 
     def pause(self, by: str) -> None:
         """Read nothing more, until everybody who asked for that wants to go on."""
@@ -362,12 +362,15 @@ class Gate(asyncio.BufferedProtocol):
         gates.idle.pop(self, None)
         self._owes, self._has_written = True, False
         body_end = body_at + length
+        if (is_chunked or len(data) < body_end) and not self.has_begun:
+            self._begin_receiving(now)
         if is_chunked:
-            self._begin_chunks(data, body_at, now)
+            self._phase, self._chunks = "chunks", ChunkReader(max_header_bytes)
+            self._give(data[:body_at])
+            if not self.is_ended:
+                self._take_chunks(data[body_at:])
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
-            if not self.has_begun:
-                self._begin_receiving(now)
             self._give(data)
             if READ_BYTES < self._left <= gates.limits.max_body_bytes and self._owes and not self.is_ended:
                 # One copy, and one turn of whoever waits for it, in place of one for each read.
@@ -378,26 +381,10 @@ class Gate(asyncio.BufferedProtocol):
             self._complete()
             self._give(data)
 
-    def _take_body(self, data: bytes) -> None:
-        if len(data) > self._left:
-            data, self._held = data[: self._left], data[self._left :]
-        self._left -= len(data)
-        if not self._left:
-            self._complete()
-        self._give(data)
-
-    def _begin_chunks(self, data: bytes, body_at: int, now: float) -> None:
-        self._phase, self._chunks = "chunks", ChunkReader(self._gates.limits.max_header_bytes)
-        if not self.has_begun:
-            self._begin_receiving(now)
-        self._give(data[:body_at])
-        if not self.is_ended:
-            self._take_chunks(data[body_at:])
-
     def _take_chunks(self, data: bytes) -> None:
         """Take chunks apart, and give on what they hold as one."""
-        clock = self._gates.clock
-        until, chunks = clock() + TURN_S, self._chunks
+        chunks, clock = self._chunks, self._gates.clock
+        until = clock() + TURN_S
         body = chunks.feed(data, lambda: clock() < until)
         given = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
         if chunks.is_complete:
@@ -415,12 +402,12 @@ class Gate(asyncio.BufferedProtocol):
         if protocol is None:
             protocol = self._protocol = self._gates.new_protocol({"gate": self})
             protocol.connection_made(_Wire(self, self._transport))
-        self._is_feeding = True
+        self.is_feeding = True
         try:
             # It takes whatever is a buffer.
             protocol.data_received(cast(bytes, data))
         finally:
-            self._is_feeding = False
+            self.is_feeding = False
         if self._was_refused:
             self._refuse(MalformedRequestError("", "not HTTP/1.1: the request line is not understood"))
             return
@@ -440,9 +427,9 @@ class Gate(asyncio.BufferedProtocol):
 
     def _flush(self) -> None:
         """Send the head of an answer that has nothing else."""
-        head, self._answer_head = self._answer_head, b""
-        if not self.is_ended:
-            self._transport.write(head)
+        if self._answer_head and not self.is_ended:
+            self._transport.write(self._answer_head)
+        self._answer_head = b""
 
     def _complete(self) -> None:
         self._phase = "complete"
@@ -452,9 +439,9 @@ class Gate(asyncio.BufferedProtocol):
 
     def _begin_receiving(self, now: float) -> None:
         self.has_begun = True
-        receiving = self._gates.receiving
-        receiving.pop(self, None)
-        receiving[self] = now
+        # Again, so that it is the last one.
+        self._gates.receiving.pop(self, None)
+        self._gates.receiving[self] = now
         self._gates.idle.pop(self, None)
 
     def _await_next(self) -> None:
@@ -498,7 +485,116 @@ class Gate(asyncio.BufferedProtocol):
             gates.addresses.completed(self.address, answers)
             return
         self._idle_work_s += work_s
-        if (is_over or self._idle_work_s > gates.max_work_s) and not self._is_lost:
+        max_work_s = gates.limits.max_idle_work_ms / 1000 or math.inf
+        if (is_over or self._idle_work_s > max_work_s) and not self._is_lost:
             gates.note("penalty")
             gates.addresses.punish(self.address)
             self.drop()
+
+
+@dataclass(eq=False)
+class Gates:
+    """What the connections of one listener share, and what they wait for: since when, the longest first.
+
+    Attributes:
+        state: of uvicorn.
+        is_draining: whether each answer is its connection's last.
+        idle, receiving: connections between two requests; with one that is not complete.
+        lingering: connections that have their answer and send the rest of a body all the same.
+        unread: connections whose peer does not take its answer.
+        closing: connections that have something still to be written.
+        ahead: connections that are not read from, because a request was sent ahead of an answer.
+        read_buffer: what comes is read into it, for one connection after the other.
+    """
+
+    config: Config
+    limits: RequestLimits
+    metrics: ServingMetrics
+    addresses: Addresses
+    clock: Callable[[], float]
+    is_tls: bool = False
+    is_draining: bool = False
+    state: ServerState = field(default_factory=ServerState)
+    open: set[Gate] = field(default_factory=set)
+    ahead: set[Gate] = field(default_factory=set)
+    idle: dict[Gate, float] = field(default_factory=dict)
+    receiving: dict[Gate, float] = field(default_factory=dict)
+    lingering: dict[Gate, float] = field(default_factory=dict)
+    unread: dict[Gate, float] = field(default_factory=dict)
+    closing: dict[Gate, float] = field(default_factory=dict)
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
+    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: Counter[str] = field(default_factory=Counter)
+
+    def refusal(self, address: str) -> OverloadedError | None:
+        """Say why no connection from an address is taken now; None if one is. Makes room, if an idle one can go."""
+        if (reason := self.addresses.admit(address)) is not None:
+            self.note("penalty" if self.addresses.is_waiting(address) else "overloaded")
+            return OverloadedError(reason)
+        if len(self.open) - len(self.closing) < self.limits.max_connections:
+            return None
+        candidates = list(islice(self.idle, _EVICTION_CHOICE))
+        candidates = candidates or [gate for gate in islice(self.receiving, _EVICTION_CHOICE) if not gate.has_begun]
+        self.note("evicted" if candidates else "overloaded")
+        if not candidates:
+            limit = f"max_connections = {self.limits.max_connections}"
+            return OverloadedError(f"{limit} connections are open, none of them idle")
+        # Who holds most of them gives one back first.
+        max(candidates, key=lambda gate: self.addresses.connections(gate.address)).end()
+        return None
+
+    def make(self, address: str) -> Gate:
+        """Make the gate of a new connection, and count it in; `lose` counts it out."""
+        self.addresses.opened(address)
+        gate = Gate(self, address)
+        self.open.add(gate)
+        return gate
+
+    def lose(self, gate: Gate) -> None:
+        """Count a connection out."""
+        self.forget(gate)
+        self.open.discard(gate)
+        if not self.open:
+            self.all_closed.set()
+        self.addresses.closed(gate.address)
+
+    def new_protocol(self, state: dict[str, Any]) -> HttpToolsProtocol:
+        """Make what is behind a gate; `state` gets into the scope of every request."""
+        protocol = HttpToolsProtocol(self.config, self.state, state)
+        protocol.logger = _protocol_logger
+        return protocol
+
+    def note(self, kind: str) -> None:
+        """Count what was refused, or ended. It is logged with others of its second."""
+        self._ended[kind] += 1
+        self.metrics.failed("http", "connection", kind)
+
+    def tell(self) -> None:
+        """Log what was noted since the last time, in one line."""
+        if self._ended:
+            counts = ", ".join(f"{kind}: {count}" for kind, count in self._ended.most_common())
+            logger.warning("HTTP connections refused or ended: %s", counts)
+            self._ended.clear()
+
+    def sweep(self) -> None:
+        """End what has waited for too long."""
+        timeout_s = self.limits.receive_timeout_s
+        for waiting, allowed_s, end in (
+            (self.receiving, timeout_s, Gate.end_late),
+            (self.idle, self.limits.keep_alive_s, Gate.end),
+            (self.lingering, LINGER_S, Gate.end),
+            (self.unread, timeout_s, Gate.drop_unread),
+            (self.closing, timeout_s, Gate.drop),
+        ):
+            before = self.clock() - allowed_s
+            for gate in list(takewhile(lambda gate: waiting[gate] <= before, waiting)):  # noqa: B023  # used at once
+                waiting.pop(gate, None)
+                end(gate)
+        for gate in [gate for gate in self.ahead if gate.poll(0)]:
+            gate.drop()
+
+    def forget(self, gate: Gate) -> None:
+        """Take a connection out of all that wait."""
+        for waiting in (self.idle, self.receiving, self.lingering, self.unread, self.closing):
+            waiting.pop(gate, None)
+        self.ahead.discard(gate)

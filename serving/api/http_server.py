@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 
 from serving.api.addresses import Addresses
 from serving.api.http import HttpApp
-from serving.api.http_gate import Gate
-from serving.api.http_gates import Gates, refusal
+from serving.api.http_framing import refusal
+from serving.api.http_gate import Gate, Gates
 from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 from serving.api.tokens import Tokens
 from serving.rank.service import RankingService
@@ -144,9 +144,7 @@ class HttpServer:
                 with contextlib.suppress(OSError):
                     connection.send(refusal(error, gates.state.default_headers))
             return None
-        gate = Gate(gates, address)
-        gates.add(gate)
-        return gate
+        return gates.make(address)
 
     def give_up(self, protocol: Gate) -> None:
         """Count a connection out that could not be made."""

@@ -8,8 +8,7 @@ from typing import Any
 import uvicorn
 
 from serving.api.addresses import Addresses
-from serving.api.http_gate import Gate
-from serving.api.http_gates import Gates
+from serving.api.http_gate import Gates
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
 
@@ -95,8 +94,7 @@ class Served:
         gate.answered()
 
     def connect(self, address: str = HOME) -> tuple[Any, Wire]:
-        wire, gate = Wire(), Gate(self.gates, address)
-        self.gates.add(gate)
+        wire, gate = Wire(), self.gates.make(address)
         gate.connection_made(wire)
         return gate, wire
 
