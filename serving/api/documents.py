@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from enum import Enum
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
 METRICS_REFRESH_TIMEOUT_S = 1.0
-_INFERENCE_TAGS = ["open inference protocol"]
+_INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
 _PARAMETERS: dict[str, dict[str, Any]] = {
     name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
     for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
@@ -195,19 +196,19 @@ class ReadyDocument(BaseModel):
     degraded: dict[str, str] = Field(description="why rows are older than they may be, by model; still ready")
 
 
+_WRONG: dict[int | str, str] = {
+    400: "The request is wrong; the message names the field and the limit.",
+    404: "No such model, or version of it, is served.",
+    408: "The request was not complete within `receive_timeout_s`.",
+    413: "The body is longer than `max_body_bytes`.",
+    431: "The headers are longer than `max_header_bytes`.",
+    500: "The model gave NaN or inf, or a defect of the server.",
+    503: "Overloaded, not ready, or a shard is away; try again.",
+    504: "The deadline passed.",
+    "default": "Any other error, in the same form.",
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorDocument, "description": description}
-    for status, description in {
-        400: "The request is wrong; the message names the field and the limit.",
-        404: "No such model, or version of it, is served.",
-        408: "The request was not complete within `receive_timeout_s`.",
-        413: "The body is longer than `max_body_bytes`.",
-        431: "The headers are longer than `max_header_bytes`.",
-        500: "The model gave NaN or inf, or a defect of the server.",
-        503: "Overloaded, not ready, or a shard is away; try again.",
-        504: "The deadline passed.",
-        "default": "Any other error, in the same form.",
-    }.items()
+    status: {"model": ErrorDocument, "description": says} for status, says in _WRONG.items()
 }
 
 
@@ -235,14 +236,6 @@ async def rank(model: str, body: Annotated[RankBody, Body(examples=[RANK_EXAMPLE
 async def lookup(model: str, body: Annotated[LookupBody, Body(examples=[LOOKUP_EXAMPLE])]) -> LookupDocument:
     """Give the embeddings of each bag, pooled as its feature is."""
     raise NotImplementedError
-
-
-for _path in _VERSIONS:
-    _content = {"content": {"application/json": {}, "application/octet-stream": {}}}
-    _ranking.add_api_route(
-        f"{_path}/infer", _answered_elsewhere, name="infer", methods=["POST"], tags=_INFERENCE_TAGS,
-        summary="Score candidates", openapi_extra={"parameters": _parameters(_path), "requestBody": _content},
-    )  # fmt: skip
 
 
 def create_documents(service: RankingService, tokens: Tokens | None = None) -> FastAPI:
@@ -333,16 +326,20 @@ class _Documents:
         async def repository_control(request: Request, call: Call) -> Any:
             raise RepositoryControlError()
 
-        metadata, statistics = of_model(inference.model_metadata), of_model(inference.model_statistics)
-        config = of_model(inference.model_config)
+        statistics = of_model(inference.model_statistics)
+        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
         add = partial(self._add, tags=_INFERENCE_TAGS)
         for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
             add(path, server_metadata, "Server and its extensions")
         # Before the models: no model can be called `stats`, to these clients.
         add(f"{OPEN_INFERENCE}/models/stats", statistics, "Statistics of all models")
         for path in _VERSIONS:
-            add(path, metadata, "Inputs and outputs of a model")
-            add(f"{path}/config", config, "Configuration of a model")
+            self.app.add_api_route(
+                f"{path}/infer", _answered_elsewhere, name="infer", methods=["POST"], summary="Score candidates",
+                tags=_INFERENCE_TAGS, openapi_extra={"parameters": _parameters(path), "requestBody": tensors},
+            )  # fmt: skip
+            add(path, of_model(inference.model_metadata), "Inputs and outputs of a model")
+            add(f"{path}/config", of_model(inference.model_config), "Configuration of a model")
             add(f"{path}/stats", statistics, "Statistics of a model")
             add(f"{path}/ready", model_ready, "The model would answer", right=None)
         add(f"{OPEN_INFERENCE}/repository/index", repository_index, "All versions of all models", method="POST")
@@ -356,7 +353,8 @@ class _Documents:
         Args:
             refresh: has the shards asked before metrics are told; None to tell what they said last.
         """
-        watch, rendering = self._service.watch, None
+        watch = self._service.watch
+        rendering: asyncio.Task[bytes] | None = None
 
         async def healthz() -> HealthDocument:
             return HealthDocument()
@@ -454,7 +452,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             error = MethodNotAllowedError(f"{where}: this method is not allowed here")
         else:
-            error = NoSuchRouteError(f"{where}: there is no such path here")
+            error = NoSuchRouteError(f"{where}: there is no such path on this port; /docs of the API lists its paths")
     if isinstance(error, ShardrankError):
         reply = error_reply(path, request_id, error)
     else:

@@ -7,7 +7,6 @@ bits: nobody can guess one from its hash. A client sends `Authorization: Bearer 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
@@ -33,7 +32,6 @@ MAX_FILE_BYTES: Final = 1 << 18
 MAX_HEADER_CHARS: Final = 1024
 PREFIX: Final = "shardrank_"
 """By which programs that look for leaked secrets, and people, know what it is."""
-FILE_MODE: Final = 0o600
 
 _ALLOWS: Final[dict[Scope, frozenset[Scope]]] = {
     "rank": frozenset({"rank", "describe"}),
@@ -167,11 +165,11 @@ def add_token(path: Path, entry: TokenEntry) -> None:
 
 
 def _replace(path: Path, text: bytes) -> None:
+    # Made with mode 0600.
     descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, FILE_MODE)
-            with contextlib.suppress(FileNotFoundError):
+            if path.exists():
                 # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
                 owner = path.stat()
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)

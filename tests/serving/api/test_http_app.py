@@ -99,6 +99,27 @@ def test_the_framework_answers_errors_in_the_same_form(api_model):
     run(main())
 
 
+def test_a_defect_is_answered_in_the_same_form_logged_once_and_ends_no_connection(api_model, caplog):
+    async def main() -> None:
+        with api_service(api_model) as service:
+
+            def broken() -> list[object]:
+                raise RuntimeError("secret of the house")
+
+            service.models = broken  # type: ignore[method-assign, assignment]
+            async with running_api(service) as api:
+                answer = await api.http.get("/v1/models", headers={"x-request-id": "abc"})
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "internal")
+                assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
+                assert "secret" not in answer.text
+                assert (await api.http.get("/healthz")).status_code == 200
+
+    run(main())
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage() == "/v1/models failed"
+    assert "secret of the house" in str(record.exc_info)
+
+
 def test_a_model_describes_itself(api_model):
     async def main() -> None:
         with api_service(api_model, RequestLimits(max_candidates=77)) as service:
