@@ -86,7 +86,7 @@ class Acceptor(Generic[Accepted]):
         self._listener: socket.socket | None = listener
         # Connections that are not made yet; those that came first are first.
         self._connecting: dict[asyncio.Task[None], None] = {}
-        self._loop.add_reader(listener, self._accept)
+        self._watch()
 
     async def stop(self, timeout_s: float) -> None:
         """Take in what has connected, then nothing more; handshakes under way may take so long.
@@ -121,11 +121,11 @@ class Acceptor(Generic[Accepted]):
             except OSError:
                 self._front.note("exhausted")
                 self._loop.remove_reader(listener)
-                self._loop.call_later(_EXHAUSTED_PAUSE_S, self._accept_again)
+                self._loop.call_later(_EXHAUSTED_PAUSE_S, self._watch)
                 return
             self._take(connection)
 
-    def _accept_again(self) -> None:
+    def _watch(self) -> None:
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
 
