@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.manifest import Frozen, Pooling, RowDtype, Side, UnknownId
+from loader.manifest import DenseInputs, Frozen, Pooling, RowDtype, Side, UnknownId
 from loader.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
@@ -34,13 +34,6 @@ class TableDescription(Frozen):
     unknown_id: UnknownId
 
 
-class DenseInputsDescription(Frozen):
-    """How many floats a request brings once, and for each candidate."""
-
-    context: int
-    candidate: int
-
-
 class DenseModelDescription(Frozen):
     """The ranking model."""
 
@@ -58,7 +51,7 @@ class ModelDescription(Frozen):
     schema_digest: str = Field(description="of what a packed request depends on; see docs/api.md")
     features: tuple[FeatureDescription, ...] = Field(description="in the order that a packed request has them in")
     tables: tuple[TableDescription, ...]
-    dense_inputs: DenseInputsDescription
+    dense_inputs: DenseInputs
     dense_model: DenseModelDescription
     limits: RequestLimits
 
@@ -66,36 +59,29 @@ class ModelDescription(Frozen):
     def of(
         cls, snapshot: Snapshot, limits: RequestLimits, dtype: Literal["float32", "bfloat16"], dtype_fallback: str
     ) -> ModelDescription:
-        """Describes a version whose dense model is computed in `dtype`, and why that is not what was asked for."""
+        """Describe a version whose dense model is computed in `dtype`, and why that is not what was asked for."""
         spec = snapshot.spec
         schema = FeatureSchema.of(spec)
         features = tuple(
             FeatureDescription(
-                name=one.name,
-                side=one.side,
+                **one.model_dump(include={"name", "side", "weighted"}),
                 pooling=spec.pooling_of(one.name),
                 table=spec.table_of(one.name).name,
-                weighted=one.weighted,
                 id_type=getattr(spec.table_of(one.name).id_mapping, "id_type", "integer"),
             )
             for one in schema.features
         )
-        tables = tuple(
-            TableDescription(
-                id_mapping=one.id_mapping.kind,
-                **one.model_dump(include={"name", "num_embeddings", "embedding_dim", "dtype", "unknown_id"}),
-            )
-            for one in spec.tables
-        )
-        inputs = spec.dense_inputs
+        same = {"name", "num_embeddings", "embedding_dim", "dtype", "unknown_id"}
         return cls(
             model=spec.model,
             version=snapshot.version,
             identity=snapshot.identity,
             schema_digest=schema.digest,
             features=features,
-            tables=tables,
-            dense_inputs=DenseInputsDescription(context=inputs.context, candidate=inputs.candidate),
+            tables=tuple(
+                TableDescription(id_mapping=one.id_mapping.kind, **one.model_dump(include=same)) for one in spec.tables
+            ),
+            dense_inputs=spec.dense_inputs,
             dense_model=DenseModelDescription(kind=spec.dense_model.kind, dtype=dtype, dtype_fallback=dtype_fallback),
             limits=limits,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from serving.limits import RequestLimits
@@ -20,15 +21,13 @@ MAX_REMEMBERED = 16_384
 _IPV6_BITS = 64
 
 
+@dataclass(slots=True)
 class _Account:
-    __slots__ = ("at", "connections", "debt_s", "is_trusted", "until")
-
-    def __init__(self, *, is_trusted: bool) -> None:
-        self.connections = 0
-        self.debt_s = 0.0
-        self.at = 0.0
-        self.until = 0.0
-        self.is_trusted = is_trusted
+    is_trusted: bool
+    connections: int = 0
+    debt_s: float = 0.0
+    at: float = 0.0
+    until: float = 0.0
 
 
 class Addresses:
@@ -50,14 +49,7 @@ class Addresses:
         self._left: dict[str, _Account] = {}
 
     def admit(self, address: str) -> str | None:
-        """Say whether an address may open one more connection.
-
-        Args:
-            address: IPv4 or IPv6, as text; "" for a peer that has none, who always may.
-
-        Returns:
-            None if it may, else why not, for its eyes.
-        """
+        """Say why an address may not open one more connection; None if it may. "" is a peer that has none, who may."""
         account = self._find(client_key(address))
         if account is None or account.is_trusted:
             return None
@@ -90,7 +82,7 @@ class Addresses:
         key = client_key(address)
         account = self._connected.get(key)
         if account is None:
-            account = self._left.pop(key, None) or _Account(is_trusted=self._is_trusted(key))
+            account = self._left.pop(key, None) or _Account(self._is_trusted(key))
             self._connected[key] = account
         account.connections += 1
 
@@ -146,7 +138,7 @@ class Addresses:
     def _account(self, key: str) -> _Account:
         account = self._find(key)
         if account is None:
-            account = _Account(is_trusted=self._is_trusted(key))
+            account = _Account(self._is_trusted(key))
             self._remember(key, account)
         return account
 

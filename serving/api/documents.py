@@ -1,15 +1,21 @@
-"""The FastAPI application: descriptions, health and metadata, the documentation of every path, errors in one form."""
+"""The HTTP API but for ranking as a FastAPI application: models, probes, metrics, and the OpenAPI page of all."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from enum import Enum
+from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, Body, FastAPI
 from fastapi.routing import APIRoute
-from starlette.convertors import Convertor, register_url_convertor
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -18,389 +24,437 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
 from serving.api import inference_documents as inference
-from serving.api.openapi import (
-    LOOKUP_EXAMPLE,
-    LOOKUP_SCHEMA,
-    RANK_EXAMPLE,
-    RANK_SCHEMA,
-    ErrorDocument,
-    HealthDocument,
-    LookupDocument,
-    ModelsDocument,
-    RankDocument,
-    ReadyDocument,
-    json_body,
-)
-from serving.api.probes import Probes
-from serving.api.replies import (
-    OPEN_INFERENCE,
-    REQUEST_ID,
-    Reply,
-    defect_reply,
-    error_reply,
-    header_lines,
-    header_of,
-)
-from serving.api.tokens import Scope as TokenScope
+from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
+from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.description import ModelDescription
-from serving.errors import (
-    BodyTooLargeError,
-    ClientGoneError,
-    MalformedRequestError,
-    MethodNotAllowedError,
-    NoSuchRouteError,
-    RepositoryControlError,
-)
+from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import parse_version
-from serving.formats.json_writer import encode
+from serving.observe.metrics import CONTENT_TYPE
 from serving.observe.times import Call
 from serving.rank.service import RankingService
 
+logger = logging.getLogger(__name__)
+
 API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
-_INFERENCE_TAG = ["open inference protocol"]
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorDocument, "description": "The request is wrong; the message names the field and the limit."},
-    404: {"model": ErrorDocument, "description": "No such model, or version of it, is served."},
-    408: {"model": ErrorDocument, "description": "The request was not complete within `receive_timeout_s`."},
-    413: {"model": ErrorDocument, "description": "The body is longer than `max_body_bytes`."},
-    431: {"model": ErrorDocument, "description": "The headers are longer than `max_header_bytes`."},
-    500: {"model": ErrorDocument, "description": "The model gave NaN or inf, or a defect of the server."},
-    503: {"model": ErrorDocument, "description": "Overloaded, not ready, or a shard is away; try again."},
-    504: {"model": ErrorDocument, "description": "The deadline passed."},
+METRICS_REFRESH_TIMEOUT_S = 1.0
+_INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
+    for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
 }
 
-Rank: TypeAlias = Callable[[Scope, Receive], Awaitable[Reply]]
-Tell: TypeAlias = Callable[[Call, Request], Awaitable[Reply]]
-Handler: TypeAlias = Callable[[Request], Awaitable[Reply]]
+Tell: TypeAlias = Callable[[Request, Call], Awaitable[Any]]
 
 
-class ModelName(Convertor[str]):
+class ModelName(StringConvertor):
     """A model's name in a path: no colon, so that what follows one can only be an action such as `:rank`."""
 
-    NAME = "model_name"
     regex = "[^/:]+"
 
-    def convert(self, value: str) -> str:
-        """Take it as it is."""
-        return value
 
-    def to_string(self, value: str) -> str:
-        """Give it as it is."""
-        return value
-
-
-register_url_convertor(ModelName.NAME, ModelName())
-_MODEL = f"/v1/models/{{model:{ModelName.NAME}}}"
-_INFERENCE_MODEL = f"{OPEN_INFERENCE}/models/{{model:{ModelName.NAME}}}"
-_VERSIONS = (_INFERENCE_MODEL, f"{_INFERENCE_MODEL}/versions/{{version}}")
-
-
-class RawRoute(APIRoute):
-    """A documented route whose endpoint takes the raw request: no dependencies, no body validated twice."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Give the endpoint itself."""
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return endpoint
+register_url_convertor("model_name", ModelName())
+_MODEL = "/v1/models/{model:model_name}"
+_VERSIONS = tuple(f"{OPEN_INFERENCE}/models/{{model:model_name}}{version}" for version in ("", "/versions/{version}"))
 
 
 class _IndexBody(msgspec.Struct):
     ready: bool = False
 
 
-class _Descriptions:
-    """Handlers of paths that tell of models. Each counts its call, checks who asks, and answers errors too."""
+def _parameters(path: str) -> list[dict[str, Any]]:
+    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
 
-    def __init__(self, service: RankingService, tokens: Tokens | None) -> None:
+
+def _say_no_defaults(schema: dict[str, Any]) -> None:
+    # None stands for what is absent; null itself is refused but for weights.
+    for one in schema["properties"].values():
+        one.pop("default", None)
+
+
+class _RequestBody(BaseModel):
+    """A part of a request, for the OpenAPI page: what reads requests is `serving.formats`."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_say_no_defaults)
+
+
+Id: TypeAlias = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] | str
+Bags: TypeAlias = Annotated[
+    dict[str, list[Id | list[Id]]], Field(description="by feature: a list of bags; a flat list is one id for each bag")
+]
+Weights: TypeAlias = Annotated[
+    dict[str, list[float | list[float]] | None] | None,
+    Field(description="by weighted feature: in the shape of its ids; null is as if absent"),
+]
+Positive: TypeAlias = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]
+Text: TypeAlias = str | SkipJsonSchema[None]
+
+
+class Options(_RequestBody):
+    """What a request may say beside its numbers."""
+
+    timeout_ms: Positive = Field(None, description="deadline; the server's default if absent")
+    version: Positive = Field(None, description="the version that must answer; the live one if absent")
+    request_id: Text = Field(None, description="returned with the answer")
+    routing_key: Text = Field(None, description="whose it is: while a canary is on, the same key gets the same version")
+
+
+class ContextBody(_RequestBody):
+    """What is looked up once."""
+
+    sparse: dict[str, list[Id]] = Field({}, description="by feature: the ids of its one bag")
+    weights: Weights = None
+    dense: list[float] = []
+
+
+class CandidatesBody(_RequestBody):
+    """What is looked up once for each candidate, which is a bag."""
+
+    sparse: Bags = {}
+    weights: Weights = None
+    dense: list[list[float]] = []
+
+
+class RankBody(Options):
+    """The request of `:rank`."""
+
+    context: ContextBody = ContextBody()
+    candidates: CandidatesBody
+    top_k: Positive = Field(None, description="positions in `order`; all if absent")
+
+
+class LookupBody(Options):
+    """The request of `:lookup`."""
+
+    sparse: Bags
+    weights: Weights = None
+
+
+RANK_EXAMPLE: dict[str, Any] = {
+    "context": {"sparse": {"user_id": [42], "history": [1, 50, 172]}, "dense": []},
+    "candidates": {"sparse": {"film_id": [[3], [9]], "genre": [[1, 5], [2]]}, "dense": []},
+    "timeout_ms": 50,
+    "top_k": 10,
+}
+LOOKUP_EXAMPLE: dict[str, Any] = {"sparse": {"film_id": [[3], [9, 11]]}, "timeout_ms": 50}
+
+
+class RankDocument(BaseModel):
+    """The answer of `:rank`."""
+
+    model: str
+    version: int = Field(description="the version that gave every score")
+    scores: list[float] = Field(description="in the order of the candidates")
+    order: list[int] = Field(description="positions by descending score, at most top_k")
+    request_id: str | None = None
+
+
+class LookupDocument(BaseModel):
+    """The answer of `:lookup`."""
+
+    model: str
+    version: int
+    embeddings: dict[str, list[list[float]] | list[list[list[float]]]] = Field(
+        description="by feature: [bags][embedding_dim], or [bags][ids][embedding_dim] if it is not pooled"
+    )
+    request_id: str | None = None
+
+
+class ErrorContent(BaseModel):
+    """What went wrong."""
+
+    kind: str = Field(description="short and stable, to branch on")
+    message: str = Field(description="names the field, the value and what is allowed")
+    field: str | None = Field(default=None, description="path of the field that is wrong")
+    request_id: str | None = None
+
+
+class ErrorDocument(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorContent
+
+
+class ModelsDocument(BaseModel):
+    """The answer of `/v1/models`."""
+
+    models: list[ModelDescription] = Field(description="the live version of every model")
+
+
+class HealthDocument(BaseModel):
+    """The answer of `/healthz`."""
+
+    status: Literal["ok"] = "ok"
+
+
+class ReadyDocument(BaseModel):
+    """The answer of `/readyz`."""
+
+    ready: bool
+    problems: dict[str, str] = Field(description='why not, by model; the key "" is the process itself')
+    degraded: dict[str, str] = Field(description="why rows are older than they may be, by model; still ready")
+
+
+_WRONG: dict[int | str, str] = {
+    400: "The request is wrong; the message names the field and the limit.",
+    404: "No such model, or version of it, is served.",
+    408: "The request was not complete within `receive_timeout_s`.",
+    413: "The body is longer than `max_body_bytes`.",
+    431: "The headers are longer than `max_header_bytes`.",
+    500: "The model gave NaN or inf, or a defect of the server.",
+    503: "Overloaded, not ready, or a shard is away; try again.",
+    504: "The deadline passed.",
+    "default": "Any other error, in the same form.",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorDocument, "description": says} for status, says in _WRONG.items()
+}
+
+
+class _Described(APIRoute):
+    """A route that is described here, and answered by `serving.api.http`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return _answered_elsewhere
+
+
+async def _answered_elsewhere(request: Request) -> Response:
+    raise HTTPException(HTTPStatus.NOT_FOUND)
+
+
+_ranking = APIRouter(route_class=_Described)
+
+
+@_ranking.post(f"{_MODEL}:rank", tags=["ranking"], summary="Score candidates", responses=_ERRORS)
+async def rank(model: str, body: Annotated[RankBody, Body(examples=[RANK_EXAMPLE])]) -> RankDocument:
+    """Give each candidate's score by one version of a model."""
+    raise NotImplementedError
+
+
+@_ranking.post(f"{_MODEL}:lookup", tags=["ranking"], summary="Look embeddings up", responses=_ERRORS)
+async def lookup(model: str, body: Annotated[LookupBody, Body(examples=[LOOKUP_EXAMPLE])]) -> LookupDocument:
+    """Give the embeddings of each bag, pooled as its feature is."""
+    raise NotImplementedError
+
+
+def create_documents(service: RankingService, tokens: Tokens | None = None) -> FastAPI:
+    """Make the application of the public port; `tokens` say who may do what, None lets everybody."""
+    documents = _Documents(service, tokens)
+    documents.app.include_router(_ranking)
+    documents.add_models()
+    documents.add_inference()
+    documents.add_probes(service.watch.refresh)
+    return documents.app
+
+
+def create_probes(service: RankingService, tokens: Tokens | None = None) -> FastAPI:
+    """Make the application of the port for operators: probes, and metrics as the shards told them last."""
+    documents = _Documents(service, tokens, openapi_url=None)
+    documents.add_probes(None)
+    return documents.app
+
+
+class _Documents:
+    """An application to be.
+
+    Attributes:
+        app: answers every error in one form.
+    """
+
+    def __init__(self, service: RankingService, tokens: Tokens | None, **options: Any) -> None:
         self._service = service
         self._tokens = tokens
-
-    def counted(self, api: str, method: str, tell: Tell, right: TokenScope | None = "describe") -> Handler:
-        """Make a handler that counts; without a `right` to check it is a probe, which is never shed."""
-
-        async def handler(request: Request) -> Reply:
-            try:
-                self.check(request, right)
-                with self._service.call(api, method) as call:
-                    if right is not None:
-                        self._service.admit(call)
-                    return await tell(call, request)
-            except ShardrankError as error:
-                return error_reply(request.url.path, _request_id(request), error)
-            except Exception:
-                return defect_reply(request.url.path, _request_id(request))
-
-        return handler
-
-    def check(self, request: Request, right: TokenScope | None) -> None:
-        """Raise a ServingError unless whoever asks has the right to."""
-        if self._tokens is not None and right is not None:
-            self._tokens.check(header_of(request.scope, b"authorization"), right)
-
-    def guard_pages(self, app: FastAPI) -> None:
-        """Keep the framework's own pages, which describe the API, for those who may see descriptions."""
-        for page in app.routes:
+        description = "Online ranking from sharded embeddings: ids in, scores out."
+        self.app = FastAPI(
+            title="shardrank", version=API_VERSION, description=description, redirect_slashes=False, **options
+        )
+        for page in self.app.routes:
+            # The framework's own, which describe the API.
             if isinstance(page, Route):
                 page.app = self._guarded(page.app)
+        for kind in (ShardrankError, HTTPException, Exception):
+            self.app.add_exception_handler(kind, _failed)
+
+    def add_models(self) -> None:
+        """Add the paths that describe models."""
+
+        async def models(request: Request, call: Call) -> ModelsDocument:
+            return ModelsDocument(models=self._service.models())
+
+        async def model(request: Request, call: Call) -> ModelDescription:
+            description = self._service.describe(request.path_params["model"])
+            call.model = description.model
+            return description
+
+        add = partial(self._add, api="http", tags=["models"])
+        add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
+        what, responses = "What a model takes and is made of", {404: _ERRORS[404]}
+        add(_MODEL, model, what, response_model=ModelDescription, responses=responses)
+
+    def add_inference(self) -> None:
+        """Add the paths of the Open Inference Protocol."""
+        service = self._service
+
+        def of_model(tell: Callable[[RankingService, str, str], Any]) -> Tell:
+            async def told(request: Request, call: Call) -> Any:
+                return tell(service, *_target(request))
+
+            told.__name__ = tell.__name__
+            return told
+
+        async def server_metadata(request: Request, call: Call) -> Any:
+            return inference.server_metadata()
+
+        async def model_ready(request: Request, call: Call) -> Response:
+            model, version = _target(request)
+            if inference.model_is_ready(service, model, version):
+                return Response()
+            # Says why, unless the version is here and something else keeps it from answering.
+            service.lease(model, parse_version(version)).release()
+            return Response(status_code=503)
+
+        async def repository_index(request: Request, call: Call) -> Any:
+            body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
+            try:
+                ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
+            except msgspec.MsgspecError as error:
+                says = f'the body must be empty, or such as {{"ready": true}}: {error}'
+                raise MalformedRequestError("", says) from error
+            return inference.repository_index(service, ready_only=ready_only)
+
+        async def repository_control(request: Request, call: Call) -> Any:
+            raise RepositoryControlError()
+
+        statistics = of_model(inference.model_statistics)
+        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
+        add = partial(self._add, tags=_INFERENCE_TAGS)
+        for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
+            add(path, server_metadata, "Server and its extensions")
+        # Before the models: no model can be called `stats`, to these clients.
+        add(f"{OPEN_INFERENCE}/models/stats", statistics, "Statistics of all models")
+        for path in _VERSIONS:
+            self.app.add_api_route(
+                f"{path}/infer", _answered_elsewhere, name="infer", methods=["POST"], summary="Score candidates",
+                tags=_INFERENCE_TAGS, openapi_extra={"parameters": _parameters(path), "requestBody": tensors},
+            )  # fmt: skip
+            add(path, of_model(inference.model_metadata), "Inputs and outputs of a model")
+            add(f"{path}/config", of_model(inference.model_config), "Configuration of a model")
+            add(f"{path}/stats", statistics, "Statistics of a model")
+            add(f"{path}/ready", model_ready, "The model would answer", right=None)
+        add(f"{OPEN_INFERENCE}/repository/index", repository_index, "All versions of all models", method="POST")
+        for action in ("load", "unload"):
+            path = f"{OPEN_INFERENCE}/repository/models/{{model:model_name}}/{action}"
+            add(path, repository_control, "Refused: versions come and go by rollouts", method="POST", right="admin")
+
+    def add_probes(self, refresh: Callable[[], Awaitable[None]] | None) -> None:
+        """Add probes and metrics.
+
+        Args:
+            refresh: has the shards asked before metrics are told; None to tell what they said last.
+        """
+        watch = self._service.watch
+        rendering: asyncio.Task[bytes] | None = None
+
+        async def healthz() -> HealthDocument:
+            return HealthDocument()
+
+        async def readyz(response: Response) -> ReadyDocument:
+            problems = watch.problems()
+            response.status_code = 503 if problems else 200
+            # Rows that lag don't change it.
+            return ReadyDocument(ready=not problems, problems=problems, degraded=watch.degraded())
+
+        async def live() -> Response:
+            return Response()
+
+        async def ready() -> Response:
+            return Response(status_code=503 if watch.problems() else 200)
+
+        async def render() -> bytes:
+            try:
+                async with asyncio.timeout(METRICS_REFRESH_TIMEOUT_S):
+                    if refresh is not None:
+                        await refresh()
+            except TimeoutError:
+                logger.warning("the shards did not answer within %s s of /metrics", METRICS_REFRESH_TIMEOUT_S)
+            return await asyncio.to_thread(self._service.metrics.render)
+
+        async def metrics(request: Request) -> Response:
+            nonlocal rendering
+            self._check(request, "admin")
+            # On a thread, once for all who ask meanwhile.
+            if rendering is None or rendering.done():
+                rendering = asyncio.create_task(render())
+            return Response(await asyncio.shield(rendering), media_type=CONTENT_TYPE)
+
+        runs, is_ready, text = "The process runs", "Every model is live and its shards answer", PlainTextResponse
+        operations = ["operations"]
+        rows: list[tuple[str, Callable[..., Any], str, dict[str, Any]]] = [
+            ("/healthz", healthz, runs, {"tags": operations}),
+            ("/readyz", readyz, is_ready, {"tags": operations, "responses": {503: {"model": ReadyDocument}}}),
+            (f"{OPEN_INFERENCE}/health/live", live, runs, {"tags": _INFERENCE_TAGS}),
+            (f"{OPEN_INFERENCE}/health/ready", ready, is_ready, {"tags": _INFERENCE_TAGS}),
+            ("/metrics", metrics, "Metrics in Prometheus' text format", {"tags": operations, "response_class": text}),
+        ]
+        for path, endpoint, summary, options in rows:
+            self.app.add_api_route(path, endpoint, methods=["GET"], summary=summary, **options)
+            self.app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
     def _guarded(self, page: ASGIApp) -> ASGIApp:
         async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-            request = Request(scope)
-            try:
-                self.check(request, "describe")
-            except ShardrankError as error:
-                await _response(request, error_reply(request.url.path, _request_id(request), error))(
-                    scope, receive, send
-                )
-            else:
-                await page(scope, receive, send)
+            self._check(Request(scope), "describe")
+            await page(scope, receive, send)
 
         return guard
 
-    async def models(self, call: Call, request: Request) -> Reply:
-        """Describe the live version of every model."""
-        del call, request
-        return Reply(200, encode({"models": [one.model_dump() for one in self._service.models()]}))
+    def _check(self, request: Request, right: Right) -> None:
+        if self._tokens is not None:
+            self._tokens.check(request.headers.get("authorization"), right)
 
-    async def model(self, call: Call, request: Request) -> Reply:
-        """Describe one model."""
-        description = self._service.describe(request.path_params["model"])
-        call.model = description.model
-        return Reply(200, description.model_dump_json().encode())
+    def _add(
+        self,
+        path: str,
+        tell: Tell,
+        summary: str,
+        *,
+        method: str = "GET",
+        api: str = "oip_http",
+        counted: str = "model",
+        right: Right | None = "describe",
+        **options: Any,
+    ) -> None:
+        """Add a path whose calls are counted. Without a `right` to check it is a probe, which is never shed."""
 
-    async def server_metadata(self, call: Call, request: Request) -> Reply:
-        """`GET /v2`."""
-        del call, request
-        return Reply(200, encode(inference.server_metadata()))
+        async def endpoint(request: Request) -> Any:
+            if right is not None:
+                self._check(request, right)
+            with self._service.call(api, counted) as call:
+                if right is not None:
+                    self._service.admit(call)
+                return await tell(request, call)
 
-    async def model_metadata(self, call: Call, request: Request) -> Reply:
-        """`GET /v2/models/{model}[/versions/{version}]`."""
-        del call
-        return Reply(200, encode(inference.model_metadata(self._service, *_target(request))))
-
-    async def model_config(self, call: Call, request: Request) -> Reply:
-        """`GET /v2/models/{model}[/versions/{version}]/config`."""
-        del call
-        return Reply(200, encode(inference.model_config(self._service, *_target(request))))
-
-    async def statistics(self, call: Call, request: Request) -> Reply:
-        """`GET /v2/models[/{model}[/versions/{version}]]/stats`."""
-        del call
-        return Reply(200, encode(inference.model_statistics(self._service, *_target(request))))
-
-    async def model_ready(self, call: Call, request: Request) -> Reply:
-        """`GET /v2/models/{model}[/versions/{version}]/ready`."""
-        del call
-        model, version = _target(request)
-        is_ready = inference.model_is_ready(self._service, model, version)
-        if not is_ready:
-            # Says why, unless the version is here and something else keeps it from answering.
-            self._service.lease(model, parse_version(version)).release()
-        return Reply(200 if is_ready else 503, b"")
-
-    async def repository_index(self, call: Call, request: Request) -> Reply:
-        """`POST /v2/repository/index`."""
-        del call
-        body = await _short_body(request.receive)
-        try:
-            ready_only = bool(body) and msgspec.json.decode(body, type=_IndexBody).ready
-        except msgspec.MsgspecError as error:
-            raise MalformedRequestError("", f'the body must be empty, or such as {{"ready": true}}: {error}') from error
-        return Reply(200, encode(inference.repository_index(self._service, ready_only=ready_only)))
-
-    async def repository_control(self, call: Call, request: Request) -> Reply:
-        """`POST /v2/repository/models/{model}/load` and `unload`, which are refused."""
-        raise RepositoryControlError()
-
-
-def create_documents(service: RankingService, rank: Rank, tokens: Tokens | None = None) -> FastAPI:
-    """Make the application.
-
-    Args:
-        service: answers.
-        rank: answers the paths that rank, which the application describes.
-        tokens: says who may do what; None lets everybody.
-    """
-    app = FastAPI(
-        title="shardrank",
-        version=API_VERSION,
-        description="Online ranking from sharded embeddings: ids in, scores out.",
-        redirect_slashes=False,
-    )
-    probes, descriptions = Probes(service, service.watch.refresh), _Descriptions(service, tokens)
-    descriptions.guard_pages(app)
-
-    def route(path: str, name: str, method: str, handler: Handler, summary: str = "", **options: Any) -> None:
-        app.router.add_api_route(
-            path, _endpoint(handler, name), methods=[method], route_class_override=RawRoute, summary=summary, **options
-        )
-
-    async def ranking(request: Request) -> Reply:
-        return await rank(request.scope, request.receive)
-
-    async def metrics(request: Request) -> Reply:
-        try:
-            descriptions.check(request, "admin")
-        except ShardrankError as error:
-            return error_reply(request.url.path, _request_id(request), error)
-        return await probes.metrics()
-
-    # The first ones are tried first.
-    route(
-        f"{_MODEL}:rank", "rank", "POST", ranking, "Score candidates", tags=["ranking"],
-        responses={200: {"model": RankDocument}, **_ERRORS}, openapi_extra=_raw(json_body(RANK_SCHEMA, RANK_EXAMPLE)),
-    )  # fmt: skip
-    route(
-        f"{_MODEL}:lookup", "lookup", "POST", ranking, "Look embeddings up", tags=["ranking"],
-        responses={200: {"model": LookupDocument}, **_ERRORS},
-        openapi_extra=_raw(json_body(LOOKUP_SCHEMA, LOOKUP_EXAMPLE)),
-    )  # fmt: skip
-    _add_inference(route, ranking, descriptions, probes)
-    route(
-        "/v1/models", "models", "GET", descriptions.counted("http", "models", descriptions.models),
-        "The live version of every model", tags=["models"], responses={200: {"model": ModelsDocument}},
-    )  # fmt: skip
-    route(
-        _MODEL, "model", "GET", descriptions.counted("http", "model", descriptions.model),
-        "What a model takes and is made of", tags=["models"],
-        responses={200: {"model": ModelDescription}, 404: _ERRORS[404]}, openapi_extra=_raw({}),
-    )  # fmt: skip
-    health, ready = _probe(probes.healthz), _probe(probes.readyz)
-    route(
-        "/healthz", "healthz", "GET", health, "The process runs", tags=["operations"],
-        responses={200: {"model": HealthDocument}},
-    )  # fmt: skip
-    route(
-        "/readyz", "readyz", "GET", ready, "Every model is live and its shards answer", tags=["operations"],
-        responses={200: {"model": ReadyDocument}, 503: {"model": ReadyDocument}},
-    )  # fmt: skip
-    route(
-        "/metrics", "metrics", "GET", metrics, "Metrics in Prometheus' text format", tags=["operations"],
-        response_class=PlainTextResponse,
-    )  # fmt: skip
-    for path, probe in (("/healthz", health), ("/readyz", ready)):
-        route(path, path[1:], "HEAD", probe, include_in_schema=False)
-    app.add_exception_handler(HTTPException, _framework_error)
-    app.add_exception_handler(Exception, _defect)
-    return app
-
-
-def _add_inference(route: Callable[..., None], ranking: Handler, tells: _Descriptions, probes: Probes) -> None:
-    """Add the paths of the Open Inference Protocol."""
-
-    def add(path: str, name: str, method: str, handler: Handler, summary: str, **extra: Any) -> None:
-        parameters = [_parameter(name) for name in ("model", "version") if f"{{{name}" in path]
-        route(
-            path, name, method, handler, summary, tags=_INFERENCE_TAG, openapi_extra={"parameters": parameters, **extra}
-        )
-
-    def tell(tell: Tell, right: TokenScope | None = "describe") -> Handler:
-        return tells.counted("oip_http", "model", tell, right)
-
-    bodies: dict[str, Any] = {"requestBody": {"content": {JSON_TYPE: {} for JSON_TYPE in _INFER_TYPES}}}
-    for path in _VERSIONS:
-        add(f"{path}/infer", "infer", "POST", ranking, "Score candidates", **bodies)
-    for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
-        add(path, "server_metadata", "GET", tell(tells.server_metadata), "Server and its extensions")
-    # Before the models: no model can be called `stats`, to these clients.
-    add(f"{OPEN_INFERENCE}/models/stats", "statistics", "GET", tell(tells.statistics), "Statistics of all models")
-    add(f"{OPEN_INFERENCE}/health/live", "live", "GET", _probe(probes.live), "The process runs")
-    ready = "Every model is live and its shards answer"
-    add(f"{OPEN_INFERENCE}/health/ready", "ready", "GET", _probe(probes.ready), ready)
-    for path in _VERSIONS:
-        add(path, "model_metadata", "GET", tell(tells.model_metadata), "Inputs and outputs of a model")
-        add(f"{path}/ready", "model_ready", "GET", tell(tells.model_ready, None), "The model would answer")
-        add(f"{path}/config", "model_config", "GET", tell(tells.model_config), "Configuration of a model")
-        add(f"{path}/stats", "statistics", "GET", tell(tells.statistics), "Statistics of a model")
-    index = tell(tells.repository_index)
-    add(f"{OPEN_INFERENCE}/repository/index", "repository_index", "POST", index, "All versions of all models")
-    for action in ("load", "unload"):
-        path = f"{OPEN_INFERENCE}/repository/models/{{model:{ModelName.NAME}}}/{action}"
-        refused = "Refused: versions come and go by rollouts"
-        add(path, "repository_control", "POST", tell(tells.repository_control, "admin"), refused)
-
-
-_INFER_TYPES = ("application/json", "application/octet-stream")
-
-
-def _parameter(name: str) -> dict[str, Any]:
-    schema = {"type": "string"} if name == "model" else {"type": "integer", "minimum": 1}
-    return {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
-
-
-def _raw(extra: dict[str, Any]) -> dict[str, Any]:
-    # The endpoints take the raw request, so the path parameter is not seen in their signature.
-    return {"parameters": [{**_parameter("model"), "description": "its name"}], **extra}
-
-
-def _endpoint(handler: Handler, name: str) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return _response(request, await handler(request))
-
-    endpoint.__name__ = name
-    return endpoint
-
-
-def _probe(reply: Callable[[], Reply]) -> Handler:
-    async def handler(request: Request) -> Reply:
-        del request
-        return reply()
-
-    return handler
-
-
-def _response(request: Request, reply: Reply) -> Response:
-    response = Response(reply.body, reply.status)
-    request_id = header_of(request.scope, REQUEST_ID)
-    response.raw_headers = header_lines(reply, None if request_id is None else request_id.encode("latin-1"))
-    return response
-
-
-def _request_id(request: Request) -> str:
-    return header_of(request.scope, REQUEST_ID) or ""
+        endpoint.__name__ = tell.__name__
+        extra = {"parameters": _parameters(path)}
+        self.app.add_api_route(path, endpoint, methods=[method], summary=summary, openapi_extra=extra, **options)
 
 
 def _target(request: Request) -> tuple[str, str]:
-    parameters = request.path_params
-    return parameters.get("model", ""), parameters.get("version", "")
+    return request.path_params.get("model", ""), request.path_params.get("version", "")
 
 
-async def _short_body(receive: Receive) -> bytes:
-    body, is_more = b"", True
-    while is_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError("the client closed the connection before its request was complete")
-        body += message.get("body", b"")
-        if len(body) > MAX_INDEX_BODY_BYTES:
-            unit = "bytes in the body"
-            raise BodyTooLargeError("", "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES, f"at least {len(body)}", unit)
-        is_more = message.get("more_body", False)
-    return body
-
-
-async def _defect(request: Request, error: Exception) -> Response:
-    """Answer what should never happen; the framework raises it again."""
-    reply = error_reply(
-        request.url.path, _request_id(request), ShardrankError("internal error; the server's log says more")
-    )
-    del error
-    return _response(request, reply)
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    """Answer 404 and 405 of the router in the form of every other error."""
-    if not isinstance(error, HTTPException):
-        raise error
-    path, where = request.url.path, f"{request.method} {request.url.path[:200]}"
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        wrong: ShardrankError = NoSuchRouteError(f"{where}: there is no such path; see /docs")
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        wrong = MethodNotAllowedError(f"{where}: this method is not allowed here")
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer an error, the framework's own too, in the form of its API. What is a defect is raised again after it."""
+    path, request_id, headers = request.scope["path"], request.headers.get("x-request-id", ""), {}
+    where = f"{request.method} {path[:200]}"
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            error = MethodNotAllowedError(f"{where}: this method is not allowed here")
+        else:
+            error = NoSuchRouteError(f"{where}: there is no such path on this port; /docs of the API lists its paths")
+    if isinstance(error, ShardrankError):
+        reply = error_reply(path, request_id, error)
     else:
-        raise error
-    response = _response(request, error_reply(path, _request_id(request), wrong))
-    response.headers.update(error.headers or {})
-    return response
+        reply = defect_reply(path, request_id)
+    return Response(reply.body, reply.status, headers | dict(reply.headers), reply.content_type)

@@ -27,29 +27,20 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def listening_socket(host: str, port: int, api: str) -> socket.socket:
-    """A bound TCP socket that further processes may bind as well, to share the port.
-
-    Args:
-        host: name or address.
-        port: 0 takes a free one.
-        api: what is served there, for the error.
+    """Listen at a TCP port that further processes may share; 0 takes a free one.
 
     Raises:
-        ListenError: if it can't be bound.
+        ListenError: if it can't be bound; it names the `api` that is served there.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(address)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            address, family=family, backlog=BACKLOG, reuse_port=True, dualstack_ipv6=is_dual
+        )
     except OSError as error:
         raise ListenError(f"can't listen for {api} on {host}:{port}: {error}") from error
+    listener.setblocking(False)
     return listener
 
 
@@ -62,12 +53,7 @@ Accepted = TypeVar("Accepted", bound=asyncio.BaseProtocol)
 
 
 class Front(Protocol[Accepted]):
-    """What an acceptor takes connections for.
-
-    Attributes:
-        addresses: accounts of those who connect.
-        handshake_timeout_s: how long a TLS handshake may take.
-    """
+    """What an acceptor takes connections for; `addresses` are accounts of those who connect."""
 
     addresses: Addresses
     handshake_timeout_s: float
@@ -100,8 +86,7 @@ class Acceptor(Generic[Accepted]):
         self._listener: socket.socket | None = listener
         # Connections that are not made yet; those that came first are first.
         self._connecting: dict[asyncio.Task[None], None] = {}
-        listener.listen(BACKLOG)
-        self._loop.add_reader(listener, self._accept)
+        self._watch()
 
     async def stop(self, timeout_s: float) -> None:
         """Take in what has connected, then nothing more; handshakes under way may take so long.
@@ -129,18 +114,18 @@ class Acceptor(Generic[Accepted]):
                 return
             try:
                 connection, _ = listener.accept()
-            except (BlockingIOError, InterruptedError):
+            except BlockingIOError:
                 return
             except ConnectionAbortedError:
                 continue
             except OSError:
                 self._front.note("exhausted")
                 self._loop.remove_reader(listener)
-                self._loop.call_later(_EXHAUSTED_PAUSE_S, self._accept_again)
+                self._loop.call_later(_EXHAUSTED_PAUSE_S, self._watch)
                 return
             self._take(connection)
 
-    def _accept_again(self) -> None:
+    def _watch(self) -> None:
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
 
@@ -165,16 +150,16 @@ class Acceptor(Generic[Accepted]):
         task.add_done_callback(lambda done: self._connecting.pop(done, None))
 
     async def _connect(self, connection: socket.socket, protocol: Accepted, address: str) -> None:
-        begun, is_made = Handshake(address), False
+        begun, is_made, is_tls = Handshake(address), False, self._context is not None
         handshake.set(begun)
-        limits = {}
-        if self._context is not None:
-            limits = {
-                "ssl_handshake_timeout": self._front.handshake_timeout_s,
-                "ssl_shutdown_timeout": SHUTDOWN_TIMEOUT_S,
-            }
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._context, **limits)
+            await self._loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._front.handshake_timeout_s if is_tls else None,
+                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if is_tls else None,
+            )
             is_made = True
         except OSError:
             # The peer has left, or its handshake has failed: that is counted below, and not worth more.
@@ -182,6 +167,6 @@ class Acceptor(Generic[Accepted]):
         finally:
             if not is_made:
                 self._front.give_up(protocol)
-                if self._context is not None:
+                if is_tls:
                     self._front.note(UNFINISHED if begun.refused is None else begun.refused.kind)
                     self._front.addresses.spent(address, HANDSHAKE_S)

@@ -7,7 +7,6 @@ bits: nobody can guess one from its hash. A client sends `Authorization: Bearer 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
@@ -20,7 +19,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from loader.file_backed import LOOK_INTERVAL_S, FileBacked
+from loader.file_backed import FileBacked
 from loader.manifest import Frozen
 from serving.errors import PermissionDeniedError, ServingError, TokensFileError, UnauthenticatedError
 
@@ -28,13 +27,11 @@ Scope: TypeAlias = Literal["rank", "describe", "admin"]
 """What a token is good for. `describe`: models' descriptions, metadata and statistics. `rank`: rank, lookup and infer,
 and `describe`. `admin`: everything, metrics too. Health probes need no token."""
 
-SCOPES: Final[tuple[Scope, ...]] = ("rank", "describe", "admin")
 MAX_TOKENS: Final = 256
 MAX_FILE_BYTES: Final = 1 << 18
 MAX_HEADER_CHARS: Final = 1024
 PREFIX: Final = "shardrank_"
 """By which programs that look for leaked secrets, and people, know what it is."""
-FILE_MODE: Final = 0o600
 
 _ALLOWS: Final[dict[Scope, frozenset[Scope]]] = {
     "rank": frozenset({"rank", "describe"}),
@@ -44,13 +41,7 @@ _ALLOWS: Final[dict[Scope, frozenset[Scope]]] = {
 
 
 class TokenEntry(Frozen):
-    """One token, without itself.
-
-    Attributes:
-        name: whose it is, for people and logs; unique.
-        sha256: of the token's ASCII bytes, in lower-case hexadecimal.
-        scope: what it is good for.
-    """
+    """One token: whose it is, the SHA-256 of its ASCII bytes in lower-case hexadecimal, and what it is good for."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -58,11 +49,7 @@ class TokenEntry(Frozen):
 
 
 class TokenFile(Frozen):
-    """What the file says.
-
-    Attributes:
-        tokens: whoever is let in.
-    """
+    """What the file says."""
 
     tokens: tuple[TokenEntry, ...] = Field(max_length=MAX_TOKENS)
 
@@ -81,7 +68,6 @@ class Tokens:
     Args:
         path: the file.
         clock: monotonic seconds.
-        interval_s: the file is looked at no more often than this.
         note: told the kind of each refusal.
 
     Raises:
@@ -92,53 +78,49 @@ class Tokens:
         self,
         path: Path,
         clock: Callable[[], float] = time.monotonic,
-        interval_s: float = LOOK_INTERVAL_S,
         note: Callable[[str], object] = lambda kind: None,
     ) -> None:
-        self._entries = FileBacked([path], lambda: _decoded(read_tokens(path)), clock, interval_s)
+        def read() -> list[tuple[bytes, TokenEntry]]:
+            return [(bytes.fromhex(entry.sha256), entry) for entry in read_tokens(path).tokens]
+
+        self._entries = FileBacked([path], read, clock)
         self._note = note
 
     def check(self, authorization: str | None, scope: Scope) -> str:
-        """Lets a request pass, or not.
+        """Let a request pass that needs a scope, and give the name of its token.
 
         Args:
             authorization: the value of the header or metadata `authorization`; None without one.
             scope: what the request needs.
 
-        Returns:
-            The name of the token.
-
         Raises:
             UnauthenticatedError: no token, or one that is not known.
             PermissionDeniedError: its scope is too narrow.
         """
-        try:
-            return self._check(authorization, scope)
-        except ServingError as error:
-            self._note(error.kind)
-            raise
-
-    def _check(self, authorization: str | None, scope: Scope) -> str:
-        if authorization is None:
-            raise UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
-        scheme, _, token = authorization[:MAX_HEADER_CHARS].partition(" ")
-        if scheme.lower() != "bearer":
-            raise UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
+        scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
         found: TokenEntry | None = None
         # All of them, so that how long it takes says nothing of which one it is, or nearly was.
         for known, entry in self._entries.get():
             if hmac.compare_digest(known, digest):
                 found = entry
-        if found is None:
-            raise UnauthenticatedError("the token is not known here")
-        if scope not in _ALLOWS[found.scope]:
-            raise PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
-        return found.name
+        error: ServingError
+        if authorization is None:
+            error = UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
+        elif scheme.lower() != "bearer":
+            error = UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
+        elif found is None:
+            error = UnauthenticatedError("the token is not known here")
+        elif scope not in _ALLOWS[found.scope]:
+            error = PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
+        else:
+            return found.name
+        self._note(error.kind)
+        raise error
 
 
 def read_tokens(path: Path) -> TokenFile:
-    """Reads a file of tokens. Raises TokensFileError, naming the file and what is wrong with it."""
+    """Read a file of tokens. Raises TokensFileError, naming the file and what is wrong with it."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -155,13 +137,13 @@ def read_tokens(path: Path) -> TokenFile:
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
-    """Makes a random token of 256 bits, and the entry for its file."""
+    """Make a random token of 256 bits, and the entry for its file."""
     token = PREFIX + secrets.token_urlsafe(32)
     return token, TokenEntry(name=name, sha256=hashlib.sha256(token.encode()).hexdigest(), scope=scope)
 
 
 def add_token(path: Path, entry: TokenEntry) -> None:
-    """Writes an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
+    """Write an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
 
     Raises:
         TokensFileError: the file can't be read or written, or has that name already.
@@ -183,11 +165,11 @@ def add_token(path: Path, entry: TokenEntry) -> None:
 
 
 def _replace(path: Path, text: bytes) -> None:
+    # Made with mode 0600.
     descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, FILE_MODE)
-            with contextlib.suppress(FileNotFoundError):
+            if path.exists():
                 # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
                 owner = path.stat()
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)
@@ -198,7 +180,3 @@ def _replace(path: Path, text: bytes) -> None:
     except BaseException:
         os.unlink(beside)
         raise
-
-
-def _decoded(file: TokenFile) -> tuple[tuple[bytes, TokenEntry], ...]:
-    return tuple((bytes.fromhex(entry.sha256), entry) for entry in file.tokens)

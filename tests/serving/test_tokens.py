@@ -7,13 +7,14 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.tokens import MAX_TOKENS, SCOPES, TokenEntry, Tokens, add_token, new_token, read_tokens
+from serving.api.tokens import MAX_TOKENS, Scope, TokenEntry, Tokens, add_token, new_token, read_tokens
 from serving.cli import main
 from serving.errors import PermissionDeniedError, TokensFileError, UnauthenticatedError
 
@@ -32,7 +33,7 @@ def test_a_scope_reaches_as_far_as_it_says(tmp_path, scope, allowed):
     token, entry = new_token("shop", scope)
     write(tmp_path / "tokens", entry)
     tokens = Tokens(tmp_path / "tokens")
-    for wanted in SCOPES:
+    for wanted in get_args(Scope):
         if wanted in allowed:
             assert tokens.check(f"Bearer {token}", wanted) == "shop"
         else:

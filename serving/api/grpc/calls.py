@@ -16,7 +16,7 @@ from urllib.parse import quote
 import grpc
 
 from loader.errors import ShardrankError
-from serving.api.body_coding import CODINGS, expand
+from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import RequestReceived, header_block
 from serving.api.tokens import Scope, Tokens

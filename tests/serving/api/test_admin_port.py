@@ -58,7 +58,10 @@ def test_it_says_what_the_main_port_says_and_nothing_else(api_model):
                     for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
                         told, same = await admin.get(path), await api.http.get(path)
                         assert (told.status_code, told.content) == (same.status_code, same.content)
-                    assert (await admin.head("/readyz")).status_code == 200
+                    for path in PATHS:
+                        for client in (admin, api.http):
+                            head = await client.head(path)
+                            assert (head.status_code, head.content) == (200, b"")
                     metrics = await admin.get("/metrics", headers={"x-request-id": "abc"})
                     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
                     assert metrics.headers["x-request-id"] == "abc"

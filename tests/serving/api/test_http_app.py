@@ -5,9 +5,10 @@ import json
 import re
 
 import pytest
+from pydantic import ValidationError
 
+from serving.api.documents import LOOKUP_EXAMPLE, RANK_EXAMPLE, LookupBody, RankBody
 from serving.api.http import HttpApp
-from serving.api.openapi import LOOKUP_EXAMPLE, LOOKUP_SCHEMA, RANK_EXAMPLE, RANK_SCHEMA
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import (
@@ -33,12 +34,13 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
         "/readyz",
         "/metrics",
     }
-    for name, schema, example in (("rank", RANK_SCHEMA, RANK_EXAMPLE), ("lookup", LOOKUP_SCHEMA, LOOKUP_EXAMPLE)):
+    for name, body, example in (("rank", "RankBody", RANK_EXAMPLE), ("lookup", "LookupBody", LOOKUP_EXAMPLE)):
         post = document["paths"][f"/v1/models/{{model}}:{name}"]["post"]
-        content = post["requestBody"]["content"]["application/json"]
-        assert content == {"schema": schema, "example": example}
+        schema = post["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{body}", "examples": [example]}
         assert [one["name"] for one in post["parameters"]] == ["model"]
-        assert set(post["responses"]) == {*("200", "400", "404", "408", "413", "431", "500", "503", "504")}
+        statuses = {*("200", "400", "404", "408", "413", "431", "500", "503", "504"), "default"}
+        assert set(post["responses"]) == statuses
     for path, media_type in (("/v1/models", "application/json"), ("/healthz", "application/json")):
         assert "$ref" in document["paths"][path]["get"]["responses"]["200"]["content"][media_type]["schema"]
     assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
@@ -46,6 +48,21 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
     text = json.dumps(document)
     for reference in set(re.findall(r'"#/components/schemas/(\w+)"', text)):
         assert reference in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(("body", "example"), [(RankBody, RANK_EXAMPLE), (LookupBody, LOOKUP_EXAMPLE)])
+def test_the_openapi_page_allows_what_the_reader_allows(body, example):
+    body.model_validate(example)
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        body.model_validate(example | {"more": 1})
+    schema = body.model_json_schema()
+    part = schema if body is LookupBody else schema["$defs"]["CandidatesBody"]
+    assert part["properties"]["weights"]["anyOf"][1] == {"type": "null"}
+    assert schema["additionalProperties"] is False
+    # Neither null nor a number stands for what is absent.
+    assert schema["properties"]["timeout_ms"]["type"] == "integer"
+    assert [name for name, one in schema["properties"].items() if "default" in one] == []
+    assert schema["required"] == [{RankBody: "candidates", LookupBody: "sparse"}[body]]
 
 
 def test_the_documentation_page_is_served(api_model):
@@ -68,8 +85,8 @@ def test_the_framework_answers_errors_in_the_same_form(api_model):
                 answer = await api.http.get(f"/v1/models/{MODEL}:rank")
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
                 assert answer.headers["allow"] == "POST"
-                for path in ("/v1/models/", f"/v1/models/{MODEL}:erase"):
-                    answer = await api.http.get(path)
+                for path in ("/v1/models/", f"/v1/models/{MODEL}:erase", f"/v1/models/{MODEL}:rank%0A"):
+                    answer = await api.http.request("POST" if path.endswith("%0A") else "GET", path)
                     assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
                 answer = await api.http.post(f"/v1/models/{MODEL}")
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
@@ -80,6 +97,27 @@ def test_the_framework_answers_errors_in_the_same_form(api_model):
                 assert answer.json()["error"]["field"] == "content-encoding"
 
     run(main())
+
+
+def test_a_defect_is_answered_in_the_same_form_logged_once_and_ends_no_connection(api_model, caplog):
+    async def main() -> None:
+        with api_service(api_model) as service:
+
+            def broken() -> list[object]:
+                raise RuntimeError("secret of the house")
+
+            service.models = broken  # type: ignore[method-assign, assignment]
+            async with running_api(service) as api:
+                answer = await api.http.get("/v1/models", headers={"x-request-id": "abc"})
+                assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "internal")
+                assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
+                assert "secret" not in answer.text
+                assert (await api.http.get("/healthz")).status_code == 200
+
+    run(main())
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage() == "/v1/models failed"
+    assert "secret of the house" in str(record.exc_info)
 
 
 def test_a_model_describes_itself(api_model):

@@ -8,29 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.body_coding import FREE_BYTES, PIECE_BYTES, expand, expand_at_once
+from serving.api.bodies import FREE_BYTES, PIECE_BYTES, expand
 from serving.errors import BodyTooLargeError, MalformedRequestError
 
 
 @given(st.binary(max_size=2000), st.sampled_from([gzip.compress, zlib.compress]))
 def test_a_body_is_what_it_was(body, compress):
-    assert asyncio.run(expand(compress(body), 2000)) == expand_at_once(compress(body), 2000) == body
+    assert asyncio.run(expand(compress(body), 2000)) == body
 
 
 @given(st.binary(max_size=200))
 def test_whatever_is_no_such_body_is_refused(body):
     try:
-        expand_at_once(body, 100)
+        asyncio.run(expand(body, 100))
     except (MalformedRequestError, BodyTooLargeError):
         return
-    assert expand_at_once(body, 100) is not None
+    assert asyncio.run(expand(body, 100)) is not None
 
 
 def test_no_more_is_made_than_is_allowed_and_a_limit_is_met_exactly():
     packed = gzip.compress(bytes(10 * PIECE_BYTES))
-    assert len(expand_at_once(packed, 10 * PIECE_BYTES)) == 10 * PIECE_BYTES
+    assert len(asyncio.run(expand(packed, 10 * PIECE_BYTES))) == 10 * PIECE_BYTES
     with pytest.raises(BodyTooLargeError, match=f"at least {10 * PIECE_BYTES}"):
-        expand_at_once(packed, 10 * PIECE_BYTES - 1)
+        asyncio.run(expand(packed, 10 * PIECE_BYTES - 1))
 
 
 def test_others_have_their_turn_between_the_pieces_of_a_long_body():

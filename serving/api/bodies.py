@@ -1,0 +1,124 @@
+"""Bodies over HTTP: requests, read and decompressed within limits; answers, and errors in the forms of both APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from typing import NamedTuple, TypeAlias
+
+from starlette.types import Receive
+
+from loader.errors import ShardrankError
+from serving.errors import BodyTooLargeError, ClientGoneError, MalformedRequestError, printable
+from serving.formats.json_writer import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
+
+logger = logging.getLogger(__name__)
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+JSON = "application/json"
+OPEN_INFERENCE = "/v2"
+"""Where the paths of the Open Inference Protocol begin, whose errors have a form of their own."""
+CODINGS = ("gzip", "deflate")
+PIECE_BYTES = 256 * 2**10
+"""Decompressed at once; after the first `FREE_BYTES` others come between two pieces."""
+FREE_BYTES = 2**20
+# By the header that the data begin with: https://www.zlib.net/manual.html#Advanced
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+_LENGTH_DIGITS = 18
+_RETRY_LATER, _UNAUTHENTICATED = 503, 401
+
+
+class Reply(NamedTuple):
+    """One answer: status, whole body, its type, and other headers with names in lower case."""
+
+    status: int
+    body: bytes
+    content_type: str = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes | None = None) -> bytes:
+    """Read a whole body.
+
+    Args:
+        receive: of ASGI.
+        limit: what the limit is called.
+        max_bytes: the limit.
+        stated: the header `Content-Length`.
+
+    Raises:
+        BodyTooLargeError: before anything is read if its length says so, else as soon as too much has come.
+        ClientGoneError: if the client leaves meanwhile.
+    """
+    unit = "bytes in the body"
+    if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_bytes:
+        raise BodyTooLargeError("", limit, max_bytes, int(stated[:_LENGTH_DIGITS]), unit)
+    parts: list[bytes] = []
+    received = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError("the client closed the connection before its request was complete")
+        part = message.get("body", b"")
+        received += len(part)
+        if received > max_bytes:
+            raise BodyTooLargeError("", limit, max_bytes, f"at least {received}", unit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return part if len(parts) == 1 else b"".join(parts)
+
+
+async def expand(body: Buffer, max_body_bytes: int) -> bytes:
+    """Decompress a body without holding the event loop up.
+
+    Args:
+        body: gzip (RFC 1952) or deflate (RFC 1950).
+        max_body_bytes: the longest that it may become; no more is made.
+
+    Raises:
+        BodyTooLargeError: if it becomes longer.
+        MalformedRequestError: if it is neither, incomplete, or followed by something else.
+    """
+    stream = zlib.decompressobj(_GZIP_OR_ZLIB)
+    pieces: list[bytes] = []
+    made, left = 0, body
+    while not stream.eof:
+        try:
+            piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
+        except zlib.error as error:
+            raise MalformedRequestError("", f"the body is neither gzip nor deflate: {error}") from error
+        pieces.append(piece)
+        made += len(piece)
+        if made > max_body_bytes:
+            unit = "bytes in the body once it is decompressed"
+            raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, f"at least {made}", unit)
+        left = stream.unconsumed_tail
+        if not piece and not stream.eof:
+            raise MalformedRequestError("", "the compressed body ends before it is complete")
+        if made > FREE_BYTES:
+            await asyncio.sleep(0)
+    if stream.unused_data:
+        raise MalformedRequestError("", f"{len(stream.unused_data)} bytes follow the compressed body")
+    return b"".join(pieces)
+
+
+def error_reply(path: str, request_id: str, error: ShardrankError) -> Reply:
+    """Put an error in the form of the API that a path belongs to."""
+    headers: tuple[tuple[str, str], ...] = ()
+    if error.http_status == _RETRY_LATER:
+        headers = (("retry-after", str(RETRY_AFTER_S)),)
+    elif error.http_status == _UNAUTHENTICATED:
+        # RFC 9110, 11.6.1: such an answer says what is wanted.
+        headers = (("www-authenticate", "Bearer"),)
+    if path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/"):
+        body = encode({"error": printable(str(error), MAX_MESSAGE_CHARS)})
+        return Reply(error.http_status, body, JSON, (("shardrank-error-kind", error.kind), *headers))
+    return Reply(error.http_status, encode(error_document(error, request_id)), JSON, headers)
+
+
+def defect_reply(path: str, request_id: str) -> Reply:
+    """Answer what should never happen. Called where the error is handled, which it logs."""
+    logger.exception("%s failed", path[:200])
+    return error_reply(path, request_id, ShardrankError("internal error; the server's log says more"))
