@@ -520,20 +520,17 @@ def seconds(run: Callable[[], str], runs: int) -> tuple[float, str]:
 
 def longest_piece(encode: Callable[[], Encoded], runs: int) -> tuple[float, int]:
     """The longest time, in seconds, for which others wait while an answer is written, and its bytes."""
-    steps, size = [], 0
+    longest: list[float] = []
     for _ in range(runs):
-        began = time.thread_time()
+        marks = [time.thread_time()]
         encoded = encode()
-        of_run, size, more = [time.thread_time() - began], len(encoded.body), iter(encoded.more)
-        while True:
-            began = time.thread_time()
-            piece = next(more, None)
-            of_run.append(time.thread_time() - began)
-            if piece is None:
-                break
+        marks.append(time.thread_time())
+        size = len(encoded.body)
+        for piece in encoded.more:
+            marks.append(time.thread_time())
             size += len(piece)
-        steps.append(max(of_run))
-    return min(steps), size
+        longest.append(max(np.diff(marks)))
+    return min(longest), size
 
 
 def outcome_of(case: Case) -> str:

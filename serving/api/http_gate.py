@@ -156,7 +156,8 @@ class Gate(asyncio.BufferedProtocol):
 
     def _count_work(self, nbytes: int, began: float) -> None:
         is_short = nbytes < _SHORT_READ_BYTES and self.has_begun
-        self._work_s += self._gates.clock() - began + is_short * _SHORT_READ_S
+        # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
+        self._work_s += min(TURN_S, self._gates.clock() - began) + is_short * _SHORT_READ_S
         if self._work_s > _TELL_S:
             self._tell_work()
 
@@ -426,7 +427,6 @@ class Gate(asyncio.BufferedProtocol):
             callback()
 
     def _flush(self) -> None:
-        """Send the head of an answer that has nothing else."""
         if self._answer_head and not self.is_ended:
             self._transport.write(self._answer_head)
         self._answer_head = b""
