@@ -89,7 +89,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One feature of a request as flat arrays: ids or else texts [n], in bags of one id each if there are no lengths."""
+    """One feature of a request: ids, or else texts, [n], in bags of these lengths or, if None, of one id each."""
 
     ids: Int64Array
     texts: Sequence[str]

@@ -41,6 +41,8 @@ MAX_ANSWER_BYTES = 64 * 2**20
 _CONTENT_TYPE = "application/x-protobuf"
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
+    # Each client has a connection of its own: several may reach several processes behind one port.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # The library's second of waiting after a connection that failed is longer than most deadlines here.
     ("grpc.initial_reconnect_backoff_ms", 100),

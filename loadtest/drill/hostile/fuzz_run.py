@@ -22,9 +22,8 @@ from loadtest.drill.hostile.attacker import AttackConfig
 from loadtest.drill.hostile.fuzz_process import SHARES, FuzzConfig, FuzzTally, pool_frames
 from loadtest.drill.hostile.report import MAX_MEMORY_GROWTH_BYTES, FuzzResult
 from loadtest.drill.hostile.target import Target, memory_of
-from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.grpc_channels import as_it_is
-from loadtest.serving_cost.shape import Shape
+from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.payloads import APIS, Api, Payloads
 from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
@@ -194,7 +193,7 @@ def server_answers(target: Target, shape: Shape) -> list[bytes]:
     """
     answers = []
     for api in APIS:
-        pool = Payloads(VariedWorkload(shape), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
+        pool = Payloads(workload(shape, "mlp", 1), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
         if pool.is_grpc:
             with grpc.insecure_channel(f"{target.host}:{target.grpc_port}") as channel:
                 call = channel.unary_unary(pool.path, as_it_is, as_it_is)
