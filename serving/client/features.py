@@ -45,10 +45,6 @@ class Ragged:
     values: Any
     lengths: Any
 
-    def __len__(self) -> int:
-        """The number of bags."""
-        return len(self.lengths)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankResult:

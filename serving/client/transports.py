@@ -68,7 +68,7 @@ class Target:
         except ValueError as error:
             raise ClientConfigError(f"address {self.address!r}: {error}", field="address") from error
         problem = ""
-        if parts.scheme not in ("http", "https", "grpc", "grpcs") or not parts.hostname:
+        if not self.address.startswith(("http://", "https://", "grpc://", "grpcs://")) or not parts.hostname:
             problem = "must be http://, https://, grpc:// or grpcs:// and a host"
         elif parts.scheme == "grpc" and not port:
             problem = "needs a port"
