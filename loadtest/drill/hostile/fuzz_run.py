@@ -25,9 +25,9 @@ from loadtest.drill.hostile.target import Target, memory_of
 from loadtest.grpc_channels import as_it_is
 from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.payloads import APIS, Api, Payloads
+from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
-from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER
 
 COMPARED_REQUESTS = 5
@@ -219,10 +219,8 @@ def without_id(api: Api, answer: bytes) -> bytes:
 
 
 def _digest(target: Target) -> str:
-    with grpc.insecure_channel(f"{target.host}:{target.grpc_port}") as channel:
-        call = channel.unary_unary("/shardrank.v1.RankingService/GetModel", as_it_is, as_it_is)
-        asked = ranking_pb2.GetModelRequest(model=target.model).SerializeToString()
-        return ranking_pb2.GetModelResponse.FromString(call(asked, timeout=ASK_TIMEOUT_S)).schema_digest
+    with Client(f"grpc://{target.host}:{target.grpc_port}", timeout_ms=int(1000 * ASK_TIMEOUT_S)) as client:
+        return client.describe(target.model).schema_digest
 
 
 @contextlib.asynccontextmanager
