@@ -22,18 +22,16 @@ from types import CodeType, FrameType
 
 import uvloop
 
-from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.http_connection import post_request
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
-from loadtest.workloads.payloads import Payloads
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("loader", "shard_node", "router", "serving", "loadtest")
-SHAPE = Shape(rows=10_000)
+ROWS = 10_000
 WARM_UP_REQUESTS = 300
 
 
@@ -98,7 +96,8 @@ def ask(sock: socket.socket, request: bytes) -> None:
 
 async def count(folder: Path, *, same: bool) -> dict[str, object]:
     """Serves, warms up and counts a few requests: that with the fewest calls had no periodic work beside it."""
-    spec = model_spec(SHAPE, "mlp")
+    shape = Shape.of(ROWS, varied=not same)
+    spec = model_spec(shape, "mlp")
     snapshot = write_random_snapshot(spec, folder)
     service = RankingService(None, expected_models=[spec.model])
     try:
@@ -108,8 +107,7 @@ async def count(folder: Path, *, same: bool) -> dict[str, object]:
         service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
         config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
         async with running_server(service, config) as listening:
-            varied = Payloads(VariedWorkload(SHAPE), "json", count=32, seed=3)
-            pool = payloads(SHAPE, "mlp", 1, "json", 32) if same else varied
+            pool = payloads(shape, "mlp", 1, "json", 32)
             place = (listening.host, listening.http_port)
             posts = [post_request(*place, pool.path, dict(one.headers), one.body) for one in pool]
             requests = [b"".join((one.head, b"\r\n", one.body)) for one in posts]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from loadtest.compare.arm_server import ASK_TIMEOUT_S, HOST
 from loadtest.compare.config import Arm, Dtype
 from loadtest.compare.errors import ArmsDisagreeError, ArmServerError
+from serving.client import AsyncClient, ClientError
 from shard_node.bags import Float32Array
 
 CHECKED_REQUESTS = 8
@@ -21,13 +20,7 @@ TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.01}
 bfloat16, a sum whose last bit differs may become the next number, 0.4% away, at the input of every layer. Measured with
 random models, whose scores spread by 0.03 to 0.05: up to 3e-7 between arms in float32 and 0.0016 in bfloat16."""
 
-
-class _DenseModel(msgspec.Struct):
-    dtype: Dtype
-
-
-class _Description(msgspec.Struct):
-    dense_model: _DenseModel
+_DTYPE: TypeAdapter[Dtype] = TypeAdapter(Dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +42,13 @@ async def served_dtype(arm: Arm, http_port: int, model: str) -> Dtype:
     Raises:
         ArmServerError: it does not say.
     """
-    url = f"http://{HOST}:{http_port}/v1/models/{model}"
+    address = f"http://{HOST}:{http_port}"
     try:
-        return msgspec.json.decode(await asyncio.to_thread(_read, url), type=_Description).dense_model.dtype
-    except (OSError, msgspec.DecodeError) as error:
-        raise ArmServerError(f"the server with {arm.name} does not describe its model at {url}: {error}") from error
-
-
-def _read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=ASK_TIMEOUT_S) as response:
-        body: bytes = response.read()
-    return body
+        async with AsyncClient(address, timeout_ms=int(1000 * ASK_TIMEOUT_S)) as client:
+            description = await client.describe(model)
+        return _DTYPE.validate_python(description.dense_model.dtype)
+    except (ClientError, ValidationError) as error:
+        raise ArmServerError(f"the server with {arm.name} does not describe its model at {address}: {error}") from error
 
 
 def check_agreement(first: Arm, expected: ArmScores, arm: Arm, found: ArmScores) -> None:

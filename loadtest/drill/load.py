@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
-import grpc.aio
+import numpy as np
 import uvloop
 from pydantic import Field
 
 from loader.manifest import Frozen
 from loadtest.drill.answers import AnswerLog
-from loadtest.drill.clients import CallFailedError, Client, GrpcQuestions, HttpQuestions
-from loadtest.drill.http_client import HttpClient
-from loadtest.drill.oracle import OracleShape
+from loadtest.drill.oracle import Float32Array, OracleShape
 from loadtest.drill.questions import Question, make_questions
 from loadtest.drill.verdict import Kind, Verdict, judge
-from loadtest.grpc_channels import open_channels
+from serving.client import AsyncClient, ClientError, RetryPolicy
 from serving.fleet.process import StopRequestedError, die_with_parent, run_until_signalled
 
 FLUSH_INTERVAL_S = 0.1
+MAX_ERROR_CHARS = 300
 # Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP. Indices in `APIS`.
 API_PATTERN = (0, 1, 2, 0, 1, 3)
 
@@ -44,7 +46,7 @@ class LoadConfig(Frozen):
         answers: file of the log.
         timeout_s: deadline of each request; it is also what the client waits at most.
         questions_each: different questions of each method.
-        grpc_channels: connections over gRPC.
+        clients_each: clients for each protocol, which take turns: they reach different serving processes.
         max_in_flight: requests that are out at a time; one beyond is recorded as failed without being sent.
         seed: of the questions.
     """
@@ -57,7 +59,7 @@ class LoadConfig(Frozen):
     answers: Path
     timeout_s: float = Field(default=5.0, gt=0, le=60)
     questions_each: int = Field(default=256, ge=1, le=100_000)
-    grpc_channels: int = Field(default=4, ge=1, le=64)
+    clients_each: int = Field(default=4, ge=1, le=64)
     max_in_flight: int = Field(default=2048, ge=1, le=65536)
     seed: int = 0
 
@@ -67,8 +69,8 @@ class Load:
 
     Args:
         config: what and how often.
-        clients: one for each of `APIS`.
-        questions: those of each client.
+        clients: over HTTP and over gRPC, as `APIS` alternate.
+        questions: those of each of `APIS`.
         log: where answers go.
         clock: CLOCK_MONOTONIC in seconds.
     """
@@ -76,13 +78,14 @@ class Load:
     def __init__(
         self,
         config: LoadConfig,
-        clients: list[Client],
+        clients: list[list[AsyncClient]],
         questions: list[list[Question]],
         log: AnswerLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._clients = clients
+        self._clients = [itertools.cycle(one) for one in clients]
+        self._model = config.shape.model
         self._questions = questions
         self._log = log
         self._clock = clock
@@ -136,20 +139,24 @@ class Load:
         sent = self._clock()
         # The event loop's timers may fire a fraction of a millisecond early.
         due = min(due, sent)
-        version = 0
+        question = self._questions[api][index]
         try:
-            answer = await self._clients[api].ask(index, self._config.timeout_s)
-        except TimeoutError:
-            verdict = Verdict(Kind.FAILED, f"no answer within {self._config.timeout_s:g} s")
-        except CallFailedError as error:
-            verdict = Verdict(Kind.FAILED, str(error))
+            version, values = await self._answer(next(self._clients[api % 2]), question)
+        except ClientError as error:
+            verdict = Verdict(Kind.FAILED, f"{error.kind}: {error}"[:MAX_ERROR_CHARS])
+            self._log.add(api, due, sent, self._clock(), 0, verdict)
         else:
-            version = answer.version
-        # Before the judging, which is not the server's work.
-        ended = self._clock()
-        if version:
-            verdict = judge(self._questions[api][index], version, answer.values)
-        self._log.add(api, due, sent, ended, version, verdict)
+            # The clock before the judging, which is not the server's work.
+            self._log.add(api, due, sent, self._clock(), version, judge(question, version, values))
+
+    async def _answer(self, client: AsyncClient, question: Question) -> tuple[int, Float32Array]:
+        if question.method == "rank":
+            ranked = await client.rank(self._model, **question.arguments)
+            return ranked.version, ranked.scores
+        found = await client.lookup(self._model, **question.arguments)
+        # Vectors that are not there are values too few, which is judged.
+        vectors: dict[str, Any] = {**dict.fromkeys(question.features, np.empty(0, np.float32)), **found.embeddings}
+        return found.version, np.concatenate([vectors[name].reshape(-1) for name in question.features])
 
     async def _flush_often(self) -> None:
         while True:
@@ -165,27 +172,27 @@ async def run_load(config: LoadConfig, on_ready: Callable[[], None]) -> None:
         on_ready: called when all is prepared.
     """
     spec = config.shape.spec()
-    made = make_questions(spec, config.questions_each, int(config.timeout_s * 1000), config.seed)
-    http = HttpClient(config.host, config.http_port)
-    channels: list[grpc.aio.Channel] = open_channels(config.host, config.grpc_port, config.grpc_channels)
+    made = make_questions(spec, config.questions_each, config.seed)
     rank, lookup = made["rank"], made["lookup"]
-    clients: list[Client] = [
-        HttpQuestions(http, spec.model, "rank", rank),
-        GrpcQuestions(channels, "rank", rank),
-        HttpQuestions(http, spec.model, "lookup", lookup),
-        GrpcQuestions(channels, "lookup", lookup),
-    ]
+    host = f"[{config.host}]" if ":" in config.host else config.host
     log = AnswerLog(config.answers)
     # What is there by now stays for good: a collection that walks all questions would delay answers.
     gc.freeze()
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(log.close)
+
+        def opened(address: str) -> AsyncClient:
+            # No request is sent a second time, whatever happens to it.
+            client = AsyncClient(address, timeout_ms=int(config.timeout_s * 1000), retry=RetryPolicy(max_attempts=1))
+            stack.push_async_callback(client.close)
+            return client
+
+        clients = [
+            [opened(address) for _ in range(config.clients_each)]
+            for address in (f"http://{host}:{config.http_port}", f"grpc://{host}:{config.grpc_port}")
+        ]
         on_ready()
         await Load(config, clients, [rank, rank, lookup, lookup], log).run()
-    finally:
-        log.close()
-        http.close()
-        for channel in channels:
-            await channel.close(None)
 
 
 def main(arguments: list[str]) -> None:

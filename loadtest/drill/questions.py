@@ -1,8 +1,7 @@
-"""The questions that the load asks: encoded in advance for both APIs, with the answers of both versions."""
+"""The questions that the load asks, with the answers of both versions."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,6 @@ import numpy as np
 
 from loader.manifest import ModelSpec
 from loadtest.drill.oracle import FACTORS, MAX_HOTNESS, Float32Array, Int64Array, logits, patterns, sigmoid
-from serving.proto.shardrank.v1 import ranking_pb2
 
 Method = Literal["rank", "lookup"]
 MAX_CANDIDATES = 16
@@ -28,8 +26,7 @@ class Question:
         counts: int64, ids per bag: [candidates, features] for rank; [bags] for lookup, feature after feature.
         embedding_dim: of a lookup's vectors.
         expected: float32 [2, values], the answers of A and B: scores, or all features' vectors one after the other.
-        json_body: the HTTP body.
-        message: the encoded protobuf message.
+        arguments: of `Client.rank` or `Client.lookup`, the model's name apart.
     """
 
     method: Method
@@ -37,27 +34,25 @@ class Question:
     counts: Int64Array
     embedding_dim: int
     expected: Float32Array
-    json_body: bytes
-    message: bytes
+    arguments: Mapping[str, Any]
 
 
-def make_questions(spec: ModelSpec, num_each: int, timeout_ms: int, seed: int = 0) -> dict[Method, list[Question]]:
+def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method, list[Question]]:
     """`num_each` questions of each method, the same ones for the same arguments.
 
     Args:
         spec: the oracle's.
         num_each: how many of each method.
-        timeout_ms: the deadline that they bring.
         seed: of the ids.
     """
     rng = np.random.default_rng(seed)
     return {
-        "rank": [rank_question(spec, rng, timeout_ms) for _ in range(num_each)],
-        "lookup": [lookup_question(spec, rng, timeout_ms) for _ in range(num_each)],
+        "rank": [rank_question(spec, rng) for _ in range(num_each)],
+        "lookup": [lookup_question(spec, rng) for _ in range(num_each)],
     }
 
 
-def rank_question(spec: ModelSpec, rng: np.random.Generator, timeout_ms: int) -> Question:
+def rank_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
     """All features, 1 to 16 candidates, 1 to 8 ids a bag."""
     candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
     bags = {
@@ -67,28 +62,20 @@ def rank_question(spec: ModelSpec, rng: np.random.Generator, timeout_ms: int) ->
     counts = np.stack(
         [np.broadcast_to([len(bag) for bag in bags[feature.name]], candidates) for feature in spec.features], axis=1
     )
-    parts: dict[str, dict[str, Any]] = {"context": {"sparse": {}}, "candidates": {"sparse": {}}}
-    message = ranking_pb2.RankRequest(model=spec.model, timeout_ms=timeout_ms)
-    for feature in spec.features:
-        own = bags[feature.name]
-        if feature.side == "context":
-            parts["context"]["sparse"][feature.name] = own[0]
-            message.context.sparse[feature.name].ids.extend(own[0])
-        else:
-            parts["candidates"]["sparse"][feature.name] = own
-            _set_bags(message.candidates.sparse[feature.name], own)
     return Question(
         method="rank",
         features=tuple(bags),
         counts=counts.astype(np.int64),
         embedding_dim=0,
         expected=sigmoid(logits(counts)).astype(np.float32),
-        json_body=_json({**parts, "timeout_ms": timeout_ms}),
-        message=message.SerializeToString(),
+        arguments={
+            "context": {one.name: bags[one.name][0] for one in spec.features if one.side == "context"},
+            "candidates": {one.name: bags[one.name] for one in spec.features if one.side == "candidate"},
+        },
     )
 
 
-def lookup_question(spec: ModelSpec, rng: np.random.Generator, timeout_ms: int) -> Question:
+def lookup_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
     """One to all features, 1 to 4 bags each, 1 to 8 ids a bag."""
     names = [feature.name for feature in spec.features]
     chosen = rng.permutation(len(names))[: rng.integers(1, len(names) + 1)]
@@ -96,9 +83,6 @@ def lookup_question(spec: ModelSpec, rng: np.random.Generator, timeout_ms: int) 
         names[index]: _random_bags(spec, names[index], int(rng.integers(1, MAX_LOOKUP_BAGS + 1)), rng)
         for index in chosen.tolist()
     }
-    message = ranking_pb2.LookupRequest(model=spec.model, timeout_ms=timeout_ms)
-    for name, own in bags.items():
-        _set_bags(message.sparse[name], own)
     sums = np.concatenate([_bag_sums(spec, name, own) for name, own in bags.items()])
     return Question(
         method="lookup",
@@ -106,8 +90,7 @@ def lookup_question(spec: ModelSpec, rng: np.random.Generator, timeout_ms: int) 
         counts=np.array([len(bag) for own in bags.values() for bag in own], np.int64),
         embedding_dim=spec.tables[0].embedding_dim,
         expected=FACTORS[:, None] * sums.reshape(-1),
-        json_body=_json({"sparse": bags, "timeout_ms": timeout_ms}),
-        message=message.SerializeToString(),
+        arguments={"features": bags},
     )
 
 
@@ -123,12 +106,3 @@ def _bag_sums(spec: ModelSpec, feature: str, bags: list[list[int]]) -> Float32Ar
     rows = np.array([one for bag in bags for one in bag], np.int64)
     sums: Float32Array = np.add.reduceat(patterns(table, rows), starts, axis=0)
     return sums
-
-
-def _set_bags(sparse: ranking_pb2.SparseFeature, bags: list[list[int]]) -> None:
-    sparse.ids.extend(one for bag in bags for one in bag)
-    sparse.lengths.extend(len(bag) for bag in bags)
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode()

@@ -13,7 +13,7 @@ from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.payloads import Api
 from serving.models.factory import choose_dtype
 
-SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc"}
+SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
 """shardrank's one server, by the name that each of its measured APIs has."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtest.peers.catalog import PEERS, Body
+from loadtest.peers.config import SHARDRANK
 from loadtest.peers.model import request_arrays
 from loadtest.serving_cost.client_process import RequestPool
 from loadtest.serving_cost.shape import REQUESTS_IN_POOL, SEED, Shape, payloads, workload
@@ -103,8 +104,6 @@ def drawn_requests(shape: Shape, hotness: int, count: int) -> list[WorkloadReque
 
 def requests_for(shape: Shape, server: str, hotness: int) -> RequestPool:
     """The pool for a server: a peer's name, `shardrank` or `shardrank-grpc`."""
-    if server == "shardrank":
-        return payloads(shape, "mlp", hotness, "oip-http")
-    if server == "shardrank-grpc":
-        return payloads(shape, "mlp", hotness, "grpc")
+    if server in SHARDRANK:
+        return payloads(shape, "mlp", hotness, SHARDRANK[server])
     return PeerRequests(shape, hotness, PEERS[server].path, PEERS[server].body)

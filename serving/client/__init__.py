@@ -22,7 +22,6 @@ from serving.client.errors import (
     NotFoundError,
     OverloadedError,
     PermissionDeniedError,
-    SchemaDigestError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "Ragged",
     "RankResult",
     "RetryPolicy",
-    "SchemaDigestError",
     "UnauthenticatedError",
     "UnavailableError",
 ]

@@ -1,7 +1,7 @@
 """`Client` and `AsyncClient`: a product's way to a ranking server.
 
-What a request takes (describe the model once, pack, send, try again) is written once, as generators that say which
-call to make or how long to wait; a client carries that out by blocking or by awaiting.
+What a request takes (describe the model once, pack, send, try again) is written once, as coroutines. An `AsyncClient`
+awaits them; those of a `Client` block where they would be suspended, so that they end in their first step.
 """
 
 from __future__ import annotations
@@ -10,24 +10,20 @@ import random as random_numbers
 import threading
 import time
 from asyncio import sleep as sleep_on_loop
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
-
-from google.protobuf.message import Message
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from serving.client.errors import (
     ClientConfigError,
-    ClientError,
     DeadlineExceededError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
-    SchemaDigestError,
     UnavailableError,
+    refused,
 )
 from serving.client.features import (
     Features,
@@ -40,25 +36,12 @@ from serving.client.features import (
     read_lookup,
     read_message,
     read_rank,
-    refused,
 )
-from serving.client.transports import (
-    AsyncGrpcTransport,
-    AsyncHttpTransport,
-    Call,
-    Clock,
-    GrpcTransport,
-    HttpTransport,
-    Method,
-    Target,
-    Token,
-)
+from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token
 from serving.proto.shardrank.v1 import ranking_pb2
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# What a request takes: calls, each answered with bytes or an error, and waits in seconds.
-Steps: TypeAlias = Generator[Call | float, bytes | None, T]
 
 MAX_LAYOUTS = 64
 
@@ -93,32 +76,6 @@ class RetryPolicy:
                 raise ClientConfigError(f"{name} {getattr(self, name)} is not 0 or more", field=name)
 
 
-class RetryBudget:
-    """Tokens for retries: a request earns a part of one, a retry costs one. From any thread.
-
-    Args:
-        policy: how much.
-    """
-
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._ratio, self._most = policy.budget_ratio, policy.budget_burst
-        self._tokens = policy.budget_burst
-        self._lock = threading.Lock()
-
-    def earn(self) -> None:
-        """Count a request."""
-        with self._lock:
-            self._tokens = min(self._most, self._tokens + self._ratio)
-
-    def spend(self) -> bool:
-        """Take a token for a retry; False if there is none."""
-        with self._lock:
-            if self._tokens < 1:
-                return False
-            self._tokens -= 1
-            return True
-
-
 class Requests:
     """What both clients are: the requests, step by step.
 
@@ -140,8 +97,7 @@ class Requests:
         ClientConfigError: an address or a file that can't be used.
     """
 
-    _transports: ClassVar[tuple[type[Any], type[Any]]]
-    _default_sleep: ClassVar[Any]
+    _on_loop: ClassVar[bool]
 
     def __init__(
         self,
@@ -154,22 +110,25 @@ class Requests:
         timeout_ms: int = 1000,
         retry: RetryPolicy | None = None,
         random: Callable[[], float] = random_numbers.random,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] | None = None,
     ) -> None:
-        self._target = Target.of(address, token, ca, cert, key)
+        target = Target(address, token, ca, cert, key)
+        try:
+            self._transport = (GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop)
+        except OSError as error:
+            raise ClientConfigError(f"ca, cert, key: {error}", field="ca") from error
         self._timeout_ms = timeout_ms
         self._retry = retry or RetryPolicy()
-        self._budget = RetryBudget(self._retry)
+        # A request earns a part of a token, a retry costs one.
+        self._tokens, self._lock = self._retry.budget_burst, threading.Lock()
         self._random = random
         self._clock = clock
-        self._sleep = sleep or self._default_sleep
-        over_grpc, over_http = self._transports
-        self._transport: Any = (over_grpc if self._target.is_grpc else over_http)(self._target)
+        self._sleep: Callable[[float], Any] = sleep or (sleep_on_loop if self._on_loop else time.sleep)
         # By model and by the version that was asked for, None for the live one.
         self._layouts: dict[tuple[str, int | None], Layout] = {}
 
-    def _rank(
+    async def _rank(
         self,
         model: str,
         context: Features,
@@ -183,7 +142,7 @@ class Requests:
         routing_key: str = "",
         version: int | None = None,
         timeout_ms: int | None = None,
-    ) -> Steps[RankResult]:
+    ) -> RankResult:
         """Score candidates.
 
         N is the number of candidates. Arrays are anything that NumPy takes as one; flat arrays and `Ragged` cost no
@@ -212,20 +171,24 @@ class Requests:
             ClientError: see the tree in `serving.client.errors`.
         """
         ends = self._ends(timeout_ms)
-        given = RankFeatures.of(context, candidates, weights or {}, context_dense, candidate_dense)
+        given = RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
+        key = model, version
+        layout = self._layouts.get(key) or await self._layout(key, ends)
         options = {"model": model, "version": version, "top_k": top_k or 0}
         options |= {"request_id": request_id, "routing_key": routing_key}
-        request = yield from self._packed(model, version, given, ends)
-        try:
-            data = yield from self._send("rank", model, _encoded(request, options), ends)
-        except SchemaDigestError:
+        if version in (None, layout.version):
+            try:
+                if request := layout.packed(given):
+                    return read_rank(await self._send("Rank", request, options, ends))
+            except InvalidRequestError as error:
+                if error.kind != "schema_digest":
+                    raise
             # Another version answers than the one described: a flip, a canary, or a fleet of which a part has flipped.
-            # Names fit whichever it is; what is packed next is packed for what the server says then.
-            self._layouts.pop((model, version), None)
-            data = yield from self._send("rank", model, _encoded(given.map_request(), options), ends)
-        return read_rank(data)
+            # Names fit whichever it is, or it says what is wrong; what is packed next is packed for what it says then.
+            self._layouts.pop(key, None)
+        return read_rank(await self._send("Rank", given.by_name(), options, ends))
 
-    def _lookup(
+    async def _lookup(
         self,
         model: str,
         features: Features,
@@ -235,7 +198,7 @@ class Requests:
         routing_key: str = "",
         version: int | None = None,
         timeout_ms: int | None = None,
-    ) -> Steps[LookupResult]:
+    ) -> LookupResult:
         """Look up embeddings, pooled as the model pools them.
 
         Args:
@@ -254,14 +217,13 @@ class Requests:
         Raises:
             ClientError: as `rank`.
         """
-        ends = self._ends(timeout_ms)
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
         request = lookup_request(features, weights or {})
-        return read_lookup((yield from self._send("lookup", model, _encoded(request, options), ends)))
+        return read_lookup(await self._send("Lookup", request, options, self._ends(timeout_ms)))
 
-    def _describe(
+    async def _describe(
         self, model: str, version: int | None = None, *, timeout_ms: int | None = None
-    ) -> Steps[ranking_pb2.GetModelResponse]:
+    ) -> ranking_pb2.GetModelResponse:
         """Ask what a model takes and what it is made of.
 
         Args:
@@ -277,43 +239,27 @@ class Requests:
             NotFoundError: no such model or version, or over HTTP a version that is not live.
             ClientError: as `rank`.
         """
-        description = yield from self._described(model, version, self._ends(timeout_ms))
+        description = await self._described(model, version, self._ends(timeout_ms))
         if version is not None and description.version != version:
             problem = f"over HTTP only the live version is described, which is {description.version}, not {version}"
             raise NotFoundError(problem, kind="model_not_found", field="version")
         return description
 
-    def _packed(self, model: str, version: int | None, given: RankFeatures, ends: float) -> Steps[Message]:
-        """Pack a request, or put it by names for a version that the server does not describe."""
-        key = model, version
-        layout = self._layouts.get(key)
-        was_known = layout is not None
-        if layout is None:
-            layout = yield from self._layout(key, ends)
-        if version is not None and layout.version != version:
-            return given.map_request()
-        try:
-            return layout.packed_request(given)
-        except InvalidRequestError:
-            # The model may have changed since it was described.
-            if not was_known:
-                raise
-            newer = yield from self._layout(key, ends)
-            if newer.digest == layout.digest:
-                raise
-        return newer.packed_request(given)
+    async def _close(self) -> None:
+        """Close the connections."""
+        await self._transport.close()
 
-    def _layout(self, key: tuple[str, int | None], ends: float) -> Steps[Layout]:
-        layout = Layout((yield from self._described(*key, ends)))
-        while len(self._layouts) >= MAX_LAYOUTS and key not in self._layouts:
+    async def _described(self, model: str, version: int | None, ends: float) -> ranking_pb2.GetModelResponse:
+        options = {"model": model, "version": version}
+        data = await self._send("GetModel", ranking_pb2.GetModelRequest(), options, ends)
+        return read_message(ranking_pb2.GetModelResponse, data)
+
+    async def _layout(self, key: tuple[str, int | None], ends: float) -> Layout:
+        layout = Layout(await self._described(*key, ends))
+        while len(self._layouts) >= MAX_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)), None)
         self._layouts[key] = layout
         return layout
-
-    def _described(self, model: str, version: int | None, ends: float) -> Steps[ranking_pb2.GetModelResponse]:
-        request = ranking_pb2.GetModelRequest()
-        data = yield from self._send("model", model, _encoded(request, {"model": model, "version": version}), ends)
-        return read_message(ranking_pb2.GetModelResponse, data)
 
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
@@ -321,16 +267,26 @@ class Requests:
             raise refused("invalid_field", "timeout_ms", f"{timeout_ms} is not 1 or more")
         return self._clock() + timeout_ms / 1000
 
-    def _send(self, method: Method, model: str, body: bytes, ends: float) -> Steps[bytes]:
+    async def _send(self, method: Method, request: Request, options: dict[str, Any], ends: float) -> bytes:
         """Make a call, and make it again as the policy allows."""
-        self._budget.earn()
+        for name, value in options.items():
+            try:
+                if value is not None:
+                    setattr(request, name, value)
+            except ValueError as error:
+                # A number out of the field's range, or text that is not valid Unicode.
+                raise refused("invalid_field", name, str(error)) from error
         policy, attempt = self._retry, 0
+        with self._lock:
+            self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)
         while True:
             remaining_s = ends - self._clock()
             if remaining_s <= 0:
                 raise DeadlineExceededError("the deadline passed before the call was made")
+            if not isinstance(request, ranking_pb2.GetModelRequest):
+                request.timeout_ms = min(2**32 - 1, max(1, round(1000 * remaining_s)))
             try:
-                answer = yield Call(method, model, body + _timeout(method, remaining_s), remaining_s)
+                return await self._transport.send(method, request, remaining_s)
             except (UnavailableError, OverloadedError) as error:
                 attempt += 1
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000
@@ -338,50 +294,30 @@ class Requests:
                 is_passing = isinstance(error, UnavailableError) or error.retry_after_s is not None
                 pause_s += error.retry_after_s or 0.0
                 in_time = self._clock() + pause_s < ends
-                if not (is_passing and attempt < policy.max_attempts and in_time and self._budget.spend()):
+                if not (is_passing and attempt < policy.max_attempts and in_time and self._spends_token()):
                     raise
-            else:
-                assert answer is not None, "a call is answered with bytes"
-                return answer
-            yield pause_s
+            slept = self._sleep(pause_s)
+            if self._on_loop:
+                await slept
+
+    def _spends_token(self) -> bool:
+        with self._lock:
+            has_one = self._tokens >= 1
+            self._tokens -= has_one
+        return has_one
 
 
-def _encoded(request: Message, options: dict[str, Any]) -> bytes:
-    """Encode a message and what all requests have. Raises InvalidRequestError."""
-    for name, value in options.items():
-        try:
-            if value is not None:
-                setattr(request, name, value)
-        except ValueError as error:
-            # A number out of the field's range, or text that is not valid Unicode.
-            raise refused("invalid_field", name, str(error)) from error
-    return request.SerializeToString()
+def _blocking(request: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Client, P], T]:
+    """Make a method of a coroutine that is never suspended."""
 
-
-def _timeout(method: Method, seconds: float) -> bytes:
-    """The field `timeout_ms`, to stand behind an encoded request."""
-    if method == "model":
-        return b""
-    kind = ranking_pb2.RankRequest if method == "rank" else ranking_pb2.LookupRequest
-    return kind(timeout_ms=min(2**32 - 1, max(1, round(1000 * seconds)))).SerializeToString()
-
-
-def _blocking(
-    steps: Callable[Concatenate[Requests, P], Steps[T]],
-) -> Callable[Concatenate[Client, P], T]:
-    @wraps(steps)
+    @wraps(request)
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return client._carry_out(steps(client, *args, **kwargs))
-
-    return method
-
-
-def _awaiting(
-    steps: Callable[Concatenate[Requests, P], Steps[T]],
-) -> Callable[Concatenate[AsyncClient, P], Awaitable[T]]:
-    @wraps(steps)
-    async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await client._carry_out(steps(client, *args, **kwargs))
+        try:
+            request(client, *args, **kwargs).send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        raise AssertionError("a call that blocks was suspended")
 
     return method
 
@@ -392,42 +328,17 @@ class Client(Requests):
     `Requests` says what it is made from.
     """
 
-    _transports = (GrpcTransport, HttpTransport)
-    _default_sleep = staticmethod(time.sleep)
-
+    _on_loop = False
     rank = _blocking(Requests._rank)
     lookup = _blocking(Requests._lookup)
     describe = _blocking(Requests._describe)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._transport.close()
+    close = _blocking(Requests._close)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _carry_out(self, steps: Steps[T]) -> T:
-        try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Call):
-                    try:
-                        answer = self._transport.send(step)
-                    except ClientError as error:
-                        step = steps.throw(error)
-                    else:
-                        step = steps.send(answer)
-                else:
-                    self._sleep(step)
-                    step = next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 class AsyncClient(Requests):
@@ -436,39 +347,14 @@ class AsyncClient(Requests):
     `Requests` says what it is made from.
     """
 
-    _transports = (AsyncGrpcTransport, AsyncHttpTransport)
-    _default_sleep = staticmethod(sleep_on_loop)
-
-    rank = _awaiting(Requests._rank)
-    lookup = _awaiting(Requests._lookup)
-    describe = _awaiting(Requests._describe)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._transport.close()
+    _on_loop = True
+    rank = Requests._rank
+    lookup = Requests._lookup
+    describe = Requests._describe
+    close = Requests._close
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def _carry_out(self, steps: Steps[T]) -> T:
-        try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Call):
-                    try:
-                        answer = await self._transport.send(step)
-                    except ClientError as error:
-                        step = steps.throw(error)
-                    else:
-                        step = steps.send(answer)
-                else:
-                    await self._sleep(step)
-                    step = next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result

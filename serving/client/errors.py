@@ -1,27 +1,10 @@
-"""The errors of the client: one tree by what a caller does about them, each with the kind that the server gave.
-
-```
-ClientError                     500 INTERNAL            all of them
-├── ClientConfigError           400 INVALID_ARGUMENT    an address, a certificate or an option that can't be used
-├── InvalidRequestError         400 INVALID_ARGUMENT    the request, refused by the server or before it was sent
-│   └── SchemaDigestError       409 FAILED_PRECONDITION packed for another schema; the client sees to that itself
-├── UnauthenticatedError        401 UNAUTHENTICATED     no token, or one that nobody knows
-├── PermissionDeniedError       403 PERMISSION_DENIED   a token that may not do this
-├── NotFoundError               404 NOT_FOUND           no such model, version or route
-├── OverloadedError             503 RESOURCE_EXHAUSTED  shed at once, nothing was started
-├── UnavailableError            503 UNAVAILABLE         not reached, not ready or ending; may be sent again
-├── DeadlineExceededError       504 DEADLINE_EXCEEDED   not answered in time
-└── InternalError               500 INTERNAL            a fault of the server, or an answer that is none
-```
-"""
+"""The errors of the client: a class for what a caller does about it, with the kind that the server gave."""
 
 from __future__ import annotations
 
 import json
 import re
 from typing import Any
-
-_FIELD = re.compile(r"(\S+): ")
 
 
 class ClientError(Exception):
@@ -70,12 +53,6 @@ class InvalidRequestError(ClientError):
     kind, http_status, grpc_status = "bad_request", 400, "INVALID_ARGUMENT"
 
 
-class SchemaDigestError(InvalidRequestError):
-    """A packed request for another schema than that of the version that would answer."""
-
-    kind, http_status, grpc_status = "schema_digest", 409, "FAILED_PRECONDITION"
-
-
 class UnauthenticatedError(ClientError):
     """No token, or one that the server does not know."""
 
@@ -116,69 +93,41 @@ class InternalError(ClientError):
     """A fault of the server, or an answer that is none."""
 
 
-_BY_KIND = {"schema_digest": SchemaDigestError, "overloaded": OverloadedError, "memory_budget": InternalError}
-_BY_GRPC_STATUS: dict[str, type[ClientError]] = {
-    "INVALID_ARGUMENT": InvalidRequestError,
+_BY_KIND = {"overloaded": OverloadedError, "memory_budget": InternalError, "header_too_large": InvalidRequestError}
+_BY_STATUS: dict[int | str, type[ClientError]] = {
+    # Of two classes with one status the later: InvalidRequestError, and UnavailableError where no kind says otherwise.
+    **{one.http_status: one for one in ClientError.__subclasses__()},
+    **{one.grpc_status: one for one in ClientError.__subclasses__()},
     "FAILED_PRECONDITION": InvalidRequestError,
     "OUT_OF_RANGE": InvalidRequestError,
     "UNIMPLEMENTED": InvalidRequestError,
-    "UNAUTHENTICATED": UnauthenticatedError,
-    "PERMISSION_DENIED": PermissionDeniedError,
-    "NOT_FOUND": NotFoundError,
-    "RESOURCE_EXHAUSTED": OverloadedError,
-    "UNAVAILABLE": UnavailableError,
-    "DEADLINE_EXCEEDED": DeadlineExceededError,
-}
-_BY_HTTP_STATUS: dict[int, type[ClientError]] = {
-    401: UnauthenticatedError,
-    403: PermissionDeniedError,
-    404: NotFoundError,
     408: DeadlineExceededError,
     429: OverloadedError,
     502: UnavailableError,
-    503: UnavailableError,
-    504: DeadlineExceededError,
 }
 
 
-def grpc_error(status: str, message: str, kind: str) -> ClientError:
-    """Make the error that a gRPC call ended with.
+def refused(kind: str, field: str, problem: str) -> InvalidRequestError:
+    """Make the error for a request that is not sent, in the words that the server would use."""
+    return InvalidRequestError(f"{field}: {problem}", kind=kind, field=field)
 
-    Args:
-        status: name of the `grpc.StatusCode`.
-        message: its text, which begins with the field if the request is at fault.
-        kind: of the trailer `shardrank-error-kind`; "" if there is none.
-    """
-    if kind == "header_too_large":
-        return InvalidRequestError(message, kind=kind, http_status=431, grpc_status=status)
-    error = _BY_KIND.get(kind) or _BY_GRPC_STATUS.get(status, InternalError)
-    # gRPC carries no field of its own.
-    found = _FIELD.match(message) if issubclass(error, InvalidRequestError) else None
+
+def grpc_error(status: str, message: str, kind: str) -> ClientError:
+    """Make the error that a gRPC call ended with: name of its `grpc.StatusCode`, text, `shardrank-error-kind` or ""."""
+    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InternalError)
+    # gRPC carries no field of its own; a text about one begins with it.
+    found = re.match(r"(\S+): ", message) if error is InvalidRequestError else None
     return error(message, kind=kind, field=found[1] if found else "", grpc_status=status)
 
 
 def http_error(status: int, body: bytes, retry_after: str | None) -> ClientError:
-    """Make the error that an HTTP answer carries.
-
-    Args:
-        status: of the answer.
-        body: the server's error document, or whatever something between said.
-        retry_after: the header of that name; seconds, a date is passed over.
-    """
-    content: dict[str, Any] = {}
+    """Make the error that an HTTP answer carries. A `retry-after` that is a date is passed over."""
     try:
-        document = json.loads(body)
-        content = document["error"] if isinstance(document["error"], dict) else {}
-    except (ValueError, KeyError, TypeError):
+        content: dict[str, Any] = json.loads(body)["error"]
+        message, kind, field = str(content["message"]), str(content["kind"]), str(content.get("field") or "")
+    except (ValueError, KeyError, TypeError, AttributeError):
         # Not ours: a proxy's page, perhaps. Its beginning is the best there is.
-        content = {"message": f"HTTP status {status}: {body[:300].decode('utf-8', 'replace')}"}
-    kind = str(content.get("kind") or "")
-    found = _BY_KIND.get(kind) or _BY_HTTP_STATUS.get(status)
-    error = found or (InvalidRequestError if status < 500 else InternalError)
-    return error(
-        str(content.get("message") or f"HTTP status {status}"),
-        kind=kind,
-        field=str(content.get("field") or ""),
-        http_status=status,
-        retry_after_s=float(retry_after) if retry_after and retry_after.isdecimal() else None,
-    )
+        message, kind, field = f"HTTP status {status}: {body[:300].decode('utf-8', 'replace')}", "", ""
+    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InvalidRequestError if status < 500 else InternalError)
+    wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    return error(message, kind=kind, field=field, http_status=status, retry_after_s=wait_s)

@@ -1,12 +1,13 @@
 """Features between arrays and messages: what a caller gave as columns, packed in a model's order; answers as arrays.
 
 What a caller gives is turned into flat arrays once, whatever it came as; after that a request costs a few vector
-operations for each feature, and none for each id or candidate.
+operations for each feature, and none for each id or candidate. Only what a message could not say is refused here, the
+rest by the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from serving.client.errors import InternalError, InvalidRequestError
+from serving.client.errors import InternalError, refused
 from serving.proto.shardrank.v1 import ranking_pb2
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
@@ -43,327 +44,6 @@ class Ragged:
 
     values: Any
     lengths: Any
-
-    def __len__(self) -> int:
-        """The number of bags."""
-        return len(self.lengths)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Column:
-    """One feature of a request as flat arrays.
-
-    Attributes:
-        path: of the feature, for errors.
-        ids: int64 [n], if they are integers.
-        texts: the ids, if they are strings.
-        lengths: int32 [bags]; None if every bag has one id.
-        num_bags: 1 for a context feature, else one for each candidate, or however many a lookup asks for.
-        weights: float32 [n], or None for all ones.
-    """
-
-    path: str
-    ids: Int64Array
-    texts: Sequence[str]
-    lengths: Int32Array | None
-    num_bags: int
-    weights: Float32Array | None
-
-    @property
-    def num_ids(self) -> int:
-        """Ids of all bags."""
-        return len(self.texts) or self.ids.size
-
-    def message(self) -> ranking_pb2.SparseFeature:
-        """The feature of the map form."""
-        lengths = None if self.lengths is None or self.path.startswith("context.") else self.lengths.tolist()
-        weights = None if self.weights is None else self.weights.tolist()
-        return ranking_pb2.SparseFeature(
-            ids=self.ids.tolist(), lengths=lengths, weights=weights, string_ids=self.texts or None
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankFeatures:
-    """What a caller gave for one rank request, whatever the model wants.
-
-    Attributes:
-        context: by feature name.
-        candidates: by feature name; all have `num_candidates` bags.
-        num_candidates: N.
-        context_dense: float32 [Kc].
-        candidate_dense: float32 [N, Kd].
-    """
-
-    context: Mapping[str, Column]
-    candidates: Mapping[str, Column]
-    num_candidates: int
-    context_dense: Float32Array
-    candidate_dense: Float32Array
-
-    @classmethod
-    def of(
-        cls, context: Features, candidates: Features, weights: Features, context_dense: Values, candidate_dense: Values
-    ) -> RankFeatures:
-        """Read what a caller gave; `Client.rank` says in which forms.
-
-        Raises:
-            InvalidRequestError: values of another type or shape, or features that do not agree on their candidates.
-        """
-        _check_weighted(weights, {**context, **candidates})
-        own = {name: context_column(name, value, weights.get(name)) for name, value in context.items()}
-        columns = {
-            name: bags_column(f"candidates.sparse.{name}", value, weights.get(name))
-            for name, value in candidates.items()
-        }
-        matrix = None if candidate_dense is None else _floats(candidate_dense, "candidates.dense", _MATRIX)
-        counts = {one.path: one.num_bags for one in columns.values()}
-        if matrix is not None:
-            counts["candidates.dense"] = matrix.shape[0]
-        first, count = next(iter(counts.items()), ("", 0))
-        if different := next((path for path, other in counts.items() if other != count), ""):
-            raise refused("count_mismatch", different, f"{counts[different]} candidates; {first} has {count}")
-        if not count:
-            raise refused("count_mismatch", "candidates", "0 candidates; a rank request needs at least 1")
-        dense = np.empty(0, np.float32) if context_dense is None else _floats(context_dense, "context.dense", 1)
-        return cls(own, columns, count, dense, np.empty((count, 0), np.float32) if matrix is None else matrix)
-
-    def map_request(self) -> ranking_pb2.RankRequest:
-        """Make the request by feature names, which any schema can read."""
-        return ranking_pb2.RankRequest(
-            context=_feature_set(self.context, self.context_dense),
-            candidates=_feature_set(self.candidates, self.candidate_dense.reshape(-1)),
-            num_candidates=self.num_candidates,
-        )
-
-
-class Layout:
-    """What a packed request to a model looks like.
-
-    Args:
-        description: of the model's version.
-
-    Attributes:
-        version: that was described.
-        digest: of the schema.
-    """
-
-    def __init__(self, description: ranking_pb2.GetModelResponse) -> None:
-        self.version = description.version
-        self.digest = description.schema_digest
-        self._model = description.model
-        self._features = list(description.features)
-        self._by_name = {one.name: one for one in self._features}
-        self._dense = description.dense_inputs
-
-    def packed_request(self, given: RankFeatures) -> ranking_pb2.RankRequest:
-        """Make the request as arrays in the order of the model's features.
-
-        Raises:
-            InvalidRequestError: features, id types, weights or widths that are not the model's.
-        """
-        self._check_names(given)
-        columns = [(given.context if one.side == "context" else given.candidates)[one.name] for one in self._features]
-        for feature, column in zip(self._features, columns, strict=True):
-            self._check(feature, column)
-        self._check_width("context.dense", given.context_dense.size, self._dense.context)
-        self._check_width("candidates.dense", given.candidate_dense.shape[1], self._dense.candidate)
-        lengths = weights = b""
-        if any(one.lengths is not None for one in columns):
-            ones = np.ones(given.num_candidates, "<i4")
-            lengths = b"".join((ones[: one.num_bags] if one.lengths is None else one.lengths).data for one in columns)
-        if any(one.weights is not None for one in columns):
-            ones = np.ones(max(one.num_ids for one in columns), "<f4")
-            weights = b"".join((ones[: one.num_ids] if one.weights is None else one.weights).data for one in columns)
-        return ranking_pb2.RankRequest(
-            packed=ranking_pb2.PackedFeatures(
-                schema_digest=self.digest,
-                ids=b"".join(one.ids.data for one in columns),
-                lengths=lengths,
-                weights=weights,
-                context_dense=given.context_dense.tobytes(),
-                candidate_dense=given.candidate_dense.tobytes(),
-                string_ids=chain.from_iterable(one.texts for one in columns),
-            ),
-            num_candidates=given.num_candidates,
-        )
-
-    def _check_names(self, given: RankFeatures) -> None:
-        for side, part, columns in (
-            ("context", "context", given.context),
-            ("candidate", "candidates", given.candidates),
-        ):
-            for name in columns:
-                feature = self._by_name.get(name)
-                if feature is None or feature.side != side:
-                    why = "has no such feature" if feature is None else f"has it as a {feature.side} feature"
-                    raise refused("unknown_feature", f"{part}.sparse.{name}", f"model {self._model!r} {why}")
-            for one in self._features:
-                if one.side == side and one.name not in columns:
-                    raise refused("missing_feature", f"{part}.sparse.{one.name}", f"model {self._model!r} needs it")
-
-    def _check(self, feature: ranking_pb2.FeatureInfo, column: Column) -> None:
-        if column.num_ids and bool(column.texts) != (feature.id_type == "string"):
-            got = "strings" if column.texts else "integers"
-            raise refused("invalid_id", column.path, f"the ids are {got}; those of the model are {feature.id_type}s")
-        if column.weights is not None and not feature.weighted:
-            path = column.path.replace(".sparse.", ".weights.", 1)
-            raise refused("invalid_field", path, "the feature takes no weights")
-
-    def _check_width(self, path: str, got: int, wanted: int) -> None:
-        if got != wanted:
-            owner = "" if path == "context.dense" else " for each candidate"
-            raise refused("count_mismatch", path, f"{got} values{owner}; model {self._model!r} takes {wanted}")
-
-
-def refused(kind: str, field: str, problem: str) -> InvalidRequestError:
-    """Make the error for a request that is not sent, in the words that the server would use."""
-    return InvalidRequestError(f"{field}: {problem}", kind=kind, field=field)
-
-
-def lookup_request(features: Features, weights: Features) -> ranking_pb2.LookupRequest:
-    """Make a lookup. Raises InvalidRequestError."""
-    _check_weighted(weights, features)
-    columns = {name: bags_column(f"sparse.{name}", value, weights.get(name)) for name, value in features.items()}
-    return ranking_pb2.LookupRequest(sparse={name: column.message() for name, column in columns.items()})
-
-
-def _check_weighted(weights: Features, features: Features) -> None:
-    if unknown := weights.keys() - features.keys():
-        name = min(unknown)
-        raise refused("unknown_feature", f"weights.{name}", "there are weights of this feature, but no ids")
-
-
-def context_column(name: str, ids: Values, weights: Values) -> Column:
-    """Read a context feature, which is one bag. Raises InvalidRequestError."""
-    path = f"context.sparse.{name}"
-    if isinstance(ids, Ragged):
-        raise refused("invalid_field", path, "a context feature is one bag: a flat list of ids")
-    numbers, texts = _ids([ids] if isinstance(ids, int | str | np.generic) else ids, path)
-    count = len(texts) or numbers.size
-    factors = None
-    if weights is not None:
-        factors = _weights(weights, path)
-        if factors.size != count:
-            raise _uneven(path, f"{factors.size} weights for {count} ids")
-    return Column(path, numbers, texts, None if count == 1 else np.array([count], "<i4"), 1, factors)
-
-
-def bags_column(path: str, ids: Values, weights: Values) -> Column:
-    """Read a feature that has bags: one for each candidate, or those of a lookup. Raises InvalidRequestError."""
-    flat, lengths = _bags(ids, path)
-    numbers, texts = _ids(flat, path)
-    count = len(texts) or numbers.size
-    num_bags = count if lengths is None else lengths.size
-    if lengths is not None and int(lengths.sum(dtype=np.int64)) != count:
-        raise refused("count_mismatch", path, f"the lengths add up to {int(lengths.sum())}; there are {count} ids")
-    if lengths is not None and (lengths == 1).all():
-        lengths = None
-    factors = None
-    if weights is not None:
-        flat_weights, weight_lengths = _bags(weights, path)
-        factors = _weights(flat_weights, path)
-        if factors.size != count:
-            raise _uneven(path, f"{factors.size} weights for {count} ids")
-        if weight_lengths is not None:
-            wanted = np.ones(num_bags, np.int32) if lengths is None else lengths
-            if not np.array_equal(weight_lengths, wanted):
-                raise _uneven(path, "the weights are not in the shape of the ids")
-    return Column(path, numbers, texts, lengths, num_bags, factors)
-
-
-def _uneven(path: str, problem: str) -> InvalidRequestError:
-    return refused("count_mismatch", path.replace("sparse.", "weights.", 1), problem)
-
-
-def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
-    """Flat values, and how many each bag has; None if they are not divided."""
-    if isinstance(value, Ragged):
-        lengths = np.asarray(value.lengths)
-        if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
-            problem = f"lengths of dtype {lengths.dtype} and shape {lengths.shape}; they must be integers [bags]"
-            raise refused("invalid_field", path, problem)
-        most = int(lengths.max()) if lengths.size else 0
-        if lengths.size and (int(lengths.min()) < 0 or most > len(value.values)):
-            raise refused("invalid_field", path, f"a length is not in 0..{len(value.values)}, the number of values")
-        return value.values, lengths.astype("<i4")
-    if not isinstance(value, list | tuple):
-        array = np.asarray(value)
-        if array.ndim == _MATRIX:
-            return array.reshape(-1), np.full(array.shape[0], array.shape[1], "<i4")
-        if array.dtype != object or array.ndim != 1:
-            return array, None
-        # Such as a column of lists in pandas.
-        value = array.tolist()
-    nested = [issubclass(kind, _NESTED) for kind in set(map(type, value))]
-    if not any(nested):
-        return value, None
-    if not all(nested):
-        raise refused("invalid_field", path, "lists and single values beside one another; it must be one or the other")
-    try:
-        lengths = np.fromiter(map(len, value), "<i4", len(value))
-    except TypeError:
-        raise refused("invalid_field", path, "a bag is an array without dimensions") from None
-    if all(issubclass(kind, np.ndarray) for kind in set(map(type, value))):
-        return np.concatenate([one for one in value if len(one)] or [np.empty(0, np.int64)]), lengths
-    return list(chain.from_iterable(value)), lengths
-
-
-def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
-    """Integers as an array, or strings as a list. Nothing is converted: a float or a boolean is no id."""
-    if not isinstance(values, list | tuple):
-        array = np.asarray(values)
-        if array.ndim != 1:
-            raise refused("invalid_field", path, f"ids of shape {array.shape}; they must be flat")
-        if not array.size:
-            return np.empty(0, "<i8"), ()
-        if array.dtype.kind in "iu":
-            if array.dtype == np.uint64 and int(array.max()) > _MAX_INT64:
-                raise refused("invalid_id", path, f"{array.max()} is not in 0..{_MAX_INT64}")
-            return np.ascontiguousarray(array, "<i8"), ()
-        if array.dtype.kind not in "OUT":
-            raise refused("invalid_id", path, f"ids of dtype {array.dtype}; they must be integers or strings")
-        values = array.tolist()
-    kinds = set(map(type, values))
-    if kinds and all(issubclass(kind, str) for kind in kinds):
-        try:
-            "".join(values).encode()
-        except UnicodeEncodeError:
-            raise refused("invalid_id", path, "a string is not valid Unicode: it has a lone surrogate") from None
-        return np.empty(0, "<i8"), values
-    if wrong := next((kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)), None):
-        value = next(one for one in values if type(one) is wrong)
-        raise refused("invalid_id", path, f"{str(value)[:80]!r} is a {wrong.__name__}; ids are integers or strings")
-    try:
-        return np.array(values, "<i8"), ()
-    except OverflowError:
-        value = next(one for one in values if not 0 <= one <= _MAX_INT64)
-        raise refused("invalid_id", path, f"{str(value)[:80]} is not in 0..{_MAX_INT64}") from None
-
-
-def _weights(values: Values, path: str) -> Float32Array:
-    return _floats(values, path.replace("sparse.", "weights.", 1), 1)
-
-
-def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
-    """float32 of one or two dimensions."""
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise refused("count_mismatch", path, "the rows have different lengths") from None
-    if array.size and array.dtype.kind not in "fiu":
-        raise refused("invalid_field", path, f"values of dtype {array.dtype}; they must be numbers")
-    if array.ndim != dimensions:
-        wanted = "[N, width]" if dimensions == _MATRIX else "flat"
-        raise refused("count_mismatch", path, f"values of shape {array.shape}; they must be {wanted}")
-    # What float32 can't hold becomes infinite, which the server refuses by its position.
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, "<f4")
-
-
-def _feature_set(columns: Mapping[str, Column], dense: Float32Array) -> ranking_pb2.FeatureSet:
-    sparse = {name: column.message() for name, column in columns.items()}
-    return ranking_pb2.FeatureSet(sparse=sparse, dense=dense.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -403,10 +83,156 @@ class LookupResult:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """One feature of a request: ids, or else texts, [n], in bags of these lengths or, if None, of one id each."""
+
+    ids: Int64Array
+    texts: Sequence[str]
+    lengths: Int32Array | None
+    num_bags: int
+    weights: Float32Array | None
+
+    @classmethod
+    def of(cls, path: str, ids: Values, weights: Values, *, is_context: bool = False) -> Column:
+        """Read what a caller gave; a context feature is one bag. Raises InvalidRequestError."""
+        if is_context:
+            flat, lengths = [ids] if isinstance(ids, int | str | np.generic) else ids, None
+        else:
+            flat, lengths = _bags(ids, path)
+        numbers, texts = _ids(flat, path)
+        count = len(texts) or numbers.size
+        factors = None
+        if weights is not None:
+            path = path.replace("sparse.", "weights.", 1)
+            flat, shape = (weights, None) if is_context else _bags(weights, path)
+            factors = _floats(flat, path, 1)
+            if factors.size != count:
+                raise refused("count_mismatch", path, f"{factors.size} weights for {count} ids")
+            if shape is not None and not np.array_equal(shape, np.ones(count) if lengths is None else lengths):
+                raise refused("count_mismatch", path, "the weights are not in the shape of the ids")
+        num_bags = 1 if is_context else count if lengths is None else lengths.size
+        if is_context and count != 1:
+            lengths = np.array([count], "<i4")
+        elif lengths is not None and (lengths == 1).all():
+            lengths = None
+        return cls(numbers, texts, lengths, num_bags, factors)
+
+    @property
+    def num_ids(self) -> int:
+        """Count the ids of all bags."""
+        return len(self.texts) or self.ids.size
+
+    def message(self) -> ranking_pb2.SparseFeature:
+        """Make the feature of the map form."""
+        lengths = None if self.lengths is None else self.lengths.tolist()
+        weights = None if self.weights is None else self.weights.tolist()
+        return ranking_pb2.SparseFeature(
+            ids=self.ids.tolist(), lengths=lengths, weights=weights, string_ids=self.texts or None
+        )
+
+
+class RankFeatures:
+    """What a caller gave for one rank request, whatever the model wants; `Client.rank` says in which forms.
+
+    Raises:
+        InvalidRequestError: values of a type or shape that no request has.
+    """
+
+    def __init__(
+        self,
+        context: Features,
+        candidates: Features,
+        weights: Features,
+        context_dense: Values,
+        candidate_dense: Values,
+    ) -> None:
+        _check_weighted(weights, context.keys() | candidates.keys())
+        self.context = {
+            name: Column.of(f"context.sparse.{name}", ids, weights.get(name), is_context=True)
+            for name, ids in context.items()
+        }
+        self.candidates = {
+            name: Column.of(f"candidates.sparse.{name}", ids, weights.get(name)) for name, ids in candidates.items()
+        }
+        self.context_dense = np.empty(0, "<f4") if context_dense is None else _floats(context_dense, "context.dense", 1)
+        matrix = None if candidate_dense is None else _floats(candidate_dense, "candidates.dense", _MATRIX)
+        rows = 0 if matrix is None else matrix.shape[0]
+        self.num_candidates = next((one.num_bags for one in self.candidates.values()), rows)
+        self.candidate_dense = np.empty((self.num_candidates, 0), np.float32) if matrix is None else matrix
+        if self.candidate_dense.shape[0] != self.num_candidates:
+            raise refused("count_mismatch", "candidates.dense", f"{rows} rows for {self.num_candidates} candidates")
+
+    def by_name(self) -> ranking_pb2.RankRequest:
+        """Make the request by feature names, which any schema can read."""
+        sides = ((self.context, self.context_dense), (self.candidates, self.candidate_dense.reshape(-1)))
+        context, candidates = (
+            ranking_pb2.FeatureSet(sparse={name: one.message() for name, one in columns.items()}, dense=dense.tolist())
+            for columns, dense in sides
+        )
+        return ranking_pb2.RankRequest(context=context, candidates=candidates, num_candidates=self.num_candidates)
+
+
+class Layout:
+    """What a packed request to a version of a model looks like, by the version's description."""
+
+    def __init__(self, description: ranking_pb2.GetModelResponse) -> None:
+        self.version = description.version
+        self._digest = description.schema_digest
+        self._widths = description.dense_inputs.context, description.dense_inputs.candidate
+        self._features = [
+            (one.name, one.side == "context", one.id_type == "string", one.weighted) for one in description.features
+        ]
+
+    def packed(self, given: RankFeatures) -> ranking_pb2.RankRequest | None:
+        """Make the request as arrays in the order of the model's features; None if it does not fit the model."""
+        columns = []
+        for name, is_context, has_texts, is_weighted in self._features:
+            column = (given.context if is_context else given.candidates).get(name)
+            if (
+                column is None
+                or column.num_bags != (1 if is_context else given.num_candidates)
+                or (column.num_ids and bool(column.texts) != has_texts)
+                or (column.weights is not None and not is_weighted)
+            ):
+                return None
+            columns.append(column)
+        widths = given.context_dense.size, given.candidate_dense.shape[1]
+        if len(columns) != len(given.context) + len(given.candidates) or widths != self._widths:
+            return None
+        lengths = weights = b""
+        if any(one.lengths is not None for one in columns):
+            ones = np.ones(given.num_candidates, "<i4")
+            lengths = b"".join((ones[: one.num_bags] if one.lengths is None else one.lengths).data for one in columns)
+        if any(one.weights is not None for one in columns):
+            ones = np.ones(max(one.num_ids for one in columns), "<f4")
+            weights = b"".join((ones[: one.num_ids] if one.weights is None else one.weights).data for one in columns)
+        return ranking_pb2.RankRequest(
+            packed=ranking_pb2.PackedFeatures(
+                schema_digest=self._digest,
+                ids=b"".join(one.ids.data for one in columns),
+                lengths=lengths,
+                weights=weights,
+                context_dense=given.context_dense.tobytes(),
+                candidate_dense=given.candidate_dense.tobytes(),
+                string_ids=chain.from_iterable(one.texts for one in columns),
+            ),
+            num_candidates=given.num_candidates,
+        )
+
+
+def lookup_request(features: Features, weights: Features) -> ranking_pb2.LookupRequest:
+    """Make a lookup. Raises InvalidRequestError."""
+    _check_weighted(weights, features.keys())
+    columns = {name: Column.of(f"sparse.{name}", ids, weights.get(name)) for name, ids in features.items()}
+    return ranking_pb2.LookupRequest(sparse={name: column.message() for name, column in columns.items()})
+
+
 def read_rank(data: bytes) -> RankResult:
     """Read a RankResponse. Raises InternalError."""
     answer = read_message(ranking_pb2.RankResponse, data)
-    scores, order = _array(answer.scores, np.float32), _array(answer.order, np.int64)
+    # The library hands out the buffer of a repeated field.
+    scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
     return RankResult(answer.model, answer.version, scores, order, answer.request_id)
 
 
@@ -415,22 +241,96 @@ def read_lookup(data: bytes) -> LookupResult:
     answer = read_message(ranking_pb2.LookupResponse, data)
     embeddings: dict[str, Float32Array | Ragged] = {}
     for name, one in answer.embeddings.items():
-        values = _array(one.values, np.float32).reshape(-1, max(1, one.embedding_dim))
-        embeddings[name] = Ragged(values, _array(one.lengths, np.int64)) if one.lengths else values
+        values = np.array(one.values, np.float32).reshape(-1, max(1, one.embedding_dim))
+        embeddings[name] = Ragged(values, np.array(one.lengths, np.int64)) if one.lengths else values
     return LookupResult(answer.model, answer.version, embeddings, answer.request_id)
 
 
-def _array(numbers: Iterable[float], dtype: type[Any]) -> Any:
-    # The library hands out the buffer of a repeated field.
-    return np.array(numbers, dtype=dtype)
-
-
-def read_message(kind: Callable[[], M], data: bytes) -> M:
+def read_message(kind: type[M], data: bytes) -> M:
     """Parse an answer. Raises InternalError for bytes that are no such message."""
-    message = kind()
     try:
-        message.ParseFromString(data)
+        return kind.FromString(data)
     except DecodeError as error:
-        problem = f"the answer is not a {message.DESCRIPTOR.full_name}: {error}"
+        problem = f"the answer is not a {kind.DESCRIPTOR.full_name}: {error}"
         raise InternalError(problem, kind="malformed_answer") from error
-    return message
+
+
+def _check_weighted(weights: Features, names: Set[str]) -> None:
+    if unknown := weights.keys() - names:
+        raise refused("unknown_feature", f"weights.{min(unknown)}", "there are weights of this feature, but no ids")
+
+
+def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
+    """Flat values, and how many each bag has; None if they are not divided."""
+    if isinstance(value, Ragged):
+        lengths = np.asarray(value.lengths)
+        if lengths.ndim != 1 or (lengths.size and (lengths.dtype.kind not in "iu" or int(lengths.min()) < 0)):
+            problem = f"lengths {str(lengths)[:80]} of {lengths.dtype}; they must be integers [bags], none below 0"
+            raise refused("invalid_field", path, problem)
+        if (total := int(lengths.sum(dtype=np.int64))) != len(value.values):
+            raise refused("count_mismatch", path, f"lengths add up to {total}; there are {len(value.values)} values")
+        return value.values, lengths.astype("<i4")
+    if not isinstance(value, list | tuple):
+        array = np.asarray(value)
+        if array.ndim == _MATRIX:
+            return array.reshape(-1), np.full(array.shape[0], array.shape[1], "<i4")
+        if array.dtype != object or array.ndim != 1:
+            return array, None
+        # Such as a column of lists in pandas.
+        value = array.tolist()
+    kinds = set(map(type, value))
+    nested = [issubclass(kind, _NESTED) for kind in kinds]
+    if not any(nested):
+        return value, None
+    if not all(nested):
+        raise refused("invalid_field", path, "lists and single values beside one another; it must be one or the other")
+    try:
+        lengths = np.fromiter(map(len, value), "<i4", len(value))
+    except TypeError:
+        raise refused("invalid_field", path, "a bag is an array without dimensions") from None
+    if kinds == {np.ndarray}:
+        return np.concatenate([one for one in value if len(one)] or [np.empty(0, np.int64)]), lengths
+    return list(chain.from_iterable(value)), lengths
+
+
+def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
+    """Integers as an array, or strings as a list. Nothing is converted: a float or a boolean is no id."""
+    if not isinstance(values, list | tuple):
+        array = np.asarray(values)
+        if array.ndim != 1:
+            raise refused("invalid_field", path, f"ids of shape {array.shape}; they must be flat")
+        is_integer = array.dtype.kind in "iu" and (array.dtype != np.uint64 or int(array.max(initial=0)) <= _MAX_INT64)
+        if is_integer or not array.size:
+            return np.ascontiguousarray(array, "<i8"), ()
+        values = array.tolist()
+    kinds = set(map(type, values))
+    if kinds and all(issubclass(kind, str) for kind in kinds):
+        try:
+            "".join(values).encode()
+        except UnicodeEncodeError:
+            raise refused("invalid_id", path, "a string is not valid Unicode: it has a lone surrogate") from None
+        return np.empty(0, "<i8"), values
+    if wrong := next((kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)), None):
+        value = next(one for one in values if type(one) is wrong)
+        raise refused("invalid_id", path, f"{str(value)[:80]!r} is a {wrong.__name__}; ids are integers or strings")
+    try:
+        return np.array(values, "<i8"), ()
+    except OverflowError:
+        value = next(one for one in values if not 0 <= one <= _MAX_INT64)
+        raise refused("invalid_id", path, f"{str(value)[:80]} is not in 0..{_MAX_INT64}") from None
+
+
+def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
+    """float32 of one or two dimensions."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise refused("count_mismatch", path, "the rows have different lengths") from None
+    if array.size and array.dtype.kind not in "fiu":
+        raise refused("invalid_field", path, f"values of dtype {array.dtype}; they must be numbers")
+    if array.ndim != dimensions:
+        wanted = "[N, width]" if dimensions == _MATRIX else "flat"
+        raise refused("count_mismatch", path, f"values of shape {array.shape}; they must be {wanted}")
+    # What float32 can't hold becomes infinite, which the server refuses by its position.
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, "<f4")

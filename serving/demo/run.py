@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,11 +18,11 @@ from loader.progress import Progress
 from router.plan import Plan
 from serving.cli.output import progress_bars
 from serving.cli.placement import placement_line
-from serving.demo.clients import GrpcRankClient, HttpRankClient, json_bodies, rank_arguments
+from serving.client import Client, ClientError, RetryPolicy
 from serving.demo.config import DemoConfig
 from serving.demo.errors import DemoError, RankCallError
 from serving.demo.local import local_server
-from serving.demo.measure import Measured, measure
+from serving.demo.measure import Measured, measure, rank_arguments
 from serving.demo.prepare import (
     Expectation,
     Stopwatch,
@@ -51,8 +51,6 @@ from serving.fleet.workers import WorkerPorts, held_ports
 from serving.training.requests import evaluation_json
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.device_choice import DeviceChoice
-
-CALL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,34 +198,41 @@ async def _in_thread(work: Callable[[threading.Event], Ranked]) -> Ranked:
 def _rank(
     config: DemoConfig, version: TrainedVersion, expected: Expectation, endpoints: Endpoints, stop: threading.Event
 ) -> Ranked:
-    spec, requests = version.trained.spec, expected.requests
+    spec = version.trained.spec
     documents = [body for body, _ in evaluation_json(expected.labelled, spec, version.trained.vocabularies)]
-    bodies = json_bodies(documents, config.timeout_ms)
-    arguments = rank_arguments(requests, spec)
-    counts: list[int] = requests.num_candidates.tolist()
+    requests = [rank_arguments(document) for document in documents]
+    counts: list[int] = expected.requests.num_candidates.tolist()
     films = films_of_user(version.dataset, int(version.dataset.interactions.user_index[expected.labelled.samples[0]]))
-    host, expected_version = endpoints.host, int(version.folder.name)
+    host = f"[{endpoints.host}]" if ":" in endpoints.host else endpoints.host
+    expected_version, warmup = int(version.folder.name), config.warmup_requests
+    # A request that fails is counted, so none is sent again.
+    client_of = partial(Client, timeout_ms=config.timeout_ms, retry=RetryPolicy(max_attempts=1))
 
-    def over(client: HttpRankClient | GrpcRankClient, progress: Progress) -> Measured:
-        measured = measure(client, counts, warmup_requests=config.warmup_requests, stop=stop, progress=progress)
+    def over(api: str, client: Client, progress: Progress) -> Measured:
+        measured = measure(
+            api, client, spec.model, requests, counts, warmup_requests=warmup, stop=stop, progress=progress
+        )
         if measured.versions - {expected_version}:
-            raise RankCallError(f"{client.name}: versions {measured.versions} answered, expected {expected_version}")
+            raise RankCallError(f"{api}: versions {measured.versions} answered, expected {expected_version}")
         return measured
 
     with (
         progress_bars() as bars,
-        HttpRankClient(host, endpoints.http_port, spec.model, bodies, CALL_TIMEOUT_S) as http,
-        GrpcRankClient(host, endpoints.grpc_port, spec.model, arguments, config.timeout_ms) as grpc,
+        client_of(f"http://{host}:{endpoints.http_port}") as http,
+        client_of(f"grpc://{host}:{endpoints.grpc_port}") as grpc,
     ):
-        over_http, over_grpc = over(http, bars), over(grpc, bars)
+        over_http, over_grpc = over("http", http, bars), over("grpc", grpc, bars)
         over_http.requests += 1
         try:
-            top = rank_top_films(http, version.dataset, films, config.timeout_ms)
-        except RankCallError as error:
+            top = rank_top_films(http, spec.model, version.dataset, films)
+        except ClientError as error:
             over_http.failed(error)
             top = []
-        described: dict[str, Any] = http.describe()
-    return Ranked(over_http, over_grpc, top, films, described["dense_model"]["dtype"])
+        try:
+            dense_dtype = http.describe(spec.model).dense_model.dtype
+        except ClientError as error:
+            raise RankCallError(f"http: {error}") from error
+    return Ranked(over_http, over_grpc, top, films, dense_dtype)
 
 
 def _show(

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from serving.demo.clients import HttpRankClient
+from serving.client import Client
+from serving.demo.measure import rank_arguments
 from serving.training.dataset import NO_FOLD, FilmsDataset
 from serving.training.description import HISTORY_LIMIT
 from shard_node.bags import Int64Array
@@ -59,8 +60,8 @@ def films_of_user(dataset: FilmsDataset, user: int) -> UsersFilms:
     return UsersFilms(user, history, unseen[~rated[unseen]][:MAX_CANDIDATES].astype(np.int64))
 
 
-def rank_document(dataset: FilmsDataset, films: UsersFilms, timeout_ms: int, top_k: int) -> dict[str, Any]:
-    """The body of a rank request for the user and the unseen films."""
+def rank_document(dataset: FilmsDataset, films: UsersFilms) -> dict[str, Any]:
+    """The JSON form of a rank request for the user and the unseen films."""
     data = dataset.interactions
     offsets, genres = data.films.genre_offsets, data.films.genre_ids
     return {
@@ -76,14 +77,12 @@ def rank_document(dataset: FilmsDataset, films: UsersFilms, timeout_ms: int, top
                 "genre": [genres[offsets[film] : offsets[film + 1]].tolist() for film in films.unseen],
             }
         },
-        "timeout_ms": timeout_ms,
-        "top_k": top_k,
     }
 
 
-def rank_top_films(client: HttpRankClient, dataset: FilmsDataset, films: UsersFilms, timeout_ms: int) -> list[TopFilm]:
-    """Asks the running server for the user's top films. Raises RankCallError."""
-    answer = client.send(json.dumps(rank_document(dataset, films, timeout_ms, TOP_FILMS)).encode())
+def rank_top_films(client: Client, model: str, dataset: FilmsDataset, films: UsersFilms) -> list[TopFilm]:
+    """Asks the running server for the user's top films. Raises ClientError."""
+    answer = client.rank(model, **rank_arguments(rank_document(dataset, films)), top_k=TOP_FILMS)
     table = dataset.interactions.films
     return [
         TopFilm(
@@ -96,7 +95,7 @@ def rank_top_films(client: HttpRankClient, dataset: FilmsDataset, films: UsersFi
             ),
             score=float(answer.scores[position]),
         )
-        for place, position in enumerate(answer.order, start=1)
+        for place, position in enumerate(answer.order.tolist(), start=1)
         for film in [int(films.unseen[position])]
     ]
 
@@ -109,9 +108,7 @@ def liked_titles(dataset: FilmsDataset, films: UsersFilms, limit: int = 3) -> Se
 def short_request(dataset: FilmsDataset, films: UsersFilms, timeout_ms: int) -> dict[str, Any]:
     """A rank request that is short enough to paste."""
     few = UsersFilms(films.user, films.history[:_PASTED_HISTORY], films.unseen[:_PASTED_CANDIDATES])
-    document = rank_document(dataset, few, timeout_ms, _PASTED_CANDIDATES)
-    del document["top_k"]
-    return document
+    return {**rank_document(dataset, few), "timeout_ms": timeout_ms}
 
 
 def curl_line(host: str, port: int, model: str, document: dict[str, Any]) -> str:

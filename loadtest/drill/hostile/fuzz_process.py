@@ -36,9 +36,9 @@ from loadtest.drill.hostile.fuzz import (
     call_frames,
 )
 from loadtest.drill.hostile.mutate import Mutator
-from loadtest.drill.hostile.valid import VariedWorkload
-from loadtest.serving_cost.shape import Shape
+from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.payloads import Api, Payloads
+from loadtest.workloads.synthetic import SyntheticWorkload
 from serving.fleet.process import die_with_parent
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER
@@ -98,15 +98,19 @@ class FuzzTally(BaseModel):
     examples: list[str] = []
 
 
+def small(shape: Shape) -> SyntheticWorkload:
+    """Requests of 1 to 3 candidates with 0 to 2 ids a bag."""
+    return workload(shape.model_copy(update={"candidates": "1-3:2"}), "mlp", 1)
+
+
 def corpus(shape: Shape, api: Api, seed: int = 0) -> list[bytes]:
     """Bodies of small valid requests."""
-    workload = VariedWorkload(shape, candidates=(1, 3), longest=2)
-    return [one.body for one in Payloads(workload, api, count=CORPUS, seed=seed, timeout_ms=1000)]
+    return [one.body for one in Payloads(small(shape), api, count=CORPUS, seed=seed, timeout_ms=1000)]
 
 
 def lookups(shape: Shape) -> list[bytes]:
     """Bodies of small valid lookups in JSON."""
-    names = [feature.name for feature in VariedWorkload(shape).spec.features]
+    names = [feature.name for feature in small(shape).spec.features]
     features = ",".join(f'"{name}":[[{number}],[],[1,2]]' for number, name in enumerate(names[:3]))
     return [('{"sparse":{' + features + '},"timeout_ms":1000,"request_id":"a"}').encode()]
 
@@ -127,9 +131,9 @@ def packed(shape: Shape, model: str, digest: str) -> list[bytes]:
 
 def pool_frames(shape: Shape, model: str) -> list[bytes]:
     """Small valid frames to a shard node."""
-    workload, rng, made = VariedWorkload(shape, candidates=(1, 3), longest=2), np.random.default_rng(2), []
+    drawn, rng, made = small(shape), np.random.default_rng(2), []
     for _ in range(CORPUS):
-        bags = workload.request(rng).bags
+        bags = drawn.request(rng).bags
         chosen = type(bags)(
             np.full(1, POOLED_TABLE, np.int32),
             np.array([bags.bags_per_key.sum()], np.int64),
@@ -151,7 +155,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
         ]
         return lambda: Bodies(pairs, model)
     if surface == "oip-http":
-        payloads = Payloads(VariedWorkload(shape, (1, 3), 2), "oip-http", count=CORPUS, timeout_ms=1000)
+        payloads = Payloads(small(shape), "oip-http", count=CORPUS, timeout_ms=1000)
         bodies = [Body(documents.INFER, one.body, dict(one.headers)) for one in payloads]
         # The length of the header belongs to each body, so each is mutated by itself.
         found = [(one, Mutator(f"{seed}{number}", [one.body])) for number, one in enumerate(bodies)]

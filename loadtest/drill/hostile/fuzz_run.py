@@ -22,13 +22,12 @@ from loadtest.drill.hostile.attacker import AttackConfig
 from loadtest.drill.hostile.fuzz_process import SHARES, FuzzConfig, FuzzTally, pool_frames
 from loadtest.drill.hostile.report import MAX_MEMORY_GROWTH_BYTES, FuzzResult
 from loadtest.drill.hostile.target import Target, memory_of
-from loadtest.drill.hostile.valid import VariedWorkload
 from loadtest.grpc_channels import as_it_is
-from loadtest.serving_cost.shape import Shape
+from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.payloads import APIS, Api, Payloads
+from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
-from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.frame import HEADER
 
 COMPARED_REQUESTS = 5
@@ -194,7 +193,7 @@ def server_answers(target: Target, shape: Shape) -> list[bytes]:
     """
     answers = []
     for api in APIS:
-        pool = Payloads(VariedWorkload(shape), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
+        pool = Payloads(workload(shape, "mlp", 1), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
         if pool.is_grpc:
             with grpc.insecure_channel(f"{target.host}:{target.grpc_port}") as channel:
                 call = channel.unary_unary(pool.path, as_it_is, as_it_is)
@@ -220,10 +219,8 @@ def without_id(api: Api, answer: bytes) -> bytes:
 
 
 def _digest(target: Target) -> str:
-    with grpc.insecure_channel(f"{target.host}:{target.grpc_port}") as channel:
-        call = channel.unary_unary("/shardrank.v1.RankingService/GetModel", as_it_is, as_it_is)
-        asked = ranking_pb2.GetModelRequest(model=target.model).SerializeToString()
-        return ranking_pb2.GetModelResponse.FromString(call(asked, timeout=ASK_TIMEOUT_S)).schema_digest
+    with Client(f"grpc://{target.host}:{target.grpc_port}", timeout_ms=int(1000 * ASK_TIMEOUT_S)) as client:
+        return client.describe(target.model).schema_digest
 
 
 @contextlib.asynccontextmanager

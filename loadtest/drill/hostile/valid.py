@@ -12,28 +12,28 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import numpy as np
 import uvloop
 from pydantic import Field
 
 from loader.manifest import Frozen
-from loadtest.drill.http_client import HttpClient
 from loadtest.grpc_channels import as_it_is, open_channels
-from loadtest.http_connection import post_request
-from loadtest.serving_cost.shape import Shape, model_spec
+from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.errors import AnswerError
 from loadtest.workloads.payloads import Api, Payload, Payloads
-from loadtest.workloads.workload import WorkloadRequest
-from router.feature_schema import FeatureSchema
 from serving.fleet.process import die_with_parent
-from shard_node.bags import KeyedBags
 
 RECORD = np.dtype([("due", "<f8"), ("done", "<f8"), ("source", "u1"), ("ok", "?")])
 APIS: tuple[Api, ...] = ("json", "oip-http", "grpc")
+# Of every feature, about; 1 to 3.
+HOTNESS = 2
 # One JSON request of so many comes over a connection of its own: a server must go on to accept.
 FRESH_EVERY = 4
 FLUSH_S = 0.1
@@ -62,36 +62,6 @@ class WatchConfig(Frozen):
     timeout_ms: int = 1000
     requests_each: int = Field(default=32, ge=1)
     seed: int = 0
-
-
-class VariedWorkload:
-    """Requests of 50 to 500 candidates with 0 to 4 ids a bag, all of them drawn alike.
-
-    Args:
-        shape: of the model.
-    """
-
-    name = "varied"
-
-    def __init__(self, shape: Shape, candidates: tuple[int, int] = (50, 500), longest: int = 4) -> None:
-        self.spec = model_spec(shape, "mlp")
-        self.schema = FeatureSchema.of(self.spec)
-        self._shape, self._candidates, self._longest = shape, candidates, longest
-
-    def request(self, rng: np.random.Generator) -> WorkloadRequest:
-        """As `Workload.request`."""
-        shape = self._shape
-        count = int(rng.integers(self._candidates[0], self._candidates[1] + 1))
-        lengths = rng.integers(0, self._longest + 1, count * shape.features)
-        keys = np.arange(shape.features, dtype=np.int32)
-        bags_per_key = np.full(shape.features, count, np.int64)
-        values = rng.integers(0, shape.rows, int(lengths.sum()), dtype=np.int64)
-        return WorkloadRequest(
-            bags=KeyedBags.from_lengths(keys, bags_per_key, lengths.astype(np.int64), values),
-            num_candidates=count,
-            context_dense=np.empty(0, np.float32),
-            candidate_dense=rng.standard_normal((count, shape.dense), dtype=np.float32),
-        )
 
 
 class Log:
@@ -123,19 +93,17 @@ Ask = Callable[[int], Awaitable[str]]
 
 def http_asks(config: WatchConfig, pool: Payloads, fresh_every: int) -> Ask:
     """Asks request i over kept connections, some over one of its own."""
-    kept = HttpClient(config.host, config.http_port)
-    posts = [post_request(config.host, config.http_port, pool.path, dict(one.headers), one.body) for one in pool]
+    # Deadlines are the caller's.
+    client_of = partial(httpx.AsyncClient, verify=False, trust_env=False, timeout=None)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    kept, url = client_of(), f"http://{host}:{config.http_port}{pool.path}"
 
     async def ask(number: int) -> str:
-        fresh = fresh_every and number % fresh_every == 0
-        client = HttpClient(config.host, config.http_port) if fresh else kept
-        index = number % len(posts)
-        try:
-            status, body = await client.call(posts[index])
-        finally:
-            if fresh:
-                client.close()
-        return f"{status} {body[:200]!r}" if status != 200 else _count(pool, pool[index], body)
+        payload = pool[number % len(pool)]
+        async with client_of() if fresh_every and number % fresh_every == 0 else nullcontext(kept) as client:
+            answer = await client.post(url, content=payload.body, headers=payload.headers)
+        body = answer.content
+        return f"{answer.status_code} {body[:200]!r}" if answer.status_code != 200 else _count(pool, payload, body)
 
     return ask
 
@@ -165,10 +133,9 @@ def _count(pool: Payloads, payload: Payload, answer: bytes) -> str:
 
 async def run(config: WatchConfig) -> None:
     """Asks until it is cancelled."""
-    workload = VariedWorkload(config.shape)
+    drawn = workload(config.shape, "mlp", HOTNESS)
     pools = [
-        Payloads(workload, api, count=config.requests_each, seed=config.seed, timeout_ms=config.timeout_ms)
-        for api in APIS
+        Payloads(drawn, api, count=config.requests_each, seed=config.seed, timeout_ms=config.timeout_ms) for api in APIS
     ]
     asks = [
         http_asks(config, pools[0], FRESH_EVERY),
@@ -181,7 +148,7 @@ async def run(config: WatchConfig) -> None:
         try:
             async with asyncio.timeout(config.timeout_ms / 1e3 + 1):
                 problem = await asks[source](number)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, httpx.HTTPError) as error:
             problem = repr(error)
         log.add(due, source, f"{APIS[source]}: {problem}" if problem else "")
 

@@ -18,7 +18,7 @@ from loadtest.drill.questions import Question, make_questions
 from loadtest.drill.verdict import Kind, judge
 
 SHAPE = OracleShape(items=500, users=500, tags=100)
-QUESTIONS = make_questions(SHAPE.spec(), 30, timeout_ms=1000)
+QUESTIONS = make_questions(SHAPE.spec(), 30)
 rank_questions = st.sampled_from(QUESTIONS["rank"])
 lookup_questions = st.sampled_from(QUESTIONS["lookup"])
 versions = st.integers(1, 1000)

@@ -239,7 +239,7 @@ def test_a_request_that_only_the_new_version_takes_is_packed_for_it_though_the_o
                 request = api_request()
                 await call("rank", MODEL, **rank_arguments(request))
                 request["candidates"]["dense"] = np.ones((5, 4)).tolist()
-                with pytest.raises(InvalidRequestError, match="takes 3"):
+                with pytest.raises(InvalidRequestError, match="5 candidates of 3 values"):
                     await call("rank", MODEL, **rank_arguments(request))
                 load(service, wider)
                 service.flip(MODEL, 2)

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from loader.reader import Snapshot
 from router.feature_schema import FeatureSchema
-from serving.client import InvalidRequestError, Ragged
-from serving.client.features import Layout, RankFeatures, bags_column, lookup_request, read_message
+from serving.client import Client, InvalidRequestError, Ragged
+from serving.client.features import Column, Layout, RankFeatures, lookup_request, read_message
 from serving.description import ModelDescription
 from serving.formats.messages import encode_model
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
+from shardrank_testing.client_calls import calling, rank_arguments
 from shardrank_testing.parsing import parse_json, parse_message
-from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec
+from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec, run, running_api
 
 SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
 CONTEXT, CANDIDATES = ("user", "history", "liked-tag", "city"), ("film", "genre", "tag", "device")
@@ -37,9 +38,7 @@ def given_of(request: dict[str, Any]) -> RankFeatures:
     """The JSON form as arguments of a client."""
     context, candidates = request["context"], request["candidates"]
     weights = {**context.get("weights", {}), **candidates.get("weights", {})}
-    return RankFeatures.of(
-        context["sparse"], candidates["sparse"], weights, context.get("dense"), candidates.get("dense")
-    )
+    return RankFeatures(context["sparse"], candidates["sparse"], weights, context.get("dense"), candidates.get("dense"))
 
 
 def encoded(request: ranking_pb2.RankRequest) -> bytes:
@@ -129,8 +128,8 @@ def test_a_request_in_any_form_is_read_as_its_json(layout, request, data):
     arrays["candidates"]["dense"] = np.array(request["candidates"]["dense"])
     for form in (request, arrays):
         given = given_of(form)
-        assert_same(parse_message(SCHEMA, encoded(layout.packed_request(given))), expected)
-        assert_same(parse_message(SCHEMA, encoded(given.map_request())), expected)
+        assert_same(parse_message(SCHEMA, encoded(layout.packed(given))), expected)
+        assert_same(parse_message(SCHEMA, encoded(given.by_name())), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,20 +148,20 @@ def test_a_lookup_in_any_form_is_read_as_its_json(request, data):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, object])
 def test_integers_of_any_width_are_ids(dtype):
-    column = bags_column("candidates.sparse.film", np.array([3, 0, 100], dtype), None)
+    column = Column.of("candidates.sparse.film", np.array([3, 0, 100], dtype), None)
     assert (column.ids.dtype, column.ids.tolist(), column.lengths) == (np.int64, [3, 0, 100], None)
 
 
 @pytest.mark.parametrize("strings", [["a", "ü"], np.array(["a", "ü"]), np.array(["a", "ü"], object)])
 def test_strings_are_ids_from_lists_and_arrays(strings):
-    column = bags_column("candidates.sparse.city", strings, None)
+    column = Column.of("candidates.sparse.city", strings, None)
     assert (list(column.texts), column.num_bags, column.ids.size) == (["a", "ü"], 2, 0)
 
 
 def test_arrays_that_are_not_contiguous_are_read_as_they_look():
     ids = np.arange(20).reshape(4, 5)
-    assert bags_column("candidates.sparse.film", ids[:, 1], None).ids.tolist() == [1, 6, 11, 16]
-    column = bags_column("candidates.sparse.film", ids.T, None)
+    assert Column.of("candidates.sparse.film", ids[:, 1], None).ids.tolist() == [1, 6, 11, 16]
+    column = Column.of("candidates.sparse.film", ids.T, None)
     assert column.ids.tolist() == ids.T.reshape(-1).tolist()
     assert column.lengths is not None
     assert column.lengths.tolist() == [4] * 5
@@ -174,7 +173,7 @@ def test_a_single_id_is_a_bag_of_one(layout):
     expected = parse_json(SCHEMA, request)
     for one in (42, np.int64(42), np.array([42], np.uint8)):
         request["context"]["sparse"]["user"] = one
-        assert_same(parse_message(SCHEMA, encoded(layout.packed_request(given_of(request)))), expected)
+        assert_same(parse_message(SCHEMA, encoded(layout.packed(given_of(request)))), expected)
 
 
 WRONG = [
@@ -183,29 +182,29 @@ WRONG = [
     ("candidates.sparse.film", [1, 2, "3", 4, 5], "invalid_id", "'3' is a str"),
     ("candidates.sparse.film", [1, 2, 3, 4, 2**63], "invalid_id", "9223372036854775808 is not in 0.."),
     ("candidates.sparse.film", np.full(5, 2**63, np.uint64), "invalid_id", "9223372036854775808 is not in 0.."),
-    ("candidates.sparse.film", np.ones(5), "invalid_id", "dtype float64"),
-    ("candidates.sparse.film", np.ones(5, bool), "invalid_id", "dtype bool"),
-    ("candidates.sparse.film", ["a"] * 5, "invalid_id", "the ids are strings; those of the model are integers"),
+    ("candidates.sparse.film", np.ones(5), "invalid_id", "'1.0' is a float"),
+    ("candidates.sparse.film", np.ones(5, bool), "invalid_id", "'True' is a bool"),
+    ("candidates.sparse.film", ["a"] * 5, "invalid_id", "are integers, not given here"),
     ("candidates.sparse.film", ["\ud800"] * 5, "invalid_id", "lone surrogate"),
     ("candidates.sparse.film", [1, [2], 3, 4, 5], "invalid_field", "lists and single values"),
     ("candidates.sparse.film", [[[1]]] * 5, "invalid_id", "is a list"),
     ("candidates.sparse.film", np.ones((5, 1, 1), int), "invalid_field", r"shape \(5, 1, 1\)"),
     ("candidates.sparse.film", [np.array(3)] * 5, "invalid_field", "without dimensions"),
-    ("candidates.sparse.genre", [1, 2, 3], "count_mismatch", "3 candidates; candidates.sparse.film has 5"),
-    ("candidates.sparse.genre", Ragged([1, 2], [1, 0, 0, 0, 0]), "count_mismatch", "add up to 1; there are 2 ids"),
-    ("candidates.sparse.genre", Ragged([1, 2], [1, -1, 2, 0, 0]), "invalid_field", "a length is not in 0..2"),
+    ("candidates.sparse.genre", [1, 2, 3], "count_mismatch", "3 candidates, expected 5"),
+    ("candidates.sparse.genre", Ragged([1, 2], [1, 0, 0, 0, 0]), "count_mismatch", "add up to 1; there are 2 values"),
+    ("candidates.sparse.genre", Ragged([1, 2], [1, -1, 2, 0, 0]), "invalid_field", "none below 0"),
     ("candidates.sparse.genre", Ragged([1, 2], [0.5] * 5), "invalid_field", "must be integers"),
     ("candidates.sparse.nothing", [1] * 5, "unknown_feature", "model 'films' has no such feature"),
-    ("candidates.sparse.user", [1] * 5, "unknown_feature", "has it as a context feature"),
+    ("candidates.sparse.user", [1] * 5, "unknown_feature", "it is a context feature"),
     ("context.sparse.user", None, "missing_feature", "model 'films' needs it"),
     ("candidates.sparse.device", None, "missing_feature", "model 'films' needs it"),
-    ("context.sparse.city", [3], "invalid_id", "the ids are integers; those of the model are strings"),
+    ("context.sparse.city", [3], "invalid_id", "are strings, not given here"),
     ("context.sparse.history", [[3, 4]], "invalid_id", "is a list"),
-    ("context.sparse.history", Ragged([3], [1]), "invalid_field", "one bag"),
-    ("context.dense", [1.0], "count_mismatch", "1 values; model 'films' takes 2"),
+    ("context.sparse.history", Ragged([3], [1]), "invalid_field", "must be flat"),
+    ("context.dense", [1.0], "count_mismatch", "1 values, the model takes 2"),
     ("context.dense", ["1", "2"], "invalid_field", "must be numbers"),
-    ("candidates.dense", np.ones((5, 2)), "count_mismatch", "2 values for each candidate; model 'films' takes 3"),
-    ("candidates.dense", np.ones((4, 3)), "count_mismatch", "4 candidates; candidates.sparse.film has 5"),
+    ("candidates.dense", np.ones((5, 2)), "count_mismatch", "10 values; 5 candidates of 3 values need 15"),
+    ("candidates.dense", np.ones((4, 3)), "count_mismatch", "4 rows for 5 candidates"),
     ("candidates.dense", np.ones(15), "count_mismatch", r"shape \(15,\)"),
     ("candidates.dense", [[1.0], [1.0, 2.0]], "count_mismatch", "different lengths"),
     ("candidates.weights.film", [1.0] * 5, "invalid_field", "takes no weights"),
@@ -215,27 +214,40 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "kind", "message"), WRONG)
-def test_what_does_not_fit_is_refused_by_its_field_before_it_is_sent(layout, field, value, kind, message):
-    request = api_request(seed=1)
-    path = (field if field.count(".") != 1 or "dense" in field else f"context.{field}").split(".")
-    owner = request[path[0]]
-    for member in path[1:-1]:
-        owner = owner.setdefault(member, {})
-    if value is None:
-        del owner[path[-1]]
-    else:
-        owner[path[-1]] = value
-    with pytest.raises(InvalidRequestError, match=message) as found:
-        layout.packed_request(given_of(request))
-    assert (found.value.kind, found.value.field) == (kind, field)
-    assert str(found.value).startswith(f"{field}: ")
+def test_what_does_not_fit_is_refused_by_its_field(api_service):
+    async def main() -> None:
+        async with running_api(api_service) as api:
+            address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
+            async with calling(Client, address, timeout_ms=30_000) as call:
+                for field, value, kind, message in WRONG:
+                    request = api_request(seed=1)
+                    path = (field if field.count(".") != 1 or "dense" in field else f"context.{field}").split(".")
+                    owner = request[path[0]]
+                    for member in path[1:-1]:
+                        owner = owner.setdefault(member, {})
+                    if value is None:
+                        del owner[path[-1]]
+                    else:
+                        owner[path[-1]] = value
+                    with pytest.raises(InvalidRequestError, match=message) as found:
+                        await call("rank", MODEL, **rank_arguments(request))
+                    # The server has another path for the parts of a feature than JSON.
+                    names = {
+                        field,
+                        f"{field}.ids",
+                        f"{field}.string_ids",
+                        f"{field.replace('weights', 'sparse')}.weights",
+                    }
+                    assert found.value.kind == kind, field
+                    assert found.value.field in names
+                    assert str(found.value).startswith(f"{found.value.field}: ")
+                nothing = dict.fromkeys(CANDIDATES, ())
+                context = rank_arguments(api_request())["context"]
+                with pytest.raises(InvalidRequestError, match="at least 1") as found:
+                    await call("rank", MODEL, context, nothing, context_dense=[0, 0])
+                assert (found.value.kind, found.value.field) == ("count_mismatch", "candidates")
 
-
-def test_no_candidates_are_refused(layout):
-    with pytest.raises(InvalidRequestError, match="at least 1") as found:
-        RankFeatures.of({}, {"film": []}, {}, None, None)
-    assert (found.value.kind, found.value.field) == ("count_mismatch", "candidates")
+    run(main())
 
 
 def test_the_client_imports_nothing_of_the_server():

@@ -281,8 +281,7 @@ def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status,
         assert type(found.value) is error
         assert found.value.grpc_status == status.name
         assert found.value.kind == (kind or "internal")
-        is_request = issubclass(error, InvalidRequestError) and kind != "header_too_large"
-        assert found.value.field == ("candidates.sparse.film[1]" if is_request else "")
+        assert found.value.field == ("candidates.sparse.film[1]" if error is InvalidRequestError else "")
     assert len(stub.ranks) == 1
 
 
@@ -442,7 +441,7 @@ def test_a_token_goes_with_every_call_and_may_change():
         ("http://host:1", {"ca": "ca.pem"}, "has no TLS"),
         ("https://host:1", {"cert": "c.pem"}, "together"),
         ("https://host:1", {"ca": "/nowhere/ca.pem"}, "No such file"),
-        ("grpcs://host:1", {"ca": "/nowhere/ca.pem"}, "/nowhere/ca.pem: No such file"),
+        ("grpcs://host:1", {"ca": "/nowhere/ca.pem"}, "No such file.*/nowhere/ca.pem"),
     ],
 )
 def test_an_address_that_can_not_be_used_is_told_at_once(address, options, message):

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from google.protobuf import json_format
 
 from serving.cli import main
-from serving.demo.clients import GrpcRankClient, HttpRankClient
+from serving.client import Client, RetryPolicy
 from serving.demo.errors import DemoStoppedError
 from serving.demo.measure import measure
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
@@ -132,12 +132,10 @@ def free_port() -> int:
 def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
     port = free_port()
     request = {"context": {}, "candidates": {"film_id": [1]}}
-    for client in (
-        HttpRankClient("127.0.0.1", port, "films", [b"{}", b"{}"], 5),
-        GrpcRankClient("127.0.0.1", port, "films", [request, request], 5000),
-    ):
-        with client:
-            measured = measure(client, [3, 4], warmup_requests=3, stop=threading.Event())
+    for api in ("http", "grpc"):
+        with Client(f"{api}://127.0.0.1:{port}", timeout_ms=5000, retry=RetryPolicy(max_attempts=1)) as client:
+            asked = ("films", [request, request], [3, 4])
+            measured = measure(api, client, *asked, warmup_requests=3, stop=threading.Event())
         assert (measured.requests, measured.errors, len(measured.error_examples)) == (5, 5, 5)
         assert np.isnan(measured.scores).all()
         assert measured.percentile_ms(50) is None
@@ -146,8 +144,5 @@ def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
 def test_measuring_stops_when_it_is_asked_to() -> None:
     stop = threading.Event()
     stop.set()
-    with (
-        HttpRankClient("127.0.0.1", free_port(), "films", [b"{}"], 5) as client,
-        pytest.raises(DemoStoppedError),
-    ):
-        measure(client, [1], warmup_requests=0, stop=stop)
+    with Client("grpc://127.0.0.1:1") as client, pytest.raises(DemoStoppedError):
+        measure("grpc", client, "films", [{}], [1], warmup_requests=0, stop=stop)
