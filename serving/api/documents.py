@@ -54,7 +54,7 @@ from serving.errors import (
 )
 from serving.formats.infer import parse_version
 from serving.formats.json_writer import encode
-from serving.observe.times import Call
+from serving.observe.calls import Call
 from serving.rank.service import RankingService
 
 API_VERSION = "1"

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
 from serving.formats.requests import Answer, Buffer, Codec, Encoded, Request, Unparsed
-from serving.observe.times import Call
+from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel
@@ -30,13 +30,7 @@ class Client(Protocol):
 
 
 async def answer(service: RankingService, codec: Codec, receive: Receive, client: Client) -> Encoded:
-    """Answer one call.
-
-    Args:
-        service: holds the models.
-        codec: reads the request and writes the answer.
-        receive: gives the request's bytes, complete and not compressed.
-        client: whoever waits.
+    """Answer one call, whose request `receive` gives complete and not compressed.
 
     Raises:
         ShardrankError: with its HTTP and gRPC status.
@@ -64,11 +58,7 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
 
 
 def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
-    """Answer one call of this process while the calling thread waits. Nothing is encoded.
-
-    Raises:
-        ShardrankError: as `answer`.
-    """
+    """Answer one call of this process while the calling thread waits. Nothing is encoded. Raises as `answer`."""
     with service.call(codec.api, codec.method) as call:
         _, request, lease = _parsed(service, codec, call, body)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -85,9 +75,13 @@ def _parsed(
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)
-    lease = service.lease_for(call, unparsed)
+    lease = service.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
+    # It counts for that version from now on.
+    generation = call.generation = lease.generation
+    call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
+    call.leased = service.clock()
     try:
-        request = unparsed.parse(lease.generation.payload.schema)
+        request = unparsed.parse(generation.payload.schema)
     except BaseException:
         lease.release()
         raise

@@ -198,13 +198,13 @@ def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api
             service.set_canary(MODEL, 3, SHARE)
         with pytest.raises(CanaryShareError):
             service.set_canary(MODEL, 2, 1.0)
-        assert service.versions.canary(MODEL) is None
+        assert service.canary(MODEL) is None
         service.set_canary(MODEL, 2, SHARE)
         service.flip(MODEL, 2)
-        assert service.versions.canary(MODEL) is None
+        assert service.canary(MODEL) is None
         service.set_canary(MODEL, 1, SHARE)
         service.retire(MODEL, 1)
-        assert service.versions.canary(MODEL) is None
+        assert service.canary(MODEL) is None
         assert rank(service, routing_key=IN_CANARY)["version"] == 2
 
 
