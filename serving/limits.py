@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from loader.manifest import Frozen
 
 MAX_ID = 2**63 - 1
-
-
-def _comma_separated(value: Any) -> Any:
-    """Take what stands on a command line apart."""
-    return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 class RequestLimits(Frozen):
@@ -43,8 +38,7 @@ class RequestLimits(Frozen):
         max_in_flight: requests of this process between their last byte and their answer; more are shed.
         max_queue: requests of one model version that wait for a ranking replica; more are shed.
         max_batch_requests: requests that a replica joins into one batch.
-        max_batch_candidates: candidates at which a batch takes no further request. One request may have more by itself.
-        max_batch_ids: ids at which a batch takes no further request. One request may have more by itself.
+        max_batch_candidates, max_batch_ids: at which a batch takes no further request; one may have more by itself.
         max_batch_pairs: candidates x longest sequence of a batch, to which the others' are padded, likewise.
         receive_timeout_s: time from a request's first byte until it must be complete, and for a peer to take
             bytes or to answer a ping.
@@ -87,12 +81,15 @@ class RequestLimits(Frozen):
     max_connections_per_address: int = Field(default=1024, ge=0)
     max_idle_work_ms: int = Field(default=200, ge=0, le=60_000)
     penalty_s: float = Field(default=10.0, ge=0, le=3600)
-    trusted_proxies: Annotated[tuple[str, ...], BeforeValidator(_comma_separated)] = Field(
-        default=(), max_length=256, exclude=True
-    )
+    trusted_proxies: tuple[str, ...] = Field(default=(), max_length=256, exclude=True)
     max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
     max_concurrent_streams: int = Field(default=256, ge=1)
     max_connection_age_s: float = Field(default=3600.0, gt=0, le=86_400)
+
+    @field_validator("trusted_proxies", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -32,8 +31,6 @@ from shard_node.generation import Lease
 logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
-# A loop may fire up to its clock's resolution early.
-_RESOLUTION_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +62,12 @@ class Pending:
     queue_s: float = 0.0
     batch: BatchTimes | None = None
 
+    def expire(self) -> None:
+        """Have it fail: its time is over. As `leave`, only on the loop that its future belongs to."""
+        _settle([(self.future, DeadlineExceededError("the deadline passed before the answer was complete"))])
+
     def leave(self) -> None:
-        """Have it fail: its client has gone. Only on the loop that its future belongs to."""
+        """Have it fail: its client has gone."""
         _settle([(self.future, ClientGoneError("the client closed the connection"))])
 
 
@@ -132,15 +133,10 @@ class Batcher:
                 wake = self._idle.pop() if self._idle else None
 
     def take(self, wake: Wake) -> list[Pending] | None:
-        """The next batch for a replica that is free; never blocks.
+        """The next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
 
-        Args:
-            wake: called once, from any thread, when there may be work, if there is none now. A replica gives it again
-                with its next call.
-
-        Returns:
-            Rank requests that fit a batch, or one lookup; empty if there is nothing to do; None if the batcher is
-            closed. Requests whose deadline has passed, or that nobody waits for any more, are dropped on the way.
+        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be; and None
+        if the batcher is closed. Requests whose deadline has passed, or that nobody waits for, are dropped on the way.
         """
         dropped: list[Pending] = []
         with self._lock:
@@ -213,45 +209,6 @@ def _wake(wake: Wake) -> bool:
 def _expire(dropped: list[Pending]) -> None:
     late = "the deadline passed while the request waited for a ranking replica"
     finish((pending, DeadlineExceededError(late)) for pending in dropped)
-
-
-class Expiry:
-    """Fails futures when their time has come. Belongs to one event loop.
-
-    A timer of its own for each request would be made and cancelled thousands of times a second, and hardly ever fire.
-    So the loop has one, for the deadline that comes first; one that is taken off leaves it where it is.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._due: dict[asyncio.Future[Any], float] = {}
-        self._armed_until = math.inf
-        self._handle: asyncio.TimerHandle | None = None
-
-    def add(self, future: asyncio.Future[Any], delay_s: float) -> None:
-        """Has a future fail with DeadlineExceededError after `delay_s` seconds, unless it is done by then."""
-        due = self._due[future] = self.loop.time() + delay_s
-        if due < self._armed_until:
-            if self._handle is not None:
-                self._handle.cancel()
-            self._arm(due)
-
-    def discard(self, future: asyncio.Future[Any]) -> None:
-        """Forgets a future."""
-        self._due.pop(future, None)
-
-    def _arm(self, due: float) -> None:
-        self._armed_until = due
-        self._handle = self.loop.call_later(max(0.0, due - self.loop.time()), self._fire)
-
-    def _fire(self) -> None:
-        self._handle, self._armed_until = None, math.inf
-        latest = self.loop.time() + _RESOLUTION_S
-        for future in [one for one, due in self._due.items() if due <= latest]:
-            del self._due[future]
-            _settle([(future, DeadlineExceededError("the deadline passed before the answer was complete"))])
-        if self._due:
-            self._arm(min(self._due.values()))
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:

@@ -25,7 +25,7 @@ from serving.observe.calls import Call, Outcome, outcome_of
 from serving.observe.collectors import StateCollector
 from serving.observe.metrics import ServingMetrics
 from serving.observe.watch import NodeWatch
-from serving.rank.batcher import Expiry, Pending
+from serving.rank.batcher import Pending
 from serving.versions.served_versions import ServedVersions
 from shard_node.errors import DeadlineExceededError
 
@@ -64,7 +64,6 @@ class RankingService(ServedVersions):
         self._receiving = 0
         self._admitted = 0
         self._counting = threading.Lock()
-        self._of_thread = threading.local()
 
     def expect(self, models: Sequence[str]) -> None:
         """Says which models must be live before the process is ready. A model that comes later does not count."""
@@ -159,16 +158,12 @@ class RankingService(ServedVersions):
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
-        loop = future.get_loop()
-        expiry: Expiry | None = getattr(self._of_thread, "expiry", None)
-        if expiry is None or expiry.loop is not loop:
-            expiry = self._of_thread.expiry = Expiry(loop)
-        expiry.add(future, pending.deadline - pending.arrived)
+        timer = future.get_loop().call_later(pending.deadline - pending.arrived, pending.expire)
         watch_client(pending.leave)
         try:
             return await future
         finally:
-            expiry.discard(future)
+            timer.cancel()
             pending.abandoned = True
             # An error's traceback holds this frame, and the future the error.
             pending.future = None
