@@ -84,7 +84,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         logger.info("listening on %s: HTTP %d, gRPC %d", config.host, http_port, grpc_port)
         yield Listening(config.host, http_port, grpc_port)
     finally:
-        service.begin_shutdown()
+        service.watch.begin_shutdown()
         if watching is not None:
             http.begin_drain()
             await asyncio.sleep(config.shutdown_delay_s)

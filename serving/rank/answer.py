@@ -45,9 +45,9 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
         if (remaining_s := client.time_remaining()) is not None:
             deadline = min(deadline, call.parsed + remaining_s)
         loop = asyncio.get_running_loop()
-        pending = Pending(request, lease, deadline, call.parsed, loop.create_future(), loop)
+        pending = Pending(request, lease, deadline, call, loop.create_future(), loop)
         answered = await service.wait(pending, client.watch)
-        call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
+        call.answered = service.clock()
         encoded = unparsed.encode(answered)
         call.encoded = service.clock()
     except BaseException as error:
@@ -62,10 +62,7 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
     with service.call(codec.api, codec.method) as call:
         _, request, lease = _parsed(service, codec, call, body)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        pending = Pending(request, lease, call.began + request.timeout_s, call.parsed, future, None)
-        answered = service.wait_in_thread(pending)
-        call.queue_s, call.batch = pending.queue_s, pending.batch
-        return answered
+        return service.wait_in_thread(Pending(request, lease, call.began + request.timeout_s, call, future, None))
 
 
 def _parsed(

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
 from serving.formats.requests import Answer, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
-from serving.observe.calls import BatchTimes
+from serving.observe.calls import Call
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
@@ -41,26 +41,22 @@ class Pending:
         request: what is asked.
         lease: on the version that answers; `finish` releases it.
         deadline: when nobody waits any more, monotonic seconds.
-        arrived: when it was queued, monotonic seconds.
+        call: that it came by; the replica tells it how long it waited, and the times of its batch.
         future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
         abandoned: set when nobody waits any more; what has not begun by then is dropped.
-        queue_s: how long it waited for a replica; set by that.
-        batch: where the time of its batch went; set by the replica once it has an answer.
     """
 
     request: Request
     lease: Lease[Any]
     deadline: float
-    arrived: float
+    call: Call
     future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None
     loop: asyncio.AbstractEventLoop | None
     longest_sequence: int = 0
     abandoned: bool = False
-    queue_s: float = 0.0
-    batch: BatchTimes | None = None
 
     def expire(self) -> None:
         """Have it fail: its time is over. As `leave`, only on the loop that its future belongs to."""

@@ -236,7 +236,7 @@ class Ranking:
         times.ended = self._clock()
         times.answer_s = times.ended - answering
         for pending in waiting:
-            pending.batch = times
+            pending.call.batch = times
         self._metrics.batch_ended(self._model_name, times, method)
 
 

@@ -214,7 +214,7 @@ async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[
     try:
         now = clock()
         for pending in batch:
-            pending.queue_s = now - pending.arrived
+            pending.call.queue_s = now - pending.call.parsed
         outcomes = await _outcomes(ranking, batch)
     finally:
         finish(zip(batch, outcomes, strict=True))

@@ -158,7 +158,7 @@ class RankingService(ServedVersions):
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
-        timer = future.get_loop().call_later(pending.deadline - pending.arrived, pending.expire)
+        timer = future.get_loop().call_later(pending.deadline - pending.call.parsed, pending.expire)
         watch_client(pending.leave)
         try:
             return await future
@@ -193,13 +193,9 @@ class RankingService(ServedVersions):
         """The live version of every model."""
         return [self.describe(model) for model in self.generations.models()]
 
-    def begin_shutdown(self) -> None:
-        """Not ready from now on. Requests that still come are answered until the listeners are closed."""
-        self.watch.begin_shutdown()
-
     def close(self) -> None:
         """Withdraws every version, and waits until each has drained and its payload is freed."""
-        self.begin_shutdown()
+        self.watch.begin_shutdown()
         for generation in self.generations.retire_all():
             # No request outlives its deadline by more than the batch that it is in.
             if not generation.retired.wait(self.limits.max_timeout_ms / 1000 + CLOSE_GRACE_S):

@@ -396,7 +396,7 @@ class ServingNode:
 
         A registry that is down does not keep it from leaving.
         """
-        self._service.begin_shutdown()
+        self._service.watch.begin_shutdown()
         if self._tasks:
             await self.agent.leave()
             for task in self._tasks:

@@ -9,6 +9,7 @@ import pytest
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.formats.requests import LookupRequest, RankRequest
 from serving.limits import RequestLimits
+from serving.observe.calls import Call
 from serving.rank.batcher import Batcher, Pending, finish
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
@@ -60,7 +61,8 @@ class Model:
         return self.pending(LookupRequest(EMPTY, timeout_s=1.0), FAR)
 
     def pending(self, request: RankRequest | LookupRequest, deadline: float) -> Pending:
-        return Pending(request, self.generations.lease("films"), deadline, 0.0, concurrent.futures.Future(), None)
+        call, lease = Call("embedded", "rank", 0.0), self.generations.lease("films")
+        return Pending(request, lease, deadline, call, concurrent.futures.Future(), None)
 
 
 @pytest.fixture

@@ -381,9 +381,7 @@ def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metr
             call.counter = lease.payload.counter
             request = unparsed.parse(lease.payload.schema)
             deadline = service.clock() + 30.0
-            service.wait_in_thread(
-                Pending(request, lease, deadline, service.clock(), concurrent.futures.Future(), None)
-            )
+            service.wait_in_thread(Pending(request, lease, deadline, call, concurrent.futures.Future(), None))
             # Its lease has ended with the batch; what is left to do is writing the answer.
             assert service.retire(MODEL, 1).retired.wait(30.0)
         rank(service)
