@@ -79,17 +79,12 @@ class Call:
     Attributes:
         api: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`.
         method: `rank`, `lookup` or `model`.
-        began: when it came.
         model: name of the served model, once it is known; never what a client made up.
-        version: the version that answers it, once that is chosen.
-        counter, generation: of that version.
-        received: when its request had come in full.
-        leased: when the version was chosen.
-        parsed: when its request was parsed.
+        version, counter, generation: of what answers it, once that is chosen: at `leased`.
+        received, parsed: when its request had come in full; when it was arrays.
         queue_s: seconds that it waited for a replica.
         batch: that it was in, once that is answered.
-        answered: when the call went on with the answer.
-        encoded: when that was bytes.
+        answered, encoded: when the call went on with the answer; when that was bytes.
         admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
     """
 
@@ -123,11 +118,7 @@ class Call:
 
 
 def outcome_of(error: BaseException) -> Outcome | None:
-    """What a request that failed counts as for its version; None if it tells nothing of it.
-
-    Args:
-        error: what it ended with; one that is no ShardrankError is a defect of ours.
-    """
+    """What a request that failed counts as for its version; None if it tells nothing of it."""
     if isinstance(error, _DO_NOT_FIT):
         return "error"
     # A client that leaves, by closing its connection or by cancelling, is no Exception or has a status below 500.
@@ -135,6 +126,7 @@ def outcome_of(error: BaseException) -> Outcome | None:
     # its replicas can bring that about.)
     if isinstance(error, OverloadedError) or not isinstance(error, Exception):
         return None
+    # What is no ShardrankError is a defect of ours.
     is_fault = not isinstance(error, ShardrankError) or error.http_status >= _SERVER_FAULT
     return "error" if is_fault else None
 
@@ -182,13 +174,7 @@ class VersionCounter:
         self._totals = InferenceTotals()
 
     def ended(self, call: Call, outcome: Outcome | None, now: float) -> None:
-        """Count a call whose version was chosen.
-
-        Args:
-            call: as it ended.
-            outcome: `ok` if it was answered, else from `outcome_of`.
-            now: monotonic seconds.
-        """
+        """Count a call that ended now: `ok` if it was answered, else with what `outcome_of` says."""
         # Bounds are upper ones, and inclusive.
         bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
         seconds, batch, totals = now - call.began, call.batch, self._totals
@@ -212,11 +198,7 @@ class VersionCounter:
             totals.batches += 1 / batch.num_requests
 
     def scored(self, scores: Float32Array) -> None:
-        """Adds the scores of a batch.
-
-        Args:
-            scores: float32 [N], all finite; only those that are answered.
-        """
+        """Adds the scores of a batch that are answered, float32 [N], all finite."""
         # float32 sums of millions of scores would lose the last ones.
         exact = scores.astype(np.float64)
         total, square = float(exact.sum()), float(exact @ exact)

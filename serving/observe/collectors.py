@@ -44,12 +44,7 @@ _COUNTERS = {
 
 
 class StateCollector(Collector):
-    """Tells of the shard nodes, as they last told and each for itself, and of the versions that are here now.
-
-    Args:
-        watch: over the nodes.
-        versions: of the process.
-    """
+    """Tells of the shard nodes, as they last told and each for itself, and of the versions that are here now."""
 
     def __init__(self, watch: NodeWatch, versions: ServedVersions) -> None:
         self._watch = watch

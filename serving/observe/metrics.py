@@ -43,8 +43,7 @@ class ServingMetrics:
     """Counts and times of one service. Thread-safe.
 
     Args:
-        state: what is read when the metrics are, such as what the shard nodes tell. With several workers on one port
-            it is that of the worker that answers.
+        state: read when the metrics are. With several workers on one port it is that of the worker that answers.
 
     Attributes:
         on_answered: told each call of a batch that was answered, and the seconds from its begin to its encoded answer;
@@ -111,14 +110,7 @@ class ServingMetrics:
         self._kept: deque[tuple[tuple[Histogram, ...], tuple[float, ...]]] = deque()
 
     def call_ended(self, call: Call, status: str, outcome: Outcome | None, now: float) -> None:
-        """Count a call and observe its stages.
-
-        Args:
-            call: as it ended; its model must be one that is served, or "".
-            status: `ok`, or the kind of its error.
-            outcome: what it counts as for its version.
-            now: monotonic seconds.
-        """
+        """Count a call that ended now, by its status (`ok` or its error's kind) and its version's outcome, and its times."""
         self._of_status(call.api, call.method, call.model, status).inc()
         if status != "ok":
             self.failed(call.api, call.method, status)
@@ -202,12 +194,7 @@ class ServingMetrics:
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:
-    """As `histogram.observe` of each value, which the library has no public way for: it looks for each one's bucket.
-
-    Args:
-        histogram: one without label names, or a child.
-        values: none of them NaN.
-    """
+    """Observe many values at once, none NaN, which the library has no public way for: it looks for each one's bucket."""
     buckets = np.searchsorted(histogram._upper_bounds, values)
     for bucket, count in enumerate(np.bincount(buckets).tolist()):
         if count:

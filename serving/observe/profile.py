@@ -14,7 +14,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,20 +31,8 @@ logger = logging.getLogger(__name__)
 WRITE_EVERY_S = 5.0
 OTHER_THREADS = "other"
 Document: TypeAlias = dict[str, Any]
-_IS_OF_BATCH = np.array([stage in IN_BATCH for stage in STAGES])
-
-
-def _no_seconds() -> npt.NDArray[np.float64]:
-    return np.zeros(len(STAGES))
-
-
-@dataclass(slots=True)
-class _Sums:
-    requests: int = 0
-    batches: float = 0.0
-    whole_s: float = 0.0
-    seconds: npt.NDArray[np.float64] = field(default_factory=_no_seconds)
-    busy_s: npt.NDArray[np.float64] = field(default_factory=_no_seconds)
+# Requests, batches and the whole, then the stages.
+_IS_OF_BATCH = np.array([False] * 3 + [stage in IN_BATCH for stage in STAGES])
 
 
 class StageAccount:
@@ -53,37 +40,29 @@ class StageAccount:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: defaultdict[tuple[str, str, str], _Sums] = defaultdict(_Sums)
+        # float64 [2, 3 + stages]: as requests have waited, and as it was worked, a batch's time once.
+        self._sums: dict[tuple[str, str, str], npt.NDArray[np.float64]] = {}
 
     def add(self, call: Call, whole_s: float) -> None:
-        """Add one answered call of a batch.
-
-        Args:
-            call: as it ended.
-            whole_s: from its begin to its encoded answer.
-        """
+        """Add one answered call of a batch, and the seconds from its begin to its encoded answer."""
         if call.batch is None:
             return
         around, of_batch = call.around_batch(), 1 / call.batch.num_requests
         before, after = around[: len(BEFORE_BATCH)], around[len(BEFORE_BATCH) :]
-        seconds = np.array((*before, *call.batch.seconds(), *after))
+        waited = np.array((1.0, of_batch, whole_s, *before, *call.batch.seconds(), *after))
+        both = np.array((waited, np.where(_IS_OF_BATCH, waited * of_batch, waited)))
+        names = (call.api, call.method, call.model)
         with self._lock:
-            sums = self._sums[call.api, call.method, call.model]
-            sums.requests += 1
-            sums.batches += of_batch
-            sums.whole_s += whole_s
-            # Each request has waited for all of its batch's time, which was worked once for all of them.
-            sums.seconds += seconds
-            sums.busy_s += np.where(_IS_OF_BATCH, seconds * of_batch, seconds)
+            self._sums[names] = both + self._sums.get(names, 0.0)
 
     def accounts(self) -> list[Document]:
         """What was added so far, by API, method and model."""
         with self._lock:
-            return [_account(*names, sums) for names, sums in sorted(self._sums.items(), key=lambda one: one[0])]
+            return [_account(*names, self._sums[names]) for names in sorted(self._sums)]
 
 
-def _account(api: str, method: str, model: str, sums: _Sums) -> Document:
-    whole_s, unaccounted_s = sums.whole_s, sums.whole_s - float(sums.seconds.sum())
+def _account(api: str, method: str, model: str, sums: npt.NDArray[np.float64]) -> Document:
+    (requests, batches, whole_s, *waited), (_, _, _, *worked) = sums.tolist()
     stages = [
         {
             "stage": stage,
@@ -91,18 +70,19 @@ def _account(api: str, method: str, model: str, sums: _Sums) -> Document:
             "seconds": seconds,
             "busy_s": busy_s,
             "share": seconds / whole_s if whole_s else 0.0,
-            "mean_ms": seconds / sums.requests * 1e3,
+            "mean_ms": seconds / requests * 1e3,
         }
-        for stage, seconds, busy_s in zip(STAGES, sums.seconds.tolist(), sums.busy_s.tolist(), strict=True)
+        for stage, seconds, busy_s in zip(STAGES, waited, worked, strict=True)
     ]
+    unaccounted_s = whole_s - sum(waited)
     return {
         "api": api,
         "method": method,
         "model": model,
-        "requests": sums.requests,
-        "batches": sums.batches,
+        "requests": int(requests),
+        "batches": batches,
         "whole_s": whole_s,
-        "mean_ms": whole_s / sums.requests * 1e3,
+        "mean_ms": whole_s / requests * 1e3,
         "stages": stages,
         "unaccounted_s": unaccounted_s,
         "unaccounted_share": unaccounted_s / whole_s if whole_s else 0.0,
@@ -110,14 +90,7 @@ def _account(api: str, method: str, model: str, sums: _Sums) -> Document:
 
 
 class ProfileFile:
-    """Writes one process' account to a file: whole or not at all, so that it can be read at any time.
-
-    Args:
-        path: is replaced.
-        account: what is written.
-        clock: monotonic seconds.
-        wall_clock: seconds since the epoch.
-    """
+    """Writes one process' account to a file: whole or not at all, so that it can be read at any time."""
 
     def __init__(
         self,
@@ -189,14 +162,9 @@ class ProfileFile:
 
 @contextlib.contextmanager
 def profiled(path: Path | None, metrics: ServingMetrics) -> Iterator[None]:
-    """Keeps an account while the block runs, and writes it every `WRITE_EVERY_S` and at the end.
+    """Keeps an account of a service while the block runs, and writes it every `WRITE_EVERY_S` and at the end.
 
-    Args:
-        path: of the file; None keeps no account.
-        metrics: of the service whose requests are told.
-
-    Raises:
-        ProfileFileError: at the begin, if the file can't be written; later that is told in the log alone.
+    Without a path none is kept. Raises ProfileFileError at the begin if the file can't be written; later the log tells.
     """
     if path is None:
         yield

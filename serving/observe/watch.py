@@ -34,14 +34,7 @@ class _Told(NamedTuple):
 class NodeWatch:
     """Keeps what the shards of every live model last said.
 
-    Args:
-        generations: of the serving process.
-        expected_models: models that must be live before the process is ready; None if that is not known yet.
-        max_staleness_s: by model, how old the newest change may be that a shard lacks.
-        wall_clock: seconds since the epoch.
-
-    Raises:
-        ValueError: for a limit of staleness that is not above 0.
+    Arguments are those of `RankingService`. Raises ValueError for a limit of staleness that is not above 0.
     """
 
     def __init__(
@@ -126,11 +119,7 @@ class NodeWatch:
         self._listeners.remove(listener)
 
     async def cards_failed(self) -> NoReturn:
-        """Waits until cards of this process have failed. Only a new process can use them again.
-
-        Raises:
-            CardError: what they fail with.
-        """
+        """Waits until cards of this process have failed, and raises their CardError. It takes a new process."""
         await self._cards_failed.wait()
         raise self._card_error or CardError("the cards have failed")
 
@@ -171,22 +160,12 @@ def staleness_s(told: ServedVersion, now: float) -> float | None:
 
     It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
     while nothing is published, and grows while the registry can't be reached.
-
-    Args:
-        told: one version of a node.
-        now: seconds since the epoch.
     """
     return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
 
 
 def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
-    """Why a version's rows are older than they may be; "" if they are not.
-
-    Args:
-        told: what each node of its shards told of it, at least one.
-        max_staleness_s: the limit.
-        now: seconds since the epoch.
-    """
+    """Why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
     version = told[0].version
     ages = [age for one in told if (age := staleness_s(one, now)) is not None]
     if len(ages) < len(told):

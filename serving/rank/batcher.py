@@ -38,7 +38,6 @@ class Pending:
     """One admitted request.
 
     Attributes:
-        request: what is asked.
         lease: on the version that answers; `finish` releases it.
         deadline: when nobody waits any more, monotonic seconds.
         call: that it came by; the replica tells it how long it waited, and the times of its batch.
@@ -71,8 +70,7 @@ class Batcher:
     """A bounded queue with batching. Thread-safe.
 
     Args:
-        limits: `max_queue` and the `max_batch_` ones.
-        clock: monotonic seconds.
+        limits, clock: `max_queue` and the `max_batch_` ones; monotonic seconds.
         is_none: bool [F], the features that are not pooled, whose sequences are padded to a batch's longest; None if
             the model has none. They are context features, so each has one bag.
     """

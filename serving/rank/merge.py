@@ -36,7 +36,7 @@ class MergedBatch:
     """A batch of B requests with N candidates in all.
 
     Attributes:
-        bags: a context feature has B bags, a candidate feature N.
+        bags: all keys of the model; a context feature has B bags, a candidate feature N.
         candidate_starts: int64 [B + 1], the first candidate of each request, then N.
         request_of_candidate: int64 [N].
         context_dense: float32 [B, Kc].
@@ -68,11 +68,7 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
 
 
 def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
-    """Joins bags that have the same keys, key by key: for each key the bags of the first, of the second, ...
-
-    Args:
-        batch: B keyed bags with S keys each, the same ones.
-    """
+    """Joins B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ..."""
     num_requests, num_keys = len(batch), batch[0].keys.size
     # [B, S]: how many bags and values each key has in each request.
     bags_per_segment = np.concatenate([bags.bags_per_key for bags in batch]).reshape(num_requests, num_keys)
@@ -166,13 +162,7 @@ def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
 
 
 def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_candidate: Int64Array) -> Int64Array:
-    """int64 [N], positions within each request by descending score, then position; request after request.
-
-    Args:
-        scores: float32 [N].
-        candidate_starts: int64 [B + 1], the first candidate of each request, then N.
-        request_of_candidate: int64 [N].
-    """
+    """int64 [N], positions within each request by descending score, then position; arguments as in `MergedBatch`."""
     counts = candidate_starts[1:] - candidate_starts[:-1]
     if counts.size == 1 or (counts == counts[0]).all():
         return (-scores).reshape(counts.size, -1).argsort(axis=1, kind="stable").reshape(-1)

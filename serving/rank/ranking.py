@@ -39,14 +39,7 @@ _REQUEST, _DEADLINE = attrgetter("request"), attrgetter("deadline")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankingParts:
-    """What replicas of one model version share: all of it is only read.
-
-    Attributes:
-        version: the version that every answer carries.
-        schema: what a request looks like.
-        models: the dense model, in the dtype it serves with, on each device.
-        assembler: fills the model's inputs.
-    """
+    """What replicas of one version share, only read: `models` has the dense model, as it serves, on each device."""
 
     version: int
     schema: RequestSchema
@@ -58,13 +51,10 @@ class Ranking:
     """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
 
     Args:
-        parts: the model.
-        router: looks ids up.
-        shards: the router's shards, to ask what they serve.
-        metrics: told how long each stage took.
-        counter: told the scores that are answered.
+        parts, device: the model, and where it scores.
+        router, shards: looks ids up in these.
+        metrics, counter: told how long each stage took, and the scores that are answered.
         clock: monotonic seconds.
-        device: where the dense model scores.
     """
 
     def __init__(
@@ -108,8 +98,7 @@ class Ranking:
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """What the nodes of all shards tell of themselves, by address, or by `local` for rows in this process.
 
-        Raises:
-            RouterError, ShardNodeError: if a shard can't be asked.
+        Raises RouterError or ShardNodeError if a shard can't be asked.
         """
 
         async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
@@ -121,8 +110,7 @@ class Ranking:
     async def connect(self, deadline: float) -> None:
         """Connects to every node of every shard and asks it what it holds, so that no request has to.
 
-        Raises:
-            ShardUnavailableError: if a shard has no node that can be used.
+        Raises ShardUnavailableError if a shard has no node that can be used.
         """
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
@@ -130,12 +118,8 @@ class Ranking:
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
         """Ranks requests together, and tells each the times of the batch.
 
-        Returns:
-            For each request its answer, or the error that is its alone: an id without a row, a score that is not
-            finite. Its neighbours are not touched by it.
-
-        Raises:
-            RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
+        Gives for each its answer, or the error that is its alone: an id without a row, a score that is not finite.
+        Raises RouterError or ShardNodeError if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
@@ -199,12 +183,7 @@ class Ranking:
         return scores, embeddings.rejected
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
-        """Looks embeddings up, and tells the request the times.
-
-        Raises:
-            UnknownIdError: for an id without a row.
-            RouterError, ShardNodeError: if the rows can't be looked up.
-        """
+        """Looks embeddings up, and tells the request the times. Raises UnknownIdError for an id without a row."""
         began = self._clock()
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         embeddings = await self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
@@ -243,15 +222,7 @@ class Ranking:
 def unknown_id(
     schema: RequestSchema, request: RankRequest | LookupRequest, rejected: RejectedIds, which: int, bag: int
 ) -> UnknownIdError:
-    """The error for one of the ids without a row, with the place where the request has it.
-
-    Args:
-        schema: the model.
-        request: the request that brought the id.
-        rejected: what the router said.
-        which: of these ids.
-        bag: the bag's number within the request's feature.
-    """
+    """The error for one of the rejected ids, with its place in the request: `bag` is counted within the feature."""
     key, rejected_id = int(rejected.feature[which]), int(rejected.id[which])
     bags = request.bags
     flat_bag = int(bags.bag_starts()[np.searchsorted(bags.keys, key)]) + bag

@@ -58,8 +58,7 @@ class _OnLoop:
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
         """Runs a coroutine on the replica's loop, between its batches; for checks, not for requests.
 
-        Raises:
-            NotReadyError: if the loop was closed.
+        Raises NotReadyError if the loop was closed.
         """
         running = function(self.ranking)
         try:
@@ -73,17 +72,14 @@ class _OnLoop:
 
 
 class Replica(_OnLoop):
-    """Takes batches from a batcher until that is closed.
+    """Takes batches from a batcher until that is closed, on a thread of its own.
 
     Args:
         name: of the thread, for logs and profiles.
-        batcher: where the work comes from.
+        batcher, clock: where the work comes from; monotonic seconds.
         ranking: makes what does the work; called on the replica's own loop, which the shards then belong to.
-        clock: monotonic seconds.
-        on_failure: called on the thread when it ends by anything but the batcher's closing.
-
-    Attributes:
-        failure: what it ended with, if not by the batcher's closing.
+        on_failure: called on the thread when it ends by anything but the batcher's closing; `failure` is what it ended
+            with.
     """
 
     def __init__(
@@ -155,13 +151,9 @@ class Replica(_OnLoop):
 
 
 class LoopReplica(_OnLoop):
-    """Takes batches from a batcher until that is closed, as `Replica` does.
+    """Takes batches from a batcher until that is closed, on a loop that runs in another thread than the caller's.
 
-    Args:
-        ranking: does the work; none of its shards is behind a socket.
-        batcher: where the work comes from.
-        loop: runs in another thread than the caller's.
-        clock: monotonic seconds.
+    None of its ranking's shards may be behind a socket.
     """
 
     def __init__(

@@ -72,11 +72,7 @@ class RankingService(ServedVersions):
 
     @contextlib.contextmanager
     def call(self, api: str, method: str) -> Iterator[Call]:
-        """Counts one call in, and out with its status; everything about it happens in a `with` block.
-
-        Raises:
-            OverloadedError: on entering, if too many are being received.
-        """
+        """Counts one call in as `begin_call` does, and out with its status; all about it happens in a `with` block."""
         call = self.begin_call(api, method)
         try:
             yield call
@@ -89,9 +85,7 @@ class RankingService(ServedVersions):
         """Counts one call in; `end_call` must follow.
 
         Until it is admitted it is being received; calls that never become complete take no place from those that are.
-
-        Raises:
-            OverloadedError: if too many are being received.
+        Raises OverloadedError if too many are being received.
         """
         call = Call(api, method, self.clock())
         with self._counting:
@@ -129,8 +123,7 @@ class RankingService(ServedVersions):
     def admit(self, call: Call) -> None:
         """Lets a call in whose request is complete; a second time changes nothing.
 
-        Raises:
-            OverloadedError: at once, if too many are in flight.
+        Raises OverloadedError, at once, if too many are in flight.
         """
         with self._counting:
             if call.admitted:
@@ -143,18 +136,16 @@ class RankingService(ServedVersions):
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Has a request answered by a replica, on the calling event loop.
+        """Has a request answered by a replica, on the calling event loop, which its future belongs to.
 
         Args:
-            pending: its future belongs to the loop; its lease is taken over.
+            pending: its lease is taken over.
             watch_client: is given a callback for the moment at which the client leaves; what has not begun by then
                 is dropped. Cancelling the caller's task does the same.
 
         Raises:
-            UnknownIdError: for an id without a row.
-            DeadlineExceededError: when the request's deadline passes.
-            OverloadedError: at once, if too many requests wait.
-            RouterError, ShardNodeError: if the shards can't answer.
+            ShardrankError: UnknownIdError for an id without a row, DeadlineExceededError when the deadline passes,
+                OverloadedError at once if too many requests wait, RouterError or ShardNodeError from the shards.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
