@@ -110,7 +110,7 @@ class ServingMetrics:
         self._kept: deque[tuple[tuple[Histogram, ...], tuple[float, ...]]] = deque()
 
     def call_ended(self, call: Call, status: str, outcome: Outcome | None, now: float) -> None:
-        """Count a call that ended now, by its status (`ok` or its error's kind) and its version's outcome, and its times."""
+        """Count a call that ended now: its status (`ok` or its error's kind), its version's outcome, its times."""
         self._of_status(call.api, call.method, call.model, status).inc()
         if status != "ok":
             self.failed(call.api, call.method, status)
@@ -194,7 +194,7 @@ class ServingMetrics:
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:
-    """Observe many values at once, none NaN, which the library has no public way for: it looks for each one's bucket."""
+    """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other."""
     buckets = np.searchsorted(histogram._upper_bounds, values)
     for bucket, count in enumerate(np.bincount(buckets).tolist()):
         if count:

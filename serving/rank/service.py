@@ -107,7 +107,8 @@ class RankingService(ServedVersions):
             else:
                 self._receiving -= 1
         self.metrics.in_flight.dec()
-        now, status, outcome = self.clock(), "ok", cast("Outcome | None", "ok")
+        now, status = self.clock(), "ok"
+        outcome: Outcome | None = "ok"
         if error is not None:
             gone = ClientGoneError if isinstance(error, asyncio.CancelledError) else ShardrankError
             status, outcome = (error if isinstance(error, ShardrankError) else gone).kind, outcome_of(error)
