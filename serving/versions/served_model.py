@@ -46,7 +46,7 @@ class ServedModel:
     Attributes:
         model, version: its name and number.
         schema: what a request looks like.
-        submit: queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's.
+        submit: queues a request and takes its lease over. Raises OverloadedError, ShuttingDownError.
         description: what it tells of itself.
         counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
