@@ -25,6 +25,7 @@ from loadtest.gpu_size import BenchSize
 from serving.formats.requests import Answer, RankAnswer
 from serving.limits import RequestLimits
 from serving.models.factory import DtypeChoice
+from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
@@ -146,9 +147,8 @@ class InProcess:
     def rank(self, request: RequestParts) -> Float32Array:
         """float32 [candidates], the scores."""
         began, future = self._service.clock(), Future[Answer]()
-        pending = Pending(
-            request.parsed(TIMEOUT_S), self._service.lease(self._model), began + TIMEOUT_S, began, future, None
-        )
+        call, lease = Call("embedded", "rank", began, parsed=began), self._service.lease(self._model)
+        pending = Pending(request.parsed(TIMEOUT_S), lease, began + TIMEOUT_S, call, future, None)
         return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
 
     def stage_seconds(self) -> dict[str, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -54,15 +53,15 @@ class Ranker:
         verify: bool = True,
         limits: RequestLimits | None = None,
     ) -> Ranker:
-        """Loads a snapshot and checks it against its golden requests.
+        """Loads a version from its folder and checks it against its golden requests.
 
         Args:
-            snapshot: the folder of one version.
+            snapshot: the folder.
             shards: how many shards the rows are divided over, all in this process.
             cards: cards of each shard.
+            sharding: how tables are divided.
             device: where rows lie, as `--device` of `shardrank serve` has it.
             card_options: what the rows may take of the cards, if that is not the CPU.
-            sharding: how tables are divided.
             dtype: of the dense model; `auto` is bfloat16 where the device has it and golden requests bear it out.
             num_replicas: ranking replicas, each a thread; on cards they take turns over these.
             memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files. None: all in RAM, or, with
@@ -71,7 +70,7 @@ class Ranker:
             limits: of requests and batches.
 
         Raises:
-            ShardrankError: as `serving.versions.loading.load_served_model` and `CardSet.open`.
+            ShardrankError: as `load_served_model` and `CardSet.open`.
         """
         service = RankingService(limits)
         source = ModelSource(
@@ -95,13 +94,7 @@ class Ranker:
         return self._service.describe(self._model)
 
     def rank(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Ranks one request.
-
-        Args:
-            request: the body of `POST /v1/models/{model}:rank` as a dict of plain Python values.
-
-        Returns:
-            The body of its answer.
+        """Ranks one request: the body of `POST /v1/models/{model}:rank`, and of its answer, as plain Python values.
 
         Raises:
             ShardrankError: a BadRequestError names the field, the value and what is allowed.
@@ -127,7 +120,5 @@ class Ranker:
     def __enter__(self) -> Ranker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeAlias
+from typing import Literal, ParamSpec
 
 import uvloop
 from pydantic import Field
@@ -31,11 +31,6 @@ logger = logging.getLogger(__name__)
 # What is spoken, as TLS clients ask for it.
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
 Arguments = ParamSpec("Arguments")
-Leave: TypeAlias = Callable[[], Awaitable[None]]
-
-
-async def _stay() -> None:
-    """Does nothing: a process that belongs to no fleet has nothing to leave."""
 
 
 class ServerConfig(Frozen):
@@ -74,10 +69,7 @@ class Listening:
 
 @contextlib.asynccontextmanager
 async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
-    """Listens while the block runs. Then it is not ready, and stops as `ServerConfig` says. The service stays open.
-
-    Raises ListenError if a port can't be bound.
-    """
+    """Listens while the block runs, then stops as `ServerConfig` says. Raises ListenError if a port can't be bound."""
     addresses = Addresses(service.limits, service.clock)
     tokens, ssl = _protection(service, config, "http")
     http = HttpServer(service, config.drain_timeout_s, addresses=addresses, tokens=tokens, ssl=ssl)
@@ -92,7 +84,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         logger.info("listening on %s: HTTP %d, gRPC %d", config.host, http_port, grpc_port)
         yield Listening(config.host, http_port, grpc_port)
     finally:
-        service.begin_shutdown()
+        service.watch.begin_shutdown()
         if watching is not None:
             http.begin_drain()
             await asyncio.sleep(config.shutdown_delay_s)
@@ -120,7 +112,7 @@ async def serve(
     on_ready: Callable[[Listening], None] = lambda listening: None,
     probe_port: int | None = None,
     on_listening: Callable[[Listening], None] = lambda listening: None,
-    leave: Leave = _stay,
+    leave: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Serves until it is cancelled, or its cards fail; then finishes what is in flight and closes everything.
 
@@ -166,17 +158,15 @@ async def serve(
                 on_ready(replace(listening, admin_port=admin_port))
                 await service.watch.cards_failed()
             finally:
-                await leave()
+                if leave is not None:
+                    await leave()
     finally:
         await asyncio.to_thread(service.close)
 
 
 def _until_signalled(program: Callable[Arguments, Awaitable[None]]) -> Callable[Arguments, None]:
-    """Runs a program on an event loop of its own until SIGTERM or SIGINT; a second one ends the process with status 1.
-
-    A load that is under way can't be interrupted, and whoever asks twice does not want to wait for it.
-    """
-
+    # A second signal ends the process with status 1: a load that is under way can't be interrupted, and whoever asks
+    # twice does not want to wait for it.
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
             run_until_signalled(lambda: program(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)

@@ -30,8 +30,8 @@ from router.plan import Plan
 from router.router import Router
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
+from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.observe.statistics import VersionCounter
 from serving.rank.merge import MergedBatch, merge_bags
 from serving.rank.ranking import Ranking
 from serving.versions.version_check import ranking_parts
@@ -127,7 +127,6 @@ def _merged(requests: list[WorkloadRequest]) -> MergedBatch:
     counts = np.array([request.num_candidates for request in requests], np.int64)
     return MergedBatch(
         merge_bags([request.bags for request in requests]),
-        counts,
         np.concatenate([[0], np.cumsum(counts)]),
         np.repeat(np.arange(counts.size), counts),
         np.stack([request.context_dense for request in requests]),

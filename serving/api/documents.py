@@ -30,8 +30,8 @@ from serving.api.tokens import Tokens
 from serving.description import ModelDescription
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import parse_version
+from serving.observe.calls import Call
 from serving.observe.metrics import CONTENT_TYPE
-from serving.observe.times import Call
 from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)

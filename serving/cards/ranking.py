@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from loader.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from router.router import Router
 from serving.cards.layout import CardLayout
 from serving.cards.scorer import CardModel, CardScorer
+from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.observe.statistics import VersionCounter
-from serving.observe.times import BatchTimes
 from serving.rank.merge import MergedBatch
 from serving.rank.ranking import Ranking, RankingParts
 from shard_node.bags import Float32Array
@@ -54,23 +52,14 @@ class CardRanking(Ranking):
         scorer: CardScorer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(parts, router, shards, metrics, counter, clock)
+        super().__init__(parts, router, shards, metrics, counter, clock, scorer.device)
         self._scorer = scorer
         self._model = self._on_card(parts)
-
-    @property
-    def device(self) -> torch.device:
-        """The replica's card."""
-        return self._scorer.device
 
     @property
     def scorer(self) -> CardScorer:
         """What scores."""
         return self._scorer
-
-    def using(self, parts: RankingParts) -> CardRanking:
-        """The same rows and lane with another dense model; it belongs to this ranking, and ends with it."""
-        return CardRanking(parts, self.router, self._shards, self._metrics, self._counter, self._scorer, self._clock)
 
     def use(self, parts: RankingParts) -> None:
         """Goes on with another dense model."""

@@ -1,189 +1,102 @@
-"""What shard nodes told of themselves and which versions are here, as metrics; and how old rows may be."""
+"""What shard nodes told of themselves and which versions are here, as metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serving.observe.watch import NodeWatch, staleness_s
 from serving.versions.served_versions import ServedVersions
-from shard_node.node import NodeInfo, ServedVersion
 
-_NODE_LABELS = ("model", "version", "shard", "replica")
+Sample: TypeAlias = tuple[str, tuple[str, ...], float]
+"""A family's name without its prefix, labels, value."""
 
-
-@dataclass(frozen=True, slots=True)
-class ReportedNode:
-    """What a node told when it was asked for one model.
-
-    Attributes:
-        model: the model. The node may hold others, which are told by those who ask for them.
-        replica: which of its shard's replicas the node is: its address, or `local` for rows in this process.
-        info: what it told.
-    """
-
-    model: str
-    replica: str
-    info: NodeInfo
-
-
-class NodeCollector(Collector):
-    """Memory, lookups, cards and deltas of the shard nodes, as they last told. Each node counts for itself.
-
-    Args:
-        nodes: what they last told.
-        wall_clock: seconds since the epoch.
-    """
-
-    def __init__(self, nodes: Callable[[], Sequence[ReportedNode]], wall_clock: Callable[[], float]) -> None:
-        self._nodes = nodes
-        self._wall_clock = wall_clock
-
-    def collect(self) -> Iterable[Metric]:
-        """Seven families, labelled by shard and replica."""
-        nodes = self._nodes()
-        return [*_tables(nodes), *_cards(nodes), *_deltas(nodes, self._wall_clock())]
-
-
-def _tables(nodes: Sequence[ReportedNode]) -> list[Metric]:
-    memory = GaugeMetricFamily(
-        "shardrank_memory_bytes", "Bytes of embedding rows by card and tier.", labels=(*_NODE_LABELS, "card", "tier")
-    )
-    lookups = CounterMetricFamily(
-        "shardrank_rows_looked_up", "Rows looked up by table and tier.", labels=(*_NODE_LABELS, "table", "tier")
-    )
-    for node in nodes:
-        where = (str(node.info.identity.shard_index), node.replica)
-        for use in node.info.memory:
-            if use.model == node.model:
-                memory.add_metric([use.model, str(use.version), *where, str(use.card), use.tier], use.size_bytes)
-        for count in node.info.lookups:
-            if count.model == node.model:
-                lookups.add_metric([count.model, str(count.version), *where, count.table, count.tier], count.rows)
-    return [memory, lookups]
-
-
-def _cards(nodes: Sequence[ReportedNode]) -> list[Metric]:
-    peer_access = GaugeMetricFamily(
-        "shardrank_cards_peer_access",
+_NODE = ("model", "version", "shard", "replica")
+_VERSION = ("model", "version")
+_GAUGES = {
+    "shardrank_memory_bytes": ("Bytes of embedding rows by card and tier.", (*_NODE, "card", "tier")),
+    "shardrank_cards_peer_access": (
         "1 if each card of a node reads the memory of every other, 0 if rows are copied or kept on the host instead.",
-        labels=_NODE_LABELS,
-    )
-    bad_values = CounterMetricFamily(
-        "shardrank_card_bad_values",
+        _NODE,
+    ),
+    "shardrank_delta_sequence": ("The last delta that is applied.", _NODE),
+    "shardrank_delta_lag": ("Deltas that are published but not applied.", _NODE),
+    "shardrank_delta_staleness_seconds": ("How old the newest change may be that is not applied.", _NODE),
+    "shardrank_live_version": ("The version that answers requests.", ("model",)),
+    "shardrank_version_state": (
+        "1 for each version that is here, with its state: live, staged or draining.",
+        (*_VERSION, "state"),
+    ),
+    "shardrank_version_leases": ("Requests that use a version now.", _VERSION),
+    "shardrank_canary_share": ("Share of the requests that the canary gets.", _VERSION),
+    "shardrank_degraded": ("1 if rows are older than max_staleness_s allows, else 0.", ("model",)),
+}
+_COUNTERS = {
+    "shardrank_rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),
+    "shardrank_card_bad_values": (
         "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
-        labels=(*_NODE_LABELS, "reason"),
-    )
-    for node in nodes:
-        where = (str(node.info.identity.shard_index), node.replica)
-        for one in node.info.cards:
-            if one.model == node.model:
-                labels = [one.model, str(one.version), *where]
-                peer_access.add_metric(labels, float(one.peer_access))
-                bad_values.add_metric([*labels, "outside_table"], one.outside_table)
-                bad_values.add_metric([*labels, "not_here"], one.not_here)
-    return [peer_access, bad_values]
+        (*_NODE, "reason"),
+    ),
+}
 
 
-def _deltas(nodes: Sequence[ReportedNode], now: float) -> list[Metric]:
-    sequence = GaugeMetricFamily("shardrank_delta_sequence", "The last delta that is applied.", labels=_NODE_LABELS)
-    lag = GaugeMetricFamily("shardrank_delta_lag", "Deltas that are published but not applied.", labels=_NODE_LABELS)
-    staleness = GaugeMetricFamily(
-        "shardrank_delta_staleness_seconds",
-        "How old the newest change may be that is not applied.",
-        labels=_NODE_LABELS,
-    )
-    for node in nodes:
-        where = (str(node.info.identity.shard_index), node.replica)
-        for one in node.info.versions:
-            is_following = one.delta_fresh_at is not None or one.delta_sequence > 0
-            if one.model != node.model or not is_following:
-                continue
-            labels = [one.model, str(one.version), *where]
-            sequence.add_metric(labels, one.delta_sequence)
-            lag.add_metric(labels, one.delta_lag)
-            seconds = staleness_s(one, now)
-            if seconds is not None:
-                staleness.add_metric(labels, seconds)
-    return [sequence, lag, staleness]
+class StateCollector(Collector):
+    """Tells of the shard nodes, as they last told and each for itself, and of the versions that are here now."""
 
-
-class VersionCollector(Collector):
-    """Live, staged, draining and canary versions as they are now; what has been freed is not told any more.
-
-    Args:
-        versions: of the process.
-        degraded: why rows are older than they may be, by model.
-    """
-
-    def __init__(self, versions: ServedVersions, degraded: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, watch: NodeWatch, versions: ServedVersions) -> None:
+        self._watch = watch
         self._versions = versions
-        self._degraded = degraded
 
     def collect(self) -> Iterable[Metric]:
-        """Five families."""
-        live = GaugeMetricFamily("shardrank_live_version", "The version that answers requests.", labels=("model",))
-        state = GaugeMetricFamily(
-            "shardrank_version_state",
-            "1 for each version that is here, with its state: live, staged or draining.",
-            labels=("model", "version", "state"),
-        )
-        leases = GaugeMetricFamily(
-            "shardrank_version_leases", "Requests that use a version now.", labels=("model", "version")
-        )
-        canary = GaugeMetricFamily(
-            "shardrank_canary_share", "Share of the requests that the canary gets.", labels=("model", "version")
-        )
-        degraded = GaugeMetricFamily(
-            "shardrank_degraded", "1 if rows are older than max_staleness_s allows, else 0.", labels=("model",)
-        )
-        reasons = self._degraded()
+        """All families; what has been freed is not told any more."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+            name: GaugeMetricFamily(name, told, labels=labels) for name, (told, labels) in _GAUGES.items()
+        }
+        families |= {name: CounterMetricFamily(name, told, labels=labels) for name, (told, labels) in _COUNTERS.items()}
+        for samples in (self._of_nodes(), self._of_versions()):
+            for name, labels, value in samples:
+                families[f"shardrank_{name}"].add_metric(labels, value)
+        return families.values()
+
+    def _of_nodes(self) -> Iterator[Sample]:
+        now = self._watch.wall_clock()
+        for model, replica, info in self._watch.nodes():
+            shard = str(info.identity.shard_index)
+            for use in info.memory:
+                if use.model == model:
+                    labels = (model, str(use.version), shard, replica, str(use.card), use.tier)
+                    yield "memory_bytes", labels, use.size_bytes
+            for count in info.lookups:
+                if count.model == model:
+                    labels = (model, str(count.version), shard, replica, count.table, count.tier)
+                    yield "rows_looked_up", labels, count.rows
+            for cards in info.cards:
+                if cards.model == model:
+                    node = (model, str(cards.version), shard, replica)
+                    yield "cards_peer_access", node, float(cards.peer_access)
+                    yield "card_bad_values", (*node, "outside_table"), cards.outside_table
+                    yield "card_bad_values", (*node, "not_here"), cards.not_here
+            for one in info.versions:
+                is_following = one.delta_fresh_at is not None or one.delta_sequence > 0
+                if one.model == model and is_following:
+                    node = (model, str(one.version), shard, replica)
+                    yield "delta_sequence", node, one.delta_sequence
+                    yield "delta_lag", node, one.delta_lag
+                    if (seconds := staleness_s(one, now)) is not None:
+                        yield "delta_staleness_seconds", node, seconds
+
+    def _of_versions(self) -> Iterator[Sample]:
+        degraded = self._watch.degraded()
         for one in self._versions.generations.all():
-            labels = [one.model, str(one.version)]
-            state.add_metric([*labels, one.state], 1.0)
-            leases.add_metric(labels, one.leases)
+            labels = (one.model, str(one.version))
+            yield "version_state", (*labels, one.state), 1.0
+            yield "version_leases", labels, one.leases
         # All as of one moment: a scrape during a flip must not find a model without a live version.
         for model, version in self._versions.live_versions().items():
-            live.add_metric([model], version)
-            degraded.add_metric([model], float(model in reasons))
-            choice = self._versions.canary(model)
-            if choice is not None:
-                canary.add_metric([model, str(choice.version)], choice.share)
-        return [live, state, leases, canary, degraded]
-
-
-def staleness_s(told: ServedVersion, now: float) -> float | None:
-    """How old the newest change may be that a node has not applied, in seconds; None while it does not know.
-
-    It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
-    while nothing is published, and grows while the registry can't be reached.
-
-    Args:
-        told: one version of a node.
-        now: seconds since the epoch.
-    """
-    return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
-
-
-def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
-    """Why a version's rows are older than they may be; "" if they are not.
-
-    Args:
-        told: what each node of its shards told of it, at least one.
-        max_staleness_s: the limit.
-        now: seconds since the epoch.
-    """
-    version = told[0].version
-    ages = [staleness_s(one, now) for one in told]
-    known = [age for age in ages if age is not None]
-    if len(known) < len(ages):
-        return f"{len(ages) - len(known)} of {len(ages)} nodes with version {version} have not looked for deltas"
-    if max(known) <= max_staleness_s:
-        return ""
-    late = sum(age > max_staleness_s for age in known)
-    return (
-        f"rows of version {version} are {max(known):.1f} s behind on {late} of {len(known)} nodes; "
-        f"max_staleness_s = {max_staleness_s:g}"
-    )
+            yield "live_version", (model,), version
+            yield "degraded", (model,), float(model in degraded)
+            if (choice := self._versions.canary(model)) is not None:
+                yield "canary_share", (model, str(choice.version)), choice.share

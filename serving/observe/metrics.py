@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache, partial
 from typing import get_args
 
 import numpy as np
@@ -18,8 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from serving.errors import HistogramLayoutError
-from serving.observe.statistics import Outcome
-from serving.observe.times import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call
+from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 KEEP_UP_S = 0.5
@@ -29,7 +29,6 @@ CALL_STAGES = (*BEFORE_BATCH, *AFTER_BATCH, "total")
 BATCH_STAGES = (*IN_BATCH, "lookup")
 # On cards a lookup is not told apart further.
 CARD_STAGES = ("merge", "lookup", "rank", "answer")
-_SIZES = ("requests", "candidates")
 
 _SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
@@ -37,121 +36,93 @@ _SECONDS = (
 )
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_LOOK = (0.5, 1.0, 1.5, 4.0)
 
 
 class ServingMetrics:
     """Counts and times of one service. Thread-safe.
 
     Args:
-        collectors: what is read when the metrics are, such as what the shard nodes tell. With several workers on one
-            port it is that of the worker that answers.
+        state: read when the metrics are. With several workers on one port it is that of the worker that answers.
 
     Attributes:
         on_answered: told each call of a batch that was answered, and the seconds from its begin to its encoded answer;
             None unless the process is profiled.
     """
 
-    def __init__(self, collectors: Sequence[Collector] = ()) -> None:
-        self._collectors = tuple(collectors)
-        self.on_answered: Callable[[Call, float], None] | None = None
+    def __init__(self, state: Collector | None = None) -> None:
         _check_library()
+        self._state = state
+        self.on_answered: Callable[[Call, float], None] | None = None
         # A registry of its own, so that several services in one process don't share names.
-        registry = CollectorRegistry()
-        self.requests = Counter(
-            "shardrank_requests",
-            "Requests answered, with success or not.",
-            ("api", "method", "model", "status"),
-            registry=registry,
+        registry = self._registry = CollectorRegistry()
+        if state is not None:
+            registry.register(state)
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        requests = counter(
+            "shardrank_requests", "Requests answered, with success or not.", ("api", "method", "model", "status")
         )
-        self.errors = Counter(
-            "shardrank_errors", "Requests refused or failed, by kind.", ("api", "method", "kind"), registry=registry
-        )
-        self._stages = Histogram(
+        self._errors = counter("shardrank_errors", "Requests refused or failed, by kind.", ("api", "method", "kind"))
+        stages = histogram(
             "shardrank_stage_seconds",
             "Time by stage. Merge, lookup and its parts, rank and answer are counted once per batch, all others once "
             "per request.",
             ("model", "stage", "method"),
             buckets=_SECONDS,
-            registry=registry,
         )
-        self._batch_requests = Histogram(
-            "shardrank_batch_requests", "Requests in a batch.", ("model",), buckets=_BATCH_REQUESTS, registry=registry
+        batch_requests = histogram(
+            "shardrank_batch_requests", "Requests in a batch.", ("model",), buckets=_BATCH_REQUESTS
         )
-        self._batch_candidates = Histogram(
-            "shardrank_batch_candidates",
-            "Candidates in a batch.",
-            ("model",),
-            buckets=_BATCH_CANDIDATES,
-            registry=registry,
+        batch_candidates = histogram(
+            "shardrank_batch_candidates", "Candidates in a batch.", ("model",), buckets=_BATCH_CANDIDATES
         )
-        self.in_flight = Gauge(
-            "shardrank_requests_in_flight", "Requests being handled.", registry=registry, multiprocess_mode="livesum"
-        )
-        self._retries = Counter(
+        self.in_flight = gauge("shardrank_requests_in_flight", "Requests being handled.", multiprocess_mode="livesum")
+        self._retries = counter(
             "shardrank_shard_retries",
             "Lookups after whose failure another replica of the shard was asked.",
             ("model", "kind"),
-            registry=registry,
         )
-        self._card_batches = Counter(
+        self._card_batches = counter(
             "shardrank_card_batches",
             "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
             ("model", "how"),
-            registry=registry,
         )
-        self._fallbacks = Gauge(
+        self._fallbacks = gauge(
             "shardrank_dtype_fallback",
             "1 if the dense model serves in float32 because bfloat16 missed the golden tolerance.",
             ("model", "version"),
-            registry=registry,
             multiprocess_mode="livemax",
         )
-        self._version_requests = Counter(
+        self._version_requests = counter(
             "shardrank_version_requests",
             "Requests by the version that answered or failed them; ok or error.",
             ("model", "version", "outcome"),
-            registry=registry,
         )
-        for collector in self._collectors:
-            registry.register(collector)
-        self._registry = registry
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
-        self._children: dict[tuple[str, ...], Counter] = {}
-        self._histogram_children: dict[tuple[tuple[str, ...], str, str], tuple[Histogram, ...]] = {}
+        self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
+        self._of_stages = cache(
+            lambda names, model, method: tuple(stages.labels(model, stage, method) for stage in names)
+        )
+        self._sizes = cache(lambda model: (batch_requests.labels(model), batch_candidates.labels(model)))
         # Observations that are not in their histograms yet. Made one by one, between work that needs the processor's
         # caches, each costs three times what it costs after another one. Thread-safe: both ends of a deque are.
         self._kept: deque[tuple[tuple[Histogram, ...], tuple[float, ...]]] = deque()
 
     def call_ended(self, call: Call, status: str, outcome: Outcome | None, now: float) -> None:
-        """Count a call and observe its stages.
-
-        Args:
-            call: as it ended; its model must be one that is served, or "".
-            status: `ok`, or the kind of its error.
-            outcome: what it counts as for its version.
-            now: monotonic seconds.
-        """
-        labels = (call.api, call.method, call.model, status)
-        answered = self._children.get(labels)
-        if answered is None:
-            answered = self._children[labels] = self.requests.labels(*labels)
-        answered.inc()
+        """Count a call that ended now: its status (`ok` or its error's kind), its version's outcome, its times."""
+        self._of_status(call.api, call.method, call.model, status).inc()
         if status != "ok":
-            self.errors.labels(call.api, call.method, status).inc()
+            self.failed(call.api, call.method, status)
         stages: tuple[str, ...] = ("total",)
         seconds: tuple[float, ...] = (now - call.began,)
         if call.batch is not None and call.encoded:
             stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
             if self.on_answered is not None:
                 self.on_answered(call, call.encoded - call.began)
-        key = (stages, call.model, call.method)
-        self._kept.append((self._histogram_children.get(key) or self._histograms(*key), seconds))
+        self._kept.append((self._of_stages(stages, call.model, call.method), seconds))
         if outcome is not None:
-            of_version = (call.model, str(call.version), outcome)
-            child = self._children.get(of_version)
-            if child is None:
-                child = self._children[of_version] = self._version_requests.labels(*of_version)
-            child.inc()
+            self._of_outcome(call.model, str(call.version), outcome).inc()
         if len(self._kept) >= MAX_KEPT:
             self._make_observations()
 
@@ -161,17 +132,15 @@ class ServingMetrics:
         seconds: tuple[float, ...] = (times.merge_s, times.lookup_s, times.rank_s, times.answer_s)
         if times.lookup is not None:
             stages, seconds = BATCH_STAGES, (*times.seconds(), times.lookup_s)
-        key = (stages, model, method)
-        self._kept.append((self._histogram_children.get(key) or self._histograms(*key), seconds))
+        self._kept.append((self._of_stages(stages, model, method), seconds))
         if times.num_candidates:
-            sizes = self._histogram_children.get((_SIZES, model, "")) or self._sizes(model)
-            self._kept.append((sizes, (times.num_requests, times.num_candidates)))
+            self._kept.append((self._sizes(model), (times.num_requests, times.num_candidates)))
         if len(self._kept) >= MAX_KEPT:
             self._make_observations()
 
     def failed(self, api: str, method: str, kind: str) -> None:
-        """Count an error of what is no call, such as a connection."""
-        self.errors.labels(api, method, kind).inc()
+        """Count an error, of a call or of what is no call, such as a connection."""
+        self._errors.labels(api, method, kind).inc()
 
     def shard_retry(self, model: str, kind: str) -> None:
         """Counts a shard call that was repeated elsewhere."""
@@ -189,18 +158,10 @@ class ServingMetrics:
         """Drops what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
             return
+        self._of_outcome.cache_clear()
         for outcome in get_args(Outcome):
-            self._children.pop((model, str(version), outcome), None)
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
-
-    def _histograms(self, stages: tuple[str, ...], model: str, method: str) -> tuple[Histogram, ...]:
-        children = tuple(self._stages.labels(model, stage, method) for stage in stages)
-        return self._histogram_children.setdefault((stages, model, method), children)
-
-    def _sizes(self, model: str) -> tuple[Histogram, ...]:
-        children = (self._batch_requests.labels(model), self._batch_candidates.labels(model))
-        return self._histogram_children.setdefault((_SIZES, model, ""), children)
 
     def _make_observations(self) -> None:
         """Put what is kept into the histograms: whoever reads one calls it before."""
@@ -227,47 +188,37 @@ class ServingMetrics:
             return generate_latest(self._registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        for collector in self._collectors:
-            registry.register(collector)
+        if self._state is not None:
+            registry.register(self._state)
         return generate_latest(registry)
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:
-    """As `histogram.observe` of each value, which the library has no public way for: it looks for each one's bucket.
-
-    Args:
-        histogram: one without label names, or a child.
-        values: none of them NaN.
-    """
+    """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other."""
     buckets = np.searchsorted(histogram._upper_bounds, values)
-    counts = np.bincount(buckets).tolist()
-    for bucket, count in enumerate(counts):
+    for bucket, count in enumerate(np.bincount(buckets).tolist()):
         if count:
             histogram._buckets[bucket].inc(count)
     histogram._sum.inc(sum(values))
 
 
 def _check_library() -> None:
+    """Refuse a library whose histograms are kept in another way than `observe_all` fills them."""
     # In files that processes share, what is made for a look would stay and be told.
     if MULTIPROCESS_VARIABLE in os.environ:
         return
+    together, one_by_one = (
+        Histogram("checked", "Made for a look.", buckets=(1.0, 2.0), registry=None) for _ in range(2)
+    )
     try:
-        together, one_by_one = _told_after(observe_all), _told_after(_observe_each)
+        observe_all(together, list(_LOOK))
+        for value in _LOOK:
+            one_by_one.observe(value)
+        told, expected = (
+            [one for one in next(iter(histogram.collect())).samples if not one.name.endswith("_created")]
+            for histogram in (together, one_by_one)
+        )
     except (AttributeError, IndexError, TypeError) as error:
         raise HistogramLayoutError(f"a Histogram of prometheus_client has other fields: {error}") from error
-    if together != one_by_one:
-        raise HistogramLayoutError(
-            f"a Histogram of prometheus_client tells {together}; observed one by one, {one_by_one}"
-        )
-
-
-def _told_after(observe: Callable[[Histogram, list[float]], None]) -> dict[str, float]:
-    histogram = Histogram("checked", "Made for a look.", buckets=(1.0, 2.0), registry=None)
-    observe(histogram, [0.5, 1.0, 1.5, 4.0])
-    samples = [sample for metric in histogram.collect() for sample in metric.samples]
-    return {f"{one.name}{one.labels}": one.value for one in samples if not one.name.endswith("_created")}
-
-
-def _observe_each(histogram: Histogram, values: list[float]) -> None:
-    for value in values:
-        histogram.observe(value)
+    if told != expected:
+        raise HistogramLayoutError(f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}")

@@ -6,14 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 from loader.errors import ShardrankError
-from serving.observe.collectors import ReportedNode, degraded_reason
 from shard_node.card_watch import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
 from shard_node.generation import Generations
-from shard_node.node import NodeInfo
+from shard_node.node import NodeInfo, ServedVersion
 
 if TYPE_CHECKING:
     from serving.versions.served_model import ServedModel
@@ -24,17 +23,18 @@ REFRESH_INTERVAL_S = 1.0
 Listener: TypeAlias = Callable[[], Awaitable[None]]
 
 
+class _Told(NamedTuple):
+    """What one model's shards last said: their nodes by address, else what is wrong; how often in turn cards failed."""
+
+    nodes: Sequence[tuple[str, NodeInfo]] = ()
+    problem: str = ""
+    faults: int = 0
+
+
 class NodeWatch:
     """Keeps what the shards of every live model last said.
 
-    Args:
-        generations: of the serving process.
-        expected_models: models that must be live before the process is ready; None if that is not known yet.
-        max_staleness_s: by model, how old the newest change may be that a shard lacks.
-        wall_clock: seconds since the epoch.
-
-    Raises:
-        ValueError: for a limit of staleness that is not above 0.
+    Arguments are those of `RankingService`. Raises ValueError for a limit of staleness that is not above 0.
     """
 
     def __init__(
@@ -47,24 +47,23 @@ class NodeWatch:
         for model, limit_s in (max_staleness_s or {}).items():
             if not limit_s > 0:
                 raise ValueError(f"max_staleness_s of model {model!r} is {limit_s}, which is not above 0")
+        self.wall_clock = wall_clock
         self._max_staleness_s = dict(max_staleness_s or {})
-        self._wall_clock = wall_clock
         self._generations = generations
         self._expected = None if expected_models is None else tuple(expected_models)
-        self._nodes: dict[str, tuple[tuple[str, NodeInfo], ...]] = {}
-        self._problems: dict[str, str] = {}
-        self._asked: frozenset[str] = frozenset()
+        # By model, once that was asked. Replaced as a whole: metrics read it on another thread.
+        self._told: dict[str, _Told] = {}
         self._shutting_down = False
-        self._faults: dict[str, int] = {}
         self._card_error: CardError | None = None
         self._cards_failed = asyncio.Event()
         self._listeners: list[Listener] = []
 
-    def nodes(self) -> list[ReportedNode]:
-        """What the shards of all models last said."""
-        return [
-            ReportedNode(model, replica, info) for model, told in list(self._nodes.items()) for replica, info in told
-        ]
+    def nodes(self) -> list[tuple[str, str, NodeInfo]]:
+        """What the nodes of all shards last said: of which model, the node's address (`local` here), and what.
+
+        A node may hold other models too; these are told by those who ask for them.
+        """
+        return [(model, address, info) for model, told in self._told.items() for address, info in told.nodes]
 
     def problems(self) -> dict[str, str]:
         """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
@@ -74,29 +73,24 @@ class NodeWatch:
             return {"": "the process is shutting down"}
         if self._expected is None:
             return {"": "it is not known yet which models are wanted"}
-        live = self._generations.models()
+        live, told = self._generations.models(), self._told
         missing = {model: "no live version" for model in self._expected if model not in live}
         # A model that comes later has had its golden requests answered by its shards; it does not make what serves
         # already not ready.
-        awaited = (model for model in self._expected if model in live and model not in self._asked)
+        awaited = (model for model in self._expected if model in live and model not in told)
         unasked = dict.fromkeys(awaited, "its shards were not asked yet")
-        return missing | unasked | self._problems
+        return missing | unasked | {model: one.problem for model, one in told.items() if one.problem}
 
     def degraded(self) -> dict[str, str]:
         """Why the rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
 
         Such a process is ready: it answers, from rows that lag behind.
         """
-        live = self._generations.live_versions()
-        reasons: dict[str, str] = {}
+        live, reasons, now = self._generations.live_versions(), dict[str, str](), self.wall_clock()
         for model, limit_s in self._max_staleness_s.items():
-            told = [
-                one
-                for _, info in self._nodes.get(model, ())
-                for one in info.versions
-                if (one.model, one.version) == (model, live.get(model))
-            ]
-            if told and (reason := degraded_reason(told, limit_s, self._wall_clock())):
+            versions = [one for _, info in self._told.get(model, _Told()).nodes for one in info.versions]
+            told = [one for one in versions if (one.model, one.version) == (model, live.get(model))]
+            if told and (reason := degraded_reason(told, limit_s, now)):
                 reasons[model] = reason
         return reasons
 
@@ -112,13 +106,7 @@ class NodeWatch:
         """Asks the shards of every live model once."""
         models = self._generations.models()
         await asyncio.gather(*(self._refresh(model) for model in models))
-        self._asked = frozenset(models)
-        for gone in set(self._nodes) - set(models):
-            del self._nodes[gone]
-        for gone in set(self._problems) - set(models):
-            del self._problems[gone]
-        for gone in set(self._faults) - set(models):
-            del self._faults[gone]
+        self._told = {model: told for model, told in self._told.items() if model in models}
         for listener in list(self._listeners):
             await listener()
 
@@ -131,11 +119,7 @@ class NodeWatch:
         self._listeners.remove(listener)
 
     async def cards_failed(self) -> NoReturn:
-        """Waits until cards of this process have failed. Only a new process can use them again.
-
-        Raises:
-            CardError: what they fail with.
-        """
+        """Waits until cards of this process have failed, and raises their CardError. It takes a new process."""
         await self._cards_failed.wait()
         raise self._card_error or CardError("the cards have failed")
 
@@ -146,31 +130,50 @@ class NodeWatch:
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     async def _refresh(self, model: str) -> None:
+        told = self._told.get(model, _Told())
         try:
             with self._generations.lease(model) as lease:
-                nodes = await lease.payload.nodes()
+                now = _Told(await lease.payload.nodes())
         except GenerationNotFoundError:
             return
         except ShardrankError as error:
-            if model not in self._problems:
+            # Only cards of this process: of those of shard nodes a router makes other errors.
+            faults = told.faults + 1 if isinstance(error, CardError) else 0
+            now = _Told(told.nodes, f"{error.kind}: {error}", faults)
+            if not told.problem:
                 logger.warning("model %r is not ready: %s", model, error)
-            self._problems[model] = f"{error.kind}: {error}"
-            self._count_fault(model, error)
-            return
+            if isinstance(error, CardError) and faults >= ENOUGH_FAULTS and self._card_error is None:
+                logger.critical("the cards of this process have failed: %s", error)
+                self._card_error = error
+                self._cards_failed.set()
         except Exception as error:
             # A defect of one model must neither stop the watch over the others, nor pass for readiness.
             logger.exception("asking the shards of model %r failed", model)
-            self._problems[model] = f"internal: asking its shards failed with {type(error).__name__}"
-            return
-        self._nodes[model] = tuple(nodes)
-        self._faults.pop(model, None)
-        if self._problems.pop(model, None) is not None:
+            now = told._replace(problem=f"internal: asking its shards failed with {type(error).__name__}")
+        if told.problem and not now.problem:
             logger.info("model %r is ready again", model)
+        self._told = {**self._told, model: now}
 
-    def _count_fault(self, model: str, error: ShardrankError) -> None:
-        # Only cards of this process: of those of shard nodes a router makes other errors.
-        self._faults[model] = self._faults.get(model, 0) + 1 if isinstance(error, CardError) else 0
-        if isinstance(error, CardError) and self._faults[model] >= ENOUGH_FAULTS and self._card_error is None:
-            logger.critical("the cards of this process have failed: %s", error)
-            self._card_error = error
-            self._cards_failed.set()
+
+def staleness_s(told: ServedVersion, now: float) -> float | None:
+    """How old the newest change may be that a node has not applied, in seconds; None while it does not know.
+
+    It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
+    while nothing is published, and grows while the registry can't be reached.
+    """
+    return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
+
+
+def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
+    """Why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
+    version = told[0].version
+    ages = [age for one in told if (age := staleness_s(one, now)) is not None]
+    if len(ages) < len(told):
+        return f"{len(told) - len(ages)} of {len(told)} nodes with version {version} have not looked for deltas"
+    if max(ages) <= max_staleness_s:
+        return ""
+    late = sum(age > max_staleness_s for age in ages)
+    return (
+        f"rows of version {version} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
+        f"max_staleness_s = {max_staleness_s:g}"
+    )

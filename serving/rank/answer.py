@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 from serving.formats.requests import Answer, Buffer, Codec, Encoded, LookupRequest, Request, Unparsed
-from serving.observe.times import Call
+from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel
@@ -40,13 +40,7 @@ class Client(Protocol):
 
 
 async def answer(service: RankingService, codec: Codec, receive: Receive, client: Client) -> Encoded:
-    """Answer one call.
-
-    Args:
-        service: holds the models.
-        codec: reads the request and writes the answer.
-        receive: gives the request's bytes, complete and not compressed.
-        client: whoever waits.
+    """Answer one call, whose request `receive` gives complete and not compressed.
 
     Raises:
         ShardrankError: with its HTTP and gRPC status.
@@ -61,12 +55,12 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
         if (remaining_s := client.time_remaining()) is not None:
             deadline = min(deadline, call.parsed + remaining_s)
         loop = asyncio.get_running_loop()
-        pending = Pending(request, lease, deadline, call.parsed, loop.create_future(), loop)
+        pending = Pending(request, lease, deadline, call, loop.create_future(), loop)
         if isinstance(request, LookupRequest):
-            encoded = await _looked_up(service, unparsed, call, pending, client)
+            encoded = await _looked_up(service, unparsed, pending, client)
         else:
             answered = await service.wait(pending, client.watch)
-            call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
+            call.answered = service.clock()
             encoded = unparsed.encode(answered)
         call.encoded = service.clock()
     except BaseException as error:
@@ -76,20 +70,18 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
     return encoded
 
 
-async def _looked_up(
-    service: RankingService, unparsed: Unparsed, call: Call, pending: Pending, client: Client
-) -> Encoded:
+async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pending, client: Client) -> Encoded:
     """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
     try:
-        await untaken.take(client.owner, num_floats, pending.deadline - call.parsed)
+        await untaken.take(client.owner, num_floats, pending.deadline - pending.call.parsed)
     except BaseException:
         pending.lease.release()
         raise
     give = partial(untaken.give, client.owner, num_floats)
     try:
         answered = await service.wait(pending, client.watch)
-        call.answered, call.queue_s, call.batch = service.clock(), pending.queue_s, pending.batch
+        pending.call.answered = service.clock()
         encoded = await untaken.write(unparsed.encode(answered))
         client.when_taken(give)
     except BaseException:
@@ -99,18 +91,11 @@ async def _looked_up(
 
 
 def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
-    """Answer one call of this process while the calling thread waits. Nothing is encoded.
-
-    Raises:
-        ShardrankError: as `answer`.
-    """
+    """Answer one call of this process while the calling thread waits. Nothing is encoded. Raises as `answer`."""
     with service.call(codec.api, codec.method) as call:
         _, request, lease = _parsed(service, codec, call, body)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        pending = Pending(request, lease, call.began + request.timeout_s, call.parsed, future, None)
-        answered = service.wait_in_thread(pending)
-        call.queue_s, call.batch = pending.queue_s, pending.batch
-        return answered
+        return service.wait_in_thread(Pending(request, lease, call.began + request.timeout_s, call, future, None))
 
 
 def _parsed(
@@ -120,9 +105,13 @@ def _parsed(
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)
-    lease = service.lease_for(call, unparsed)
+    lease = service.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
+    # It counts for that version from now on.
+    generation = call.generation = lease.generation
+    call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
+    call.leased = service.clock()
     try:
-        request = unparsed.parse(lease.generation.payload.schema)
+        request = unparsed.parse(generation.payload.schema)
     except BaseException:
         lease.release()
         raise

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
-import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -24,16 +24,13 @@ import numpy.typing as npt
 from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
 from serving.formats.requests import Answer, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
-from serving.observe.times import BatchTimes
-from shard_node.bags import KeyedBags
+from serving.observe.calls import Call
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
-# A loop may fire up to its clock's resolution early.
-_RESOLUTION_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -41,44 +38,41 @@ class Pending:
     """One admitted request.
 
     Attributes:
-        request: what is asked.
         lease: on the version that answers; `finish` releases it.
         deadline: when nobody waits any more, monotonic seconds.
-        arrived: when it was queued, monotonic seconds.
+        call: that it came by; the replica tells it how long it waited, and the times of its batch.
         future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
         abandoned: set when nobody waits any more; what has not begun by then is dropped.
-        queue_s: how long it waited for a replica; set by that.
-        batch: where the time of its batch went; set by the replica once it has an answer.
     """
 
     request: Request
     lease: Lease[Any]
     deadline: float
-    arrived: float
+    call: Call
     future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None
     loop: asyncio.AbstractEventLoop | None
     longest_sequence: int = 0
     abandoned: bool = False
-    queue_s: float = 0.0
-    batch: BatchTimes | None = None
+
+    def expire(self) -> None:
+        """Have it fail: its time is over. As `leave`, only on the loop that its future belongs to."""
+        _settle([(self.future, DeadlineExceededError("the deadline passed before the answer was complete"))])
 
     def leave(self) -> None:
-        """Have it fail: its client has gone. Only on the loop that its future belongs to."""
-        if self.future is not None and not self.future.done():
-            self.future.set_exception(ClientGoneError("the client closed the connection"))
+        """Have it fail: its client has gone."""
+        _settle([(self.future, ClientGoneError("the client closed the connection"))])
 
 
 class Batcher:
     """A bounded queue with batching. Thread-safe.
 
     Args:
-        limits: `max_queue` and the `max_batch_` ones.
-        clock: monotonic seconds.
+        limits, clock: `max_queue` and the `max_batch_` ones; monotonic seconds.
         is_none: bool [F], the features that are not pooled, whose sequences are padded to a batch's longest; None if
-            the model has none.
+            the model has none. They are context features, so each has one bag.
     """
 
     def __init__(
@@ -101,14 +95,14 @@ class Batcher:
         return len(self._queue)
 
     def submit(self, pending: Pending) -> None:
-        """Queues a request and wakes an idle replica, if there is one.
+        """Queues a request and wakes an idle replica, if there is one. Its lease is taken over, also if it is refused.
 
         Raises:
-            OverloadedError: if the queue is full. The request was not taken: its lease is the caller's.
+            OverloadedError: if the queue is full.
             ShuttingDownError: if the batcher is closed.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
-            pending.longest_sequence = longest_sequence(pending.request.bags, self._is_none)
+            pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
         dropped: list[Pending] = []
         refusal: ShuttingDownError | OverloadedError | None = None
         wake = None
@@ -124,23 +118,19 @@ class Batcher:
                 self._queue.append(pending)
                 wake = self._idle.pop() if self._idle else None
         if dropped:
-            finish([(one, _expired()) for one in dropped])
+            _expire(dropped)
         if refusal is not None:
+            pending.lease.release()
             raise refusal
         while wake is not None and not _wake(wake):
             with self._lock:
                 wake = self._idle.pop() if self._idle else None
 
     def take(self, wake: Wake) -> list[Pending] | None:
-        """The next batch for a replica that is free; never blocks.
+        """The next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
 
-        Args:
-            wake: called once, from any thread, when there may be work, if there is none now. A replica gives it again
-                with its next call.
-
-        Returns:
-            Rank requests that fit a batch, or one lookup; empty if there is nothing to do; None if the batcher is
-            closed. Requests whose deadline has passed, or that nobody waits for any more, are dropped on the way.
+        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be; and None
+        if the batcher is closed. Requests whose deadline has passed, or that nobody waits for, are dropped on the way.
         """
         dropped: list[Pending] = []
         with self._lock:
@@ -150,17 +140,16 @@ class Batcher:
                     return None
                 self._idle.append(wake)
         if dropped:
-            finish([(pending, _expired()) for pending in dropped])
+            _expire(dropped)
         return batch
 
     def close(self, reason: str = "it is being unloaded") -> None:
         """Refuses what waits and what comes, telling why, and lets the replicas end."""
         with self._lock:
             self._closed_because = reason
-            left = list(self._queue)
-            self._queue.clear()
+            left, self._queue = self._queue, deque()
             idle, self._idle = self._idle, []
-        finish([(pending, self._refusal()) for pending in left])
+        finish((pending, self._refusal()) for pending in left)
         for wake in idle:
             _wake(wake)
 
@@ -211,51 +200,9 @@ def _wake(wake: Wake) -> bool:
     return True
 
 
-def _expired() -> DeadlineExceededError:
-    return DeadlineExceededError("the deadline passed while the request waited for a ranking replica")
-
-
-class Expiry:
-    """Fails futures when their time has come. Belongs to one event loop.
-
-    A timer of its own for each request would be made and cancelled thousands of times a second, and hardly ever fire.
-    So the loop has one, for the deadline that comes first; one that is taken off leaves it where it is.
-
-    Args:
-        loop: that the futures belong to.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._due: dict[asyncio.Future[Any], float] = {}
-        self._armed_until = math.inf
-        self._handle: asyncio.TimerHandle | None = None
-
-    def add(self, future: asyncio.Future[Any], delay_s: float) -> None:
-        """Has a future fail with DeadlineExceededError after `delay_s` seconds, unless it is done by then."""
-        due = self._due[future] = self.loop.time() + delay_s
-        if due < self._armed_until:
-            if self._handle is not None:
-                self._handle.cancel()
-            self._arm(due)
-
-    def discard(self, future: asyncio.Future[Any]) -> None:
-        """Forgets a future."""
-        self._due.pop(future, None)
-
-    def _arm(self, due: float) -> None:
-        self._armed_until = due
-        self._handle = self.loop.call_later(max(0.0, due - self.loop.time()), self._fire)
-
-    def _fire(self) -> None:
-        self._handle, self._armed_until = None, math.inf
-        latest = self.loop.time() + _RESOLUTION_S
-        for future in [one for one, due in self._due.items() if due <= latest]:
-            del self._due[future]
-            if not future.done():
-                future.set_exception(DeadlineExceededError("the deadline passed before the answer was complete"))
-        if self._due:
-            self._arm(min(self._due.values()))
+def _expire(dropped: list[Pending]) -> None:
+    late = "the deadline passed while the request waited for a ranking replica"
+    finish((pending, DeadlineExceededError(late)) for pending in dropped)
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
@@ -265,44 +212,24 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
     payload any more.
     """
     here = asyncio._get_running_loop()
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
+    by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:
         pending.lease.release()
-        if pending.loop is here:
-            # As `_settle`, without a call: where the event loop ranks, all pass here.
-            if (future := pending.future) is not None and not future.done():
-                (future.set_exception if isinstance(outcome, BaseException) else future.set_result)(outcome)  # type: ignore[arg-type]
-        elif pending.loop is None:
-            _settle(pending.future, outcome)
-        else:
-            by_loop[pending.loop].append((pending.future, outcome))
+        by_loop[pending.loop].append((pending.future, outcome))
     for loop, settled in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_settle_all, settled)
-        except RuntimeError:
-            # The loop was closed: whoever waited on it is gone, and there is nobody left to tell.
+        if loop is None or loop is here:
+            _settle(settled)
             continue
+        # If the loop was closed, whoever waited on it is gone, and there is nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_settle, settled)
 
 
-def _settle_all(settled: list[tuple[Any, Answer | BaseException]]) -> None:
+def _settle(settled: Iterable[tuple[Any, Answer | BaseException]]) -> None:
     for future, outcome in settled:
-        _settle(future, outcome)
-
-
-def _settle(future: Any, outcome: Answer | BaseException) -> None:
-    if future is None or future.done():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-def longest_sequence(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> int:
-    """Ids in the longest sequence of a rank request.
-
-    Args:
-        bags: of one request, all features.
-        is_none: bool [F], the features that are not pooled: context features, so each has one bag.
-    """
-    return int(bags.values_per_key()[is_none].max(initial=0))
+        if future is None or future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -12,15 +12,18 @@ id's position is worked out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.formats.requests import RankRequest
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
+
+Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
+"""Makes one array, in the batch's order, of each request's elements."""
 
 # What copying one block costs, in values whose positions could be worked out meanwhile (measured: 0.7 us, 13 ns each).
 BLOCK_COST_VALUES = 50
@@ -33,8 +36,7 @@ class MergedBatch:
     """A batch of B requests with N candidates in all.
 
     Attributes:
-        bags: a context feature has B bags, a candidate feature N.
-        candidates_per_request: int64 [B].
+        bags: all keys of the model; a context feature has B bags, a candidate feature N.
         candidate_starts: int64 [B + 1], the first candidate of each request, then N.
         request_of_candidate: int64 [N].
         context_dense: float32 [B, Kc].
@@ -42,7 +44,6 @@ class MergedBatch:
     """
 
     bags: KeyedBags
-    candidates_per_request: Int64Array
     candidate_starts: Int64Array
     request_of_candidate: Int64Array
     context_dense: Float32Array
@@ -54,13 +55,11 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
     if len(requests) == 1:
         one = requests[0]
         count = one.num_candidates
-        owner = np.zeros(count, np.int64)
         starts = np.array((0, count), np.int64)
-        return MergedBatch(one.bags, starts[1:], starts, owner, one.context_dense[None, :], one.candidate_dense)
+        return MergedBatch(one.bags, starts, np.zeros(count, np.int64), one.context_dense[None, :], one.candidate_dense)
     counts = np.array([request.num_candidates for request in requests], dtype=np.int64)
     return MergedBatch(
         merge_bags([request.bags for request in requests]),
-        counts,
         _starts(counts),
         np.repeat(np.arange(counts.size), counts),
         np.concatenate([request.context_dense for request in requests]).reshape(counts.size, -1),
@@ -69,20 +68,40 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
 
 
 def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
-    """Joins bags that have the same keys, key by key: for each key the bags of the first, of the second, ...
-
-    Args:
-        batch: B keyed bags with S keys each, the same ones.
-    """
+    """Joins B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ..."""
     num_requests, num_keys = len(batch), batch[0].keys.size
     # [B, S]: how many bags and values each key has in each request.
     bags_per_segment = np.concatenate([bags.bags_per_key for bags in batch]).reshape(num_requests, num_keys)
-    lengths = _Lengths.of(batch)
-    values_per_segment = lengths.per_segment(bags_per_segment)
+    # All requests' offsets, one behind the other, and where each request's begin, then where they end.
+    offsets = np.concatenate([bags.offsets for bags in batch])
+    firsts = [0, *itertools.accumulate(bags.offsets.size for bags in batch)]
+    edges = np.zeros((num_requests, num_keys + 1), np.int64)
+    np.add.accumulate(bags_per_segment, axis=1, out=edges[:, 1:])
+    edges += np.array(firsts[:-1])[:, None]
+    starts = offsets[edges]
+    values_per_segment = starts[:, 1:] - starts[:, :-1]
+    # Between two requests lies the difference of their neighbouring offsets, which is no bag's length.
+    lengths, pairs = offsets[1:] - offsets[:-1], itertools.pairwise(firsts)
+    join_lengths, join_values = _joins(bags_per_segment, values_per_segment)
+    weights = None
+    if any(bags.weights is not None for bags in batch):
+        weights = join_values([_weights(bags) for bags in batch])
+    return KeyedBags(
+        batch[0].keys,
+        bags_per_segment.sum(axis=0),
+        _starts(join_lengths([lengths[first : end - 1] for first, end in pairs])),
+        join_values([bags.values for bags in batch]),
+        weights,
+    )
+
+
+def _joins(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> tuple[Join, Join]:
+    """What joins arrays with an element for each bag, and for each value: by blocks where there are few."""
     runs = _runs_alike(bags_per_segment, values_per_segment)
-    if len(runs) > FEW_RUNS and len(runs) * num_requests * BLOCK_COST_VALUES > int(values_per_segment.sum()):
-        return _merge_by_index(batch, lengths, bags_per_segment, values_per_segment)
-    return _merge_by_blocks(batch, lengths, bags_per_segment, values_per_segment, runs)
+    num_blocks = len(runs) * len(bags_per_segment)
+    if len(runs) > FEW_RUNS and num_blocks * BLOCK_COST_VALUES > int(values_per_segment.sum()):
+        return _join_by_index(bags_per_segment), _join_by_index(values_per_segment)
+    return _join_by_blocks(bags_per_segment, runs), _join_by_blocks(values_per_segment, runs)
 
 
 def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> list[tuple[int, int]]:
@@ -94,125 +113,45 @@ def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) ->
     return list(itertools.pairwise(edges))
 
 
-class _Lengths:
-    """The lengths of all bags of all requests.
+def _join_by_blocks(per_segment: Int64Array, runs: list[tuple[int, int]]) -> Join:
+    """Joins segments that have equal sizes, in each request, within a run of keys: block by block."""
 
-    Args:
-        offsets: int64, those of all requests, one after the other.
-        firsts: where those of each request begin, then where they end.
-    """
-
-    def __init__(self, offsets: Int64Array, firsts: list[int]) -> None:
-        self._offsets = offsets
-        self._firsts = firsts
-        self._lengths = offsets[1:] - offsets[:-1]
-
-    @classmethod
-    def of(cls, batch: Sequence[KeyedBags]) -> _Lengths:
-        firsts = [0, *itertools.accumulate(bags.offsets.size for bags in batch)]
-        return cls(np.concatenate([bags.offsets for bags in batch]), firsts)
-
-    def per_segment(self, bags_per_segment: Int64Array) -> Int64Array:
-        """int64 [B, S], the values of each segment, from its bags."""
-        num_requests, num_keys = bags_per_segment.shape
-        edges = np.zeros((num_requests, num_keys + 1), np.int64)
-        np.add.accumulate(bags_per_segment, axis=1, out=edges[:, 1:])
-        edges += np.array(self._firsts[:-1])[:, None]
-        starts = self._offsets[edges]
-        values: Int64Array = starts[:, 1:] - starts[:, :-1]
-        return values
-
-    def by_request(self) -> list[Int64Array]:
-        """Views, int64 [bags of the request]."""
-        # Between two requests lies the difference of their neighbouring offsets, which is no bag's length.
-        return [self._lengths[first : end - 1] for first, end in itertools.pairwise(self._firsts)]
-
-
-class _Blocks:
-    """How the segments of runs of like keys lie in each request's array.
-
-    Args:
-        runs: [first, end) of each run's keys.
-        per_segment: int64 [B, S], elements of each segment; equal within a run.
-    """
-
-    def __init__(self, runs: list[tuple[int, int]], per_segment: Int64Array) -> None:
-        self._runs = runs
-        self._sizes = [per_segment[:, first].tolist() for first, _ in runs]
-
-    def side_by_side(self, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Each request's elements, in the batch's order."""
-        if len(self._runs) == 1:
-            num_keys = self._runs[0][1]
-            return np.concatenate([array.reshape(num_keys, -1) for array in arrays], axis=1).reshape(-1)
+    def join(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        if len(runs) == 1:
+            return np.concatenate([array.reshape(runs[0][1], -1) for array in arrays], axis=1).reshape(-1)
         out = np.empty(sum(array.size for array in arrays), arrays[0].dtype)
         begins, at = [0] * len(arrays), 0
-        for (first, end), sizes in zip(self._runs, self._sizes, strict=True):
-            num_keys, row = end - first, sum(sizes)
+        for first, end in runs:
+            num_keys, sizes = end - first, per_segment[:, first].tolist()
             ends = [begin + num_keys * size for begin, size in zip(begins, sizes, strict=True)]
             blocks = [
                 array[begin:stop].reshape(num_keys, size)
                 for array, begin, stop, size in zip(arrays, begins, ends, sizes, strict=True)
             ]
-            np.concatenate(blocks, axis=1, out=out[at : at + num_keys * row].reshape(num_keys, row))
-            begins, at = ends, at + num_keys * row
+            stop = at + num_keys * sum(sizes)
+            np.concatenate(blocks, axis=1, out=out[at:stop].reshape(num_keys, -1))
+            begins, at = ends, stop
         return out
 
-
-def _merge_by_blocks(
-    batch: Sequence[KeyedBags],
-    lengths: _Lengths,
-    bags_per_segment: Int64Array,
-    values_per_segment: Int64Array,
-    runs: list[tuple[int, int]],
-) -> KeyedBags:
-    """Joins bags whose segments are alike within each of a few runs of keys: block by block."""
-    values = _Blocks(runs, values_per_segment)
-    weights = None
-    if any(bags.weights is not None for bags in batch):
-        weights = values.side_by_side([_weights(bags) for bags in batch])
-    return KeyedBags(
-        batch[0].keys,
-        bags_per_segment.sum(axis=0),
-        _starts(_Blocks(runs, bags_per_segment).side_by_side(lengths.by_request())),
-        values.side_by_side([bags.values for bags in batch]),
-        weights,
-    )
+    return join
 
 
-def _merge_by_index(
-    batch: Sequence[KeyedBags], lengths: _Lengths, bags_per_segment: Int64Array, values_per_segment: Int64Array
-) -> KeyedBags:
-    """Joins bags whose segments have any sizes: every value's position is worked out."""
-    num_requests, num_keys = bags_per_segment.shape
+def _join_by_index(per_segment: Int64Array) -> Join:
+    """Joins segments of any sizes: every element's position is worked out."""
+    num_requests, num_keys = per_segment.shape
     # Segment s of the batch is request s % B's feature s // B.
     order = np.arange(num_requests * num_keys).reshape(num_requests, num_keys).T.reshape(-1)
-    bag_index = _segments_in_order(bags_per_segment.reshape(-1), order)
-    value_index = _segments_in_order(values_per_segment.reshape(-1), order)
-    weights = None
-    if any(bags.weights is not None for bags in batch):
-        weights = np.concatenate([_weights(bags) for bags in batch]).take(value_index)
-    return KeyedBags(
-        batch[0].keys,
-        bags_per_segment.sum(axis=0),
-        _starts(np.concatenate(lengths.by_request()).take(bag_index)),
-        # Indexing with brackets takes half as long again.
-        np.concatenate([bags.values for bags in batch]).take(value_index),
-        weights,
-    )
-
-
-def _weights(bags: KeyedBags) -> Float32Array:
-    return np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights
-
-
-def _segments_in_order(sizes: Int64Array, order: npt.NDArray[np.int64]) -> Int64Array:
-    """int64, the positions of all elements of neighbouring segments, segment after segment in the given order."""
+    sizes = per_segment.reshape(-1)
     starts, sizes = _starts(sizes)[order], sizes[order]
     ends = _starts(sizes)
     positions = np.repeat(starts - ends[:-1], sizes)
     positions += np.arange(int(ends[-1]))
-    return positions
+    # Indexing with brackets takes half as long again.
+    return lambda arrays: np.concatenate(arrays).take(positions)
+
+
+def _weights(bags: KeyedBags) -> Float32Array:
+    return np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights
 
 
 def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
@@ -223,13 +162,7 @@ def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
 
 
 def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_candidate: Int64Array) -> Int64Array:
-    """int64 [N], positions within each request by descending score, then position; request after request.
-
-    Args:
-        scores: float32 [N].
-        candidate_starts: int64 [B + 1], the first candidate of each request, then N.
-        request_of_candidate: int64 [N].
-    """
+    """int64 [N], positions within each request by descending score, then position; arguments as in `MergedBatch`."""
     counts = candidate_starts[1:] - candidate_starts[:-1]
     if counts.size == 1 or (counts == counts[0]).all():
         return (-scores).reshape(counts.size, -1).argsort(axis=1, kind="stable").reshape(-1)

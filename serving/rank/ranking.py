@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -23,13 +24,12 @@ from serving.formats.checks import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
-from serving.models.ranking_models import CPU, DeviceCopies, RankingModel
+from serving.models.ranking_models import CPU, DeviceCopies
+from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.observe.statistics import VersionCounter
-from serving.observe.times import BatchTimes
 from serving.rank.batcher import Pending
 from serving.rank.merge import MergedBatch, merge, rank_order
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
 
@@ -39,35 +39,21 @@ _REQUEST, _DEADLINE = attrgetter("request"), attrgetter("deadline")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankingParts:
-    """What replicas of one model version share: all of it is only read.
-
-    Attributes:
-        version: the version that every answer carries.
-        schema: what a request looks like.
-        models: the dense model, in the dtype it serves with, on each device.
-        assembler: fills the model's inputs.
-    """
+    """What replicas of one version share, only read: `models` has the dense model, as it serves, on each device."""
 
     version: int
     schema: RequestSchema
     models: DeviceCopies
     assembler: InputAssembler
 
-    @property
-    def model(self) -> RankingModel:
-        """The dense model on the CPU."""
-        return self.models.on(CPU)
-
 
 class Ranking:
     """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
 
     Args:
-        parts: the model.
-        router: looks ids up.
-        shards: the router's shards, to ask what they serve.
-        metrics: told how long each stage took.
-        counter: told the scores that are answered.
+        parts, device: the model, and where it scores.
+        router, shards: looks ids up in these.
+        metrics, counter: told how long each stage took, and the scores that are answered.
         clock: monotonic seconds.
     """
 
@@ -79,36 +65,31 @@ class Ranking:
         metrics: ServingMetrics,
         counter: VersionCounter,
         clock: Callable[[], float] = time.monotonic,
+        device: torch.device = CPU,
     ) -> None:
-        self.parts = parts
         self.router = router
+        self.device = device
         self._shards = shards
         self._metrics = metrics
         self._counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
-        self._columns = parts.assembler.buffer()
+        Ranking.use(self, parts)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the dense model scores."""
-        return CPU
-
-    def using(self, parts: RankingParts) -> Ranking:
+    def using(self, parts: RankingParts) -> Self:
         """The same router with another dense model; it belongs to this ranking, and ends with it."""
-        return Ranking(parts, self.router, self._shards, self._metrics, self._counter, self._clock)
+        other = copy.copy(self)
+        other.use(parts)
+        return other
 
     def use(self, parts: RankingParts) -> None:
         """Goes on with another dense model."""
         self.parts = parts
+        self._dense = parts.models.on(self.device)
         self._columns = parts.assembler.buffer()
 
     def warm(self, golden: GoldenRequests | None) -> None:
-        """Does beforehand what batches of the usual sizes need once. The router's lookups need nothing.
-
-        Args:
-            golden: show what is usual; None if the model has none.
-        """
+        """Does beforehand what batches need once, as golden requests, if there are some, show them. Here: nothing."""
 
     async def close(self) -> None:
         """Closes the router, after the last batch."""
@@ -117,34 +98,28 @@ class Ranking:
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """What the nodes of all shards tell of themselves, by address, or by `local` for rows in this process.
 
-        Raises:
-            RouterError, ShardNodeError: if a shard can't be asked.
+        Raises RouterError or ShardNodeError if a shard can't be asked.
         """
-        told = await asyncio.gather(*(_told(shard) for shard in self._shards))
+
+        async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
+            return await shard.infos() if isinstance(shard, ReplicatedShard) else [(LOCAL_REPLICA, await shard.info())]
+
+        told = await asyncio.gather(*map(ask, self._shards))
         return [one for of_shard in told for one in of_shard]
 
     async def connect(self, deadline: float) -> None:
         """Connects to every node of every shard and asks it what it holds, so that no request has to.
 
-        Raises:
-            ShardUnavailableError: if a shard has no node that can be used.
+        Raises ShardUnavailableError if a shard has no node that can be used.
         """
-        version = self.parts.version
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
-        await asyncio.gather(*(shard.connect(self._model_name, version, deadline) for shard in remote))
+        await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
-        """Ranks requests together.
+        """Ranks requests together, and tells each the times of the batch.
 
-        Args:
-            waiting: rank requests; each is told the times of the batch.
-
-        Returns:
-            For each request its answer, or the error that is its alone: an id without a row, a score that is not
-            finite. Its neighbours are not touched by it.
-
-        Raises:
-            RouterError, ShardNodeError: if the rows can't be looked up; then no request has an answer.
+        Gives for each its answer, or the error that is its alone: an id without a row, a score that is not finite.
+        Raises RouterError or ShardNodeError if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
@@ -162,39 +137,33 @@ class Ranking:
         order = rank_order(scores, batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         model, version = self._model_name, self.parts.version
-        outcomes: list[RankAnswer | Exception] = [
-            RankAnswer(model, version, scores[start:end], order[start:end][: request.top_k], request.request_id)
-            for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True)
-        ]
+        outcomes: list[RankAnswer | Exception] = []
+        for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True):
+            best = order[start:end][: request.top_k]
+            outcomes.append(RankAnswer(model, version, scores[start:end], best, request.request_id))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores)):
             self._counter.scored(scores)
             return outcomes
         finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
-            outcomes[number] = ModelOutputError(
-                f"model {self._model_name!r} version {self.parts.version} gave a score that is not finite"
-            )
+            outcomes[number] = ModelOutputError(f"model {model!r} version {version} gave a score that is not finite")
         if len(rejected):
-            owner = self._owners(batch, rejected)
+            # A context feature has one bag for each request, a candidate feature one for each candidate.
+            is_context = self.parts.schema.features.is_context[rejected.feature]
+            owner = np.where(is_context, rejected.bag, batch.request_of_candidate[rejected.bag])
+            bag = np.where(is_context, 0, rejected.bag - batch.candidate_starts[owner])
             # The first refused id of each request is the one that it is told.
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
-                bag = self._bag_in_request(batch, rejected, int(which), int(number))
-                outcomes[number] = unknown_id(
-                    self.parts.schema, requests[number], rejected, int(which), bag, lookup=False
-                )
-        self._count(scores, batch, outcomes)
+                outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
+        is_answered = np.array([isinstance(one, RankAnswer) for one in outcomes])
+        self._counter.scored(scores[is_answered[batch.request_of_candidate]])
         return outcomes
 
     async def score(
         self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
     ) -> tuple[Float32Array, RejectedIds]:
-        """Scores a batch.
-
-        Args:
-            batch: the requests.
-            deadline: when nobody waits any more, monotonic seconds.
-            times: is told how long the parts took.
+        """Scores a batch until `deadline`, in monotonic seconds, and tells `times` how long the parts took.
 
         Returns:
             float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing.
@@ -214,22 +183,13 @@ class Ranking:
         return scores, embeddings.rejected
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
-        """Looks embeddings up.
-
-        Args:
-            waiting: a lookup; it is told the times.
-
-        Raises:
-            UnknownIdError: for an id without a row.
-            RouterError, ShardNodeError: if the rows can't be looked up.
-        """
+        """Looks embeddings up, and tells the request the times. Raises UnknownIdError for an id without a row."""
         began = self._clock()
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         embeddings = await self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
         routed = self._clock()
         if len(embeddings.rejected):
-            bag = int(embeddings.rejected.bag[0])
-            raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, bag, lookup=True)
+            raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, int(embeddings.rejected.bag[0]))
         features = self.parts.schema.features
         found = {
             features.features[key].name: FeatureEmbeddings(
@@ -248,84 +208,35 @@ class Ranking:
             inputs = self.parts.assembler.assemble(
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
             )
-            scores: Float32Array = self.parts.models.on(self.device).score(inputs.on(self.device)).cpu().numpy()
+            scores: Float32Array = self._dense.score(inputs.on(self.device)).cpu().numpy()
         return scores
 
-    def _tell_times(
-        self,
-        times: BatchTimes,
-        answering: float,
-        waiting: Sequence[Pending],
-        method: str,
-    ) -> None:
+    def _tell_times(self, times: BatchTimes, answering: float, waiting: Sequence[Pending], method: str) -> None:
         times.ended = self._clock()
         times.answer_s = times.ended - answering
         for pending in waiting:
-            pending.batch = times
+            pending.call.batch = times
         self._metrics.batch_ended(self._model_name, times, method)
-
-    def _count(self, scores: Float32Array, batch: MergedBatch, outcomes: Sequence[RankAnswer | Exception]) -> None:
-        is_answered = np.fromiter((isinstance(one, RankAnswer) for one in outcomes), np.bool_, count=len(outcomes))
-        self._counter.scored(scores[is_answered[batch.request_of_candidate]])
-
-    def _owners(self, batch: MergedBatch, rejected: RejectedIds) -> Int64Array:
-        """int64 [k], the request that each refused id belongs to."""
-        is_context = self.parts.schema.features.is_context[rejected.feature]
-        # A context feature has one bag for each request, a candidate feature one for each candidate.
-        owners: Int64Array = rejected.bag.copy()
-        owners[~is_context] = batch.request_of_candidate[rejected.bag[~is_context]]
-        return owners
-
-    def _bag_in_request(self, batch: MergedBatch, rejected: RejectedIds, which: int, number: int) -> int:
-        if self.parts.schema.features.is_context[rejected.feature[which]]:
-            return 0
-        return int(rejected.bag[which] - batch.candidate_starts[number])
-
-
-async def _told(shard: Shard) -> list[tuple[str, NodeInfo]]:
-    if isinstance(shard, ReplicatedShard):
-        return await shard.infos()
-    return [(LOCAL_REPLICA, await shard.info())]
 
 
 def unknown_id(
-    schema: RequestSchema,
-    request: RankRequest | LookupRequest,
-    rejected: RejectedIds,
-    which: int,
-    bag: int,
-    *,
-    lookup: bool,
+    schema: RequestSchema, request: RankRequest | LookupRequest, rejected: RejectedIds, which: int, bag: int
 ) -> UnknownIdError:
-    """The error for an id without a row, with the place where the request has it.
-
-    Args:
-        schema: the model.
-        request: the request that brought the id.
-        rejected: what the router said.
-        which: of these ids.
-        bag: the bag's number within the request's feature.
-        lookup: whether it is a lookup, which has no context and no candidates.
-    """
+    """The error for one of the rejected ids, with its place in the request: `bag` is counted within the feature."""
     key, rejected_id = int(rejected.feature[which]), int(rejected.id[which])
     bags = request.bags
-    segment = int(np.searchsorted(bags.keys, key))
-    flat_bag = int(bags.bag_starts()[segment]) + bag
+    flat_bag = int(bags.bag_starts()[np.searchsorted(bags.keys, key)]) + bag
     first, end = int(bags.offsets[flat_bag]), int(bags.offsets[flat_bag + 1])
     index = first + int((bags.values[first:end] == rejected_id).argmax())
-    place = place_of(schema, bags, index, lookup=lookup)
+    place = place_of(schema, bags, index, lookup=isinstance(request, LookupRequest))
     table = schema.features.spec.table_of(schema.features.features[key].name)
     shown: object = rejected_id
     if schema.is_string[key]:
-        shown = repr(request.texts[_text_index(schema, bags, index)])[:80]
+        # The request's texts are its string ids, in their order.
+        is_text = np.repeat(schema.is_string[bags.keys], bags.values_per_key())
+        shown = repr(request.texts[int(is_text[:index].sum())])[:80]
     if table.id_mapping.kind == "identity":
         allowed = f"not in 0..{table.num_embeddings - 1} (num_embeddings = {table.num_embeddings})"
     else:
         allowed = f"not among the {table.num_embeddings} ids (num_embeddings) of its vocabulary"
     return UnknownIdError(place.path(), f"{shown} has no row in table {table.name!r}: {allowed}")
-
-
-def _text_index(schema: RequestSchema, bags: KeyedBags, value_index: int) -> int:
-    """How many string ids stand before one value."""
-    of_string = np.repeat(schema.is_string[bags.keys], bags.values_per_key())
-    return int(of_string[:value_index].sum())

@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import uvloop
@@ -27,12 +26,11 @@ from loader.errors import ShardrankError
 from serving.errors import NotReadyError, ServingError
 from serving.formats.requests import Answer, LookupRequest
 from serving.rank.batcher import Batcher, Pending, finish
-from serving.rank.ranking import Ranking, RankingParts
+from serving.rank.ranking import Ranking
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-RankingFactory: TypeAlias = Callable[[], Ranking]
 
 STOP_TIMEOUT_S = 10.0
 # Of the time between two batches, while somebody calls.
@@ -41,82 +39,70 @@ CALL_TURN_S = 0.005
 _OF_THE_WHOLE_BATCH = (503, 504)
 
 
-class Replica:
-    """Takes batches from a batcher until that is closed.
+class _OnLoop:
+    """What all replicas are: a ranking on an event loop, for the batches of a batcher."""
+
+    ranking: Ranking
+
+    def __init__(self, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]) -> None:
+        self._batcher = batcher
+        self._loop = loop
+        self._clock = clock
+        self._calls: set[Future[Any]] = set()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still takes work."""
+        return not self._loop.is_closed()
+
+    def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
+        """Runs a coroutine on the replica's loop, between its batches; for checks, not for requests.
+
+        Raises NotReadyError if the loop was closed.
+        """
+        running = function(self.ranking)
+        try:
+            called = asyncio.run_coroutine_threadsafe(running, self._loop)
+        except RuntimeError as error:
+            running.close()
+            raise NotReadyError("the ranking replica has ended: its event loop was closed") from error
+        self._calls.add(called)
+        called.add_done_callback(self._calls.discard)
+        return called
+
+
+class Replica(_OnLoop):
+    """Takes batches from a batcher until that is closed, on a thread of its own.
 
     Args:
         name: of the thread, for logs and profiles.
-        batcher: where the work comes from.
+        batcher, clock: where the work comes from; monotonic seconds.
         ranking: makes what does the work; called on the replica's own loop, which the shards then belong to.
-        clock: monotonic seconds.
-        on_failure: called on the thread when it ends by anything but the batcher's closing.
+        on_failure: called on the thread when it ends by anything but the batcher's closing; `failure` is what it ended
+            with.
     """
 
     def __init__(
         self,
         name: str,
         batcher: Batcher,
-        ranking: RankingFactory,
-        clock: Callable[[], float] = time.monotonic,
-        on_failure: Callable[[], None] = lambda: None,
+        ranking: Callable[[], Ranking],
+        clock: Callable[[], float],
+        on_failure: Callable[[], None],
     ) -> None:
-        self._batcher = batcher
+        super().__init__(batcher, uvloop.new_event_loop(), clock)
         self._make_ranking = ranking
-        self._clock = clock
         self._on_failure = on_failure
-        self._loop = uvloop.new_event_loop()
-        self._ranking: Ranking | None = None
         self._ready = threading.Event()
-        self._failure: BaseException | None = None
-        self._calls: set[Future[Any]] = set()
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread, and returns when its router is made. Raises what making it raised."""
         self._thread.start()
         self._ready.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread still takes work."""
-        return self._thread.is_alive()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended by anything but the batcher's closing."""
-        return self._failure is not None
-
-    @property
-    def parts(self) -> RankingParts:
-        """What it ranks with. Raises ServingError before it was started."""
-        return self._made_ranking().parts
-
-    def use(self, parts: RankingParts) -> None:
-        """Replaces the dense model. Only before the first request."""
-        if self._ranking is not None:
-            self._ranking.use(parts)
-
-    def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Runs a coroutine on the replica's loop, between its batches; for checks, not for requests.
-
-        Raises:
-            NotReadyError: if the replica has ended.
-        """
-
-        async def run() -> Result:
-            return await function(self._made_ranking())
-
-        running = run()
-        try:
-            called = asyncio.run_coroutine_threadsafe(running, self._loop)
-        except RuntimeError as error:
-            running.close()
-            raise NotReadyError(f"ranking replica {self._thread.name} has ended") from error
-        self._calls.add(called)
-        called.add_done_callback(self._calls.discard)
-        return called
+        if self.failure is not None:
+            raise self.failure
 
     def join(self) -> None:
         """Waits for the thread to end, after the batcher was closed."""
@@ -125,11 +111,6 @@ class Replica:
         elif self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
 
-    def _made_ranking(self) -> Ranking:
-        if self._ranking is None:
-            raise ServingError("the replica has no router")
-        return self._ranking
-
     def _run(self) -> None:
         # Several intra-op threads collapse when the machine is busy; replicas are the unit of parallelism.
         torch.set_num_threads(1)
@@ -137,7 +118,7 @@ class Replica:
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             logger.exception("ranking replica %s ended", self._thread.name)
             self._on_failure()
         finally:
@@ -145,7 +126,7 @@ class Replica:
             self._loop.close()
 
     async def _serve(self) -> None:
-        ranking = self._ranking = self._make_ranking()
+        ranking = self.ranking = self._make_ranking()
         self._ready.set()
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
@@ -160,68 +141,31 @@ class Replica:
                     continue
                 await answer_batch(ranking, batch, self._clock)
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
+                # One turn of the loop is not enough for them: to ask a shard takes several.
                 if self._calls:
-                    await self._give_way()
+                    await asyncio.wait([*map(asyncio.wrap_future, tuple(self._calls))], timeout=CALL_TURN_S)
                 elif self._batcher.num_waiting:
                     await asyncio.sleep(0)
         finally:
             await ranking.close()
 
-    async def _give_way(self) -> None:
-        """Lets calls of others get on. One turn of the loop is not enough: to ask a shard takes several."""
-        calls = [asyncio.wrap_future(call) for call in tuple(self._calls)]
-        await asyncio.wait(calls, timeout=CALL_TURN_S)
 
+class LoopReplica(_OnLoop):
+    """Takes batches from a batcher until that is closed, on a loop that runs in another thread than the caller's.
 
-class LoopReplica:
-    """Takes batches from a batcher until that is closed, as `Replica` does.
-
-    Args:
-        ranking: does the work; none of its shards is behind a socket.
-        batcher: where the work comes from.
-        loop: runs in another thread than the caller's.
-        clock: monotonic seconds.
+    None of its ranking's shards may be behind a socket.
     """
 
     def __init__(
-        self,
-        ranking: Ranking,
-        batcher: Batcher,
-        loop: asyncio.AbstractEventLoop,
-        clock: Callable[[], float] = time.monotonic,
+        self, ranking: Ranking, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
     ) -> None:
-        self._ranking = ranking
-        self._batcher = batcher
-        self._loop = loop
-        self._clock = clock
+        super().__init__(batcher, loop, clock)
+        self.ranking = ranking
         self._loop_thread = 0
 
     def start(self) -> None:
         """Takes the first batch as soon as the loop gets to it. From any thread but the loop's."""
         self._loop.call_soon_threadsafe(self._begin)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still takes work."""
-        return not self._loop.is_closed()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended by anything but the batcher's closing: never, since a batch that fails ends only itself."""
-        return False
-
-    def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Runs a coroutine on the loop, between batches; for checks, not for requests.
-
-        Raises:
-            NotReadyError: if the loop was closed.
-        """
-        running = function(self._ranking)
-        try:
-            return asyncio.run_coroutine_threadsafe(running, self._loop)
-        except RuntimeError as error:
-            running.close()
-            raise NotReadyError("the event loop that ranks was closed") from error
 
     def join(self) -> None:
         """Nothing is left to wait for once the batcher was closed and no lease is out."""
@@ -242,7 +186,7 @@ class LoopReplica:
         batch = self._batcher.take(self._wake)
         if not batch:
             return
-        answering = answer_batch(self._ranking, batch, self._clock)
+        answering = answer_batch(self.ranking, batch, self._clock)
         try:
             answering.send(None)
         except StopIteration:
@@ -255,20 +199,14 @@ class LoopReplica:
 
 
 async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:
-    """Ranks or looks up what a batcher gave, and hands out answers and errors.
-
-    Args:
-        ranking: does the work; belongs to the calling loop.
-        batch: rank requests, or one lookup; each is finished exactly once, whatever happens.
-        clock: monotonic seconds.
-    """
+    """Ranks or looks up what a batcher gave, and hands out answers and errors: to each once, whatever happens."""
     # Whatever ends the calling thread, the batch that it took is answered and its leases are given back.
     ended = ServingError("the ranking replica ended; the server's log says more")
     outcomes: list[Answer | BaseException] = [ended] * len(batch)
     try:
         now = clock()
         for pending in batch:
-            pending.queue_s = now - pending.arrived
+            pending.call.queue_s = now - pending.call.parsed
         outcomes = await _outcomes(ranking, batch)
     finally:
         finish(zip(batch, outcomes, strict=True))
@@ -285,12 +223,8 @@ async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | Bas
     except Exception as error:
         logger.exception("a batch of %d requests failed", len(batch))
         if len(batch) == 1:
-            return [_internal(error)]
+            failure = ServingError(f"ranking failed: {type(error).__name__}")
+            failure.__cause__ = error
+            return [failure]
     # Checked requests should not be able to fail a batch. If one did, only that one shall fail.
     return [(await _outcomes(ranking, [pending]))[0] for pending in batch]
-
-
-def _internal(error: Exception) -> ServingError:
-    failure = ServingError(f"ranking failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure

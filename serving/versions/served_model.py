@@ -22,8 +22,8 @@ from serving.errors import NotReadyError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.factory import DtypeChoice
+from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.observe.statistics import VersionCounter
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import Ranking
 from serving.rank.replica import LoopReplica, Replica
@@ -46,7 +46,7 @@ class ServedModel:
     Attributes:
         model, version: its name and number.
         schema: what a request looks like.
-        submit: queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's.
+        submit: queues a request and takes its lease over. Raises OverloadedError, ShuttingDownError.
         description: what it tells of itself.
         counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
@@ -137,7 +137,7 @@ class ServedModel:
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
         if loop is not None:
-            on_loop = LoopReplica(ranking(0).using(replicas[0].parts), batcher, loop, clock)
+            on_loop = LoopReplica(ranking(0).using(replicas[0].ranking.parts), batcher, loop, clock)
             on_loop.start()
             takers = [on_loop]
             _stop(checked_with, replicas)
@@ -189,7 +189,7 @@ def _started(
     replicas: list[Replica] = []
 
     def replica_failed() -> None:
-        if all(replica.has_failed for replica in replicas):
+        if all(replica.failure for replica in replicas):
             batcher.close("all its ranking replicas have ended")
 
     replicas += [

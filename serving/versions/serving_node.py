@@ -239,7 +239,7 @@ class ServingActions:
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=self._memory[1],
             applied=dict(applied),
-            live=self._service.versions.live_versions(),
+            live=self._service.live_versions(),
             versions=tuple(reports),
         )
 
@@ -396,7 +396,7 @@ class ServingNode:
 
         A registry that is down does not keep it from leaving.
         """
-        self._service.begin_shutdown()
+        self._service.watch.begin_shutdown()
         if self._tasks:
             await self.agent.leave()
             for task in self._tasks:
@@ -413,7 +413,7 @@ class ServingNode:
         if not expected:
             return False
         self._service.expect(expected)
-        live = self._service.versions.live_versions()
+        live = self._service.live_versions()
         return all(model in live for model in expected)
 
     async def _watch_nodes(self) -> None:

@@ -142,7 +142,7 @@ class _Check:
 
     def use(self, parts: RankingParts) -> None:
         for replica in self._replicas:
-            replica.use(parts)
+            replica.ranking.use(parts)
 
     def _is_as_exported(self, difference: float, tolerance: float) -> bool:
         """Whether the difference is within the tolerance. Raises GoldenMismatchError if no delta accounts for that."""
@@ -262,7 +262,6 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
         starts = np.concatenate([[0], np.cumsum(own)])
         batch = MergedBatch(
             _bags(schema, golden, slice(first, end), candidates),
-            own,
             starts,
             np.repeat(np.arange(own.size), own),
             golden.context_dense[first:end],

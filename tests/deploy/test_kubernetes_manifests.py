@@ -149,8 +149,8 @@ def test_no_pod_runs_as_root_or_may_write_its_own_image():
 
 
 def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
+    from serving.observe.calls import BatchTimes, Call
     from serving.observe.metrics import ServingMetrics
-    from serving.observe.times import BatchTimes, Call
 
     scaler = next(one for one in base_documents() if one["kind"] == "HorizontalPodAutoscaler")
     (metric,) = scaler["spec"]["metrics"]

@@ -38,7 +38,7 @@ from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
 from serving.limits import RequestLimits
-from serving.observe.times import Call as ServedCall
+from serving.observe.calls import Call as ServedCall
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.answer import answer

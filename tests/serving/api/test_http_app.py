@@ -175,7 +175,7 @@ def test_a_process_is_ready_once_its_model_is_live_and_no_more_once_it_ends(api_
         service = served_service(api_model)
         async with running_api(service) as api:
             assert (await api.http.get("/readyz")).json() == {"ready": True, "problems": {}, "degraded": {}}
-            service.begin_shutdown()
+            service.watch.begin_shutdown()
             answer = await api.http.get("/readyz")
             assert (answer.status_code, list(answer.json()["problems"])) == (503, [""])
         await asyncio.to_thread(service.close)

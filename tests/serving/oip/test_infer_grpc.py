@@ -154,7 +154,7 @@ def test_liveness_and_readiness_are_told_also_by_a_full_process(api_model):
                 assert refusal.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
                 gate.open.set()
                 await first
-                service.begin_shutdown()
+                service.watch.begin_shutdown()
                 assert not (await stub.ServerReady(messages.ServerReadyRequest())).ready
                 assert (await stub.ServerLive(messages.ServerLiveRequest())).live
 

@@ -247,7 +247,7 @@ def test_health_metadata_and_index(api_model):
                 for content in (b"", b"{}", b'{"ready": true}'):
                     index = (await api.http.post("/v2/repository/index", content=content)).json()
                     assert index == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
-                service.begin_shutdown()
+                service.watch.begin_shutdown()
                 for path in ("health/ready", f"models/{MODEL}/ready"):
                     assert (await get(f"/v2/{path}")).status_code == 503
                 assert (await get("/v2/health/live")).status_code == 200

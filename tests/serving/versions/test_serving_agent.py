@@ -83,16 +83,16 @@ def test_the_canary_gets_its_share_and_applied_says_when_it_is_set(versions, sto
             # It is not here: nobody is sent to it, and nobody is told that it is in effect.
             await fleet.until_state("serve-0", MODEL, 1, "ready")
             assert not await node.actions.settle(wanted)
-            assert service.versions.canary(MODEL) is None
+            assert service.canary(MODEL) is None
             await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
             wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
             record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
             assert record.live == {MODEL: 1}
-            assert service.versions.canary(MODEL).version == 2
+            assert service.canary(MODEL).version == 2
             wanted = await fleet.want(MODEL, live=2, canary=None)
             record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
             assert record.live == {MODEL: 2}
-            assert service.versions.canary(MODEL) is None
+            assert service.canary(MODEL) is None
             # Back again: the version that was live is still here.
             wanted = await fleet.want(MODEL, live=1)
             await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})

@@ -159,7 +159,7 @@ def test_requests_without_any_key_are_numbered_so_that_the_canary_gets_its_share
         unparsed = JsonCodec("rank", MODEL).read(json.dumps(api_request(1, 1)).encode(), service.limits)
         versions = []
         for _ in range(count):
-            with service.call("http", "rank") as call, service.lease_for(call, unparsed) as lease:
+            with service.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key) as lease:
                 versions.append(lease.version)
         assert abs(versions.count(2) - 0.2 * count) < 6 * math.sqrt(count * 0.2 * 0.8)
 
@@ -189,13 +189,13 @@ def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api
             service.set_canary(MODEL, 3, SHARE)
         with pytest.raises(CanaryShareError):
             service.set_canary(MODEL, 2, 1.0)
-        assert service.versions.canary(MODEL) is None
+        assert service.canary(MODEL) is None
         service.set_canary(MODEL, 2, SHARE)
         service.flip(MODEL, 2)
-        assert service.versions.canary(MODEL) is None
+        assert service.canary(MODEL) is None
         service.set_canary(MODEL, 1, SHARE)
         service.retire(MODEL, 1)
-        assert service.versions.canary(MODEL) is None
+        assert service.canary(MODEL) is None
         assert rank(service, routing_key=IN_CANARY)["version"] == 2
 
 
@@ -367,12 +367,12 @@ def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metr
         with service.call("embedded", "rank") as call:
             unparsed = JsonCodec("rank", MODEL).read(encode_request(api_request(1) | {"version": 1}), service.limits)
             service.admit(call)
-            lease = service.lease_for(call, unparsed)
+            lease = service.lease_for(MODEL, 1, lambda: "")
+            call.generation, call.model, call.version = lease.generation, MODEL, 1
+            call.counter = lease.payload.counter
             request = unparsed.parse(lease.payload.schema)
             deadline = service.clock() + 30.0
-            service.wait_in_thread(
-                Pending(request, lease, deadline, service.clock(), concurrent.futures.Future(), None)
-            )
+            service.wait_in_thread(Pending(request, lease, deadline, call, concurrent.futures.Future(), None))
             # Its lease has ended with the batch; what is left to do is writing the answer.
             assert service.retire(MODEL, 1).retired.wait(30.0)
         rank(service)
@@ -389,8 +389,8 @@ def test_what_a_version_took_is_free_when_it_is_retired_and_waits_for_no_garbage
             rank(service)
             (served,) = [one.payload for one in service.generations.all() if one.version == 1]
             (replica,) = served._replicas
-            ranking = replica._ranking
-            parts = (served, replica, ranking, ranking.router, ranking.parts.model, ranking.parts.assembler)
+            ranking = replica.ranking
+            parts = (served, replica, ranking, ranking.router, ranking._dense, ranking.parts.assembler)
             watched = {type(one).__name__: weakref.ref(one) for one in parts}
             del served, replica, ranking, parts
             service.flip(MODEL, 2)

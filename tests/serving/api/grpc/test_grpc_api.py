@@ -63,7 +63,7 @@ def test_health_follows_readiness(api_model):
                 for name in ("", SERVICE):
                     watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
                     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-                service.begin_shutdown()
+                service.watch.begin_shutdown()
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
                 watch.cancel()
 

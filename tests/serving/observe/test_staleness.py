@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loader.reader import Snapshot
 from router.plan import Plan
-from serving.observe.collectors import degraded_reason, staleness_s
+from serving.observe.watch import degraded_reason, staleness_s
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel

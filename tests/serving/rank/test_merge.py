@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from serving.formats.requests import RankRequest
 from serving.rank.merge import (
-    _Lengths,
-    _merge_by_blocks,
-    _merge_by_index,
+    _join_by_blocks,
+    _join_by_index,
     _runs_alike,
     merge,
     merge_bags,
@@ -79,17 +78,11 @@ def test_merged_bags_are_those_of_the_obvious_loop(batch):
 def test_both_ways_of_merging_give_the_same(batch):
     bags = np.array([one.bags_per_key for one in batch])
     values = np.array([one.values_per_key() for one in batch])
-    by_blocks, by_index = (
-        _merge_by_blocks(batch, _Lengths.of(batch), bags, values, _runs_alike(bags, values)),
-        _merge_by_index(batch, _Lengths.of(batch), bags, values),
-    )
-    for name in ("keys", "bags_per_key", "offsets", "values"):
-        one, other = getattr(by_blocks, name), getattr(by_index, name)
-        assert one.dtype == other.dtype
-        assert one.tolist() == other.tolist()
-    assert (by_blocks.weights is None) == (by_index.weights is None)
-    if by_blocks.weights is not None:
-        assert by_blocks.weights.tolist() == by_index.weights.tolist()
+    runs = _runs_alike(bags, values)
+    for per_segment, arrays in ((bags, [one.lengths for one in batch]), (values, [one.values for one in batch])):
+        by_blocks, by_index = _join_by_blocks(per_segment, runs)(arrays), _join_by_index(per_segment)(arrays)
+        assert by_blocks.dtype == by_index.dtype
+        assert by_blocks.tolist() == by_index.tolist()
 
 
 alike = st.integers(1, 6).flatmap(

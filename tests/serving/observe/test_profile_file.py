@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from serving.errors import ProfileFileError
+from serving.observe.calls import BatchTimes, Call
 from serving.observe.metrics import ServingMetrics
-from serving.observe.profile import ProfileDocument, ProfileFile, StageAccount, profiled
-from serving.observe.times import BatchTimes, Call
+from serving.observe.profile import ProfileFile, StageAccount, profiled
 
 
 def add_one(account: StageAccount) -> None:
@@ -23,11 +23,11 @@ def test_a_file_always_has_the_whole_account(tmp_path) -> None:
         add_one(account)
         now += 2.5
         file.write()
-        document = ProfileDocument.model_validate_json(path.read_bytes())
-        assert document.seconds == 2.5 * requests
-        assert document.began_at == "2023-11-14T22:13:20+00:00"
-        (told,) = document.accounts
-        assert (told.requests, told.whole_s) == (requests, requests)
+        document = json.loads(path.read_bytes())
+        assert document["seconds"] == 2.5 * requests
+        assert document["began_at"] == "2023-11-14T22:13:20+00:00"
+        (told,) = document["accounts"]
+        assert (told["requests"], told["whole_s"]) == (requests, requests)
     assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
 
 
@@ -43,15 +43,15 @@ def test_a_thread_that_has_ended_is_still_told(tmp_path) -> None:
     thread = threading.Thread(target=work, name="works")
     thread.start()
     has_worked.wait()
-    seen = file.document().cpu_s_by_thread["works"]
+    seen = file.document()["cpu_s_by_thread"]["works"]
     assert seen > 0
     may_end.set()
     thread.join()
     for _ in range(2):
-        assert file.document().cpu_s_by_thread["works"] == seen
+        assert file.document()["cpu_s_by_thread"]["works"] == seen
     document = file.document()
-    assert document.cpu_s >= seen
-    assert sum(document.cpu_s_by_thread.values()) >= document.cpu_s - 1e-6
+    assert document["cpu_s"] >= seen
+    assert sum(document["cpu_s_by_thread"].values()) >= document["cpu_s"] - 1e-6
 
 
 def test_the_account_is_kept_for_the_time_of_the_block_alone(tmp_path) -> None:

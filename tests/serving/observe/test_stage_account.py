@@ -5,33 +5,33 @@ import asyncio
 import pytest
 
 from router.embeddings import LookupTimes
+from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes, Call
 from serving.observe.metrics import ServingMetrics
-from serving.observe.profile import Account, Served, StageAccount
-from serving.observe.times import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes, Call
+from serving.observe.profile import Document, StageAccount
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import Gate, api_request, ask, gated_service
 
-JSON, GRPC = Served("http", "rank", "films"), Served("grpc", "rank", "films")
+JSON, GRPC = "http", "grpc"
 
 
-def seconds(account: Account) -> dict[str, float]:
-    return {one.stage: one.seconds for one in account.stages}
+def seconds(account: Document) -> dict[str, float]:
+    return {one["stage"]: one["seconds"] for one in account["stages"]}
 
 
-def busy(account: Account) -> dict[str, float]:
-    return {one.stage: one.busy_s for one in account.stages}
+def busy(account: Document) -> dict[str, float]:
+    return {one["stage"]: one["busy_s"] for one in account["stages"]}
 
 
 def batch_of(num_requests: int) -> BatchTimes:
     return BatchTimes(num_requests, 3, 1.0, LookupTimes(2.0, 3.0, 4.0, 5.0), 14.0, 6.0, 7.0)
 
 
-def call_of(served: Served, before: tuple[float, ...], batch: BatchTimes, after: tuple[float, ...]) -> Call:
+def call_of(api: str, before: tuple[float, ...], batch: BatchTimes, after: tuple[float, ...]) -> Call:
     receive, decode, parse, queue = before
     hand_back, encode = after
     answered = batch.ended + hand_back
     return Call(
-        *(served.api, served.method, 0.0, served.model),
+        *(api, "rank", 0.0, "films"),
         received=receive,
         leased=receive + decode,
         parsed=receive + decode + parse,
@@ -51,24 +51,24 @@ def test_every_stage_stands_in_its_place() -> None:
     assert seconds(told) == before | inside | after
     assert tuple(seconds(told)) == STAGES == BEFORE_BATCH + IN_BATCH + AFTER_BATCH
     assert busy(told) == seconds(told)
-    assert {one.stage for one in told.stages if one.per == "batch"} == set(IN_BATCH)
-    assert (told.whole_s, told.mean_ms) == (105.0, 105_000.0)
-    assert (told.unaccounted_s, told.unaccounted_share) == (pytest.approx(2.0), pytest.approx(2 / 105))
-    assert sum(one.share for one in told.stages) == pytest.approx(103 / 105)
+    assert {one["stage"] for one in told["stages"] if one["per"] == "batch"} == set(IN_BATCH)
+    assert (told["whole_s"], told["mean_ms"]) == (105.0, 105_000.0)
+    assert (told["unaccounted_s"], told["unaccounted_share"]) == (pytest.approx(2.0), pytest.approx(2 / 105))
+    assert sum(one["share"] for one in told["stages"]) == pytest.approx(103 / 105)
 
 
 def test_a_batch_s_time_is_waited_for_by_each_request_and_worked_once() -> None:
     account, batch = StageAccount(), batch_of(4)
-    for served in (JSON, JSON, JSON, GRPC):
-        account.add(call_of(served, (0.5,) * 4, batch, (0.25,) * 2), 30.5)
+    for api in (JSON, JSON, JSON, GRPC):
+        account.add(call_of(api, (0.5,) * 4, batch, (0.25,) * 2), 30.5)
     grpc, json = account.accounts()
-    assert (grpc.api, grpc.requests, grpc.batches) == ("grpc", 1, 0.25)
-    assert (json.api, json.requests, json.batches) == ("http", 3, 0.75)
+    assert (grpc["api"], grpc["requests"], grpc["batches"]) == ("grpc", 1, 0.25)
+    assert (json["api"], json["requests"], json["batches"]) == ("http", 3, 0.75)
     assert seconds(json)["rank"] == 18.0
     assert busy(json)["rank"] == 4.5
     assert busy(json)["rank"] + busy(grpc)["rank"] == 6.0
     assert busy(json)["queue"] == seconds(json)["queue"] == 1.5
-    assert json.unaccounted_s == pytest.approx(0.0)
+    assert json["unaccounted_s"] == pytest.approx(0.0)
 
 
 def test_on_cards_a_lookup_is_a_part_of_ranking() -> None:
@@ -77,7 +77,7 @@ def test_on_cards_a_lookup_is_a_part_of_ranking() -> None:
     account.add(call_of(JSON, (0.0,) * 4, times, (0.0, 0.0)), 6.0)
     (told,) = account.accounts()
     assert seconds(told) | {"merge": 1, "rank": 2, "answer": 3} == seconds(told)
-    assert told.unaccounted_s == 0
+    assert told["unaccounted_s"] == 0
 
 
 def test_requests_of_one_batch_have_its_times_and_each_its_own_wait(api_model) -> None:

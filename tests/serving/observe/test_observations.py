@@ -13,8 +13,8 @@ from prometheus_client import Histogram
 from router.embeddings import LookupTimes
 from serving.errors import HistogramLayoutError
 from serving.observe import metrics as metrics_module
+from serving.observe.calls import BatchTimes
 from serving.observe.metrics import MAX_KEPT, ServingMetrics, observe_all
-from serving.observe.times import BatchTimes
 
 BATCH = BatchTimes(3, 300, merge_s=0.25, lookup=LookupTimes(0.5, 1.0, 2.0, 4.0))
 MERGE = {"model": "films", "stage": "merge", "method": "rank"}

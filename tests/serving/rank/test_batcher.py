@@ -9,6 +9,7 @@ import pytest
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.formats.requests import LookupRequest, RankRequest
 from serving.limits import RequestLimits
+from serving.observe.calls import Call
 from serving.rank.batcher import Batcher, Pending, finish
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
@@ -60,7 +61,8 @@ class Model:
         return self.pending(LookupRequest(EMPTY, timeout_s=1.0, num_floats=0), FAR)
 
     def pending(self, request: RankRequest | LookupRequest, deadline: float) -> Pending:
-        return Pending(request, self.generations.lease("films"), deadline, 0.0, concurrent.futures.Future(), None)
+        call, lease = Call("embedded", "rank", 0.0), self.generations.lease("films")
+        return Pending(request, lease, deadline, call, concurrent.futures.Future(), None)
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_a_lookup_goes_alone(model):
     assert [batcher.take(wake) for _ in waiting] == [[one] for one in waiting]
 
 
-def test_a_full_queue_refuses_at_once_and_leaves_the_lease_to_the_caller(model):
+def test_a_full_queue_refuses_at_once_and_gives_the_lease_back(model):
     batcher = Batcher(RequestLimits(max_queue=2))
     batcher.submit(model.rank())
     batcher.submit(model.rank())
@@ -120,7 +122,7 @@ def test_a_full_queue_refuses_at_once_and_leaves_the_lease_to_the_caller(model):
     with pytest.raises(OverloadedError, match="max_queue = 2"):
         batcher.submit(third)
     assert batcher.num_waiting == 2
-    assert model.leases == 3
+    assert model.leases == 2
 
 
 def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
@@ -193,16 +195,25 @@ def test_a_replica_whose_loop_has_ended_is_passed_over_and_the_next_idle_one_is_
     batcher.close()
 
 
+def test_the_longest_sequence_is_that_of_the_features_that_are_not_pooled(model):
+    bags = KeyedBags.from_lengths(
+        np.arange(3, dtype=np.int32), np.array([1, 1, 2]), np.array([9, 3, 8, 2]), np.zeros(22, np.int64)
+    )
+    for is_none, longest in (([True, True, False], 9), ([False, True, False], 3), ([False, False, False], 0)):
+        waiting = model.pending(rank_request(2, bags), FAR)
+        Batcher(RequestLimits(), is_none=np.array(is_none)).submit(waiting)
+        assert waiting.longest_sequence == longest
+
+
 def test_closing_fails_what_waits_and_wakes_the_idle(model):
     batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
     assert batcher.take(wake) == []
     batcher.close()
     assert calls == [1]
     assert batcher.take(wake) is None
-    waiting = model.rank()
     with pytest.raises(ShuttingDownError):
-        batcher.submit(waiting)
-    other = Batcher(RequestLimits())
+        batcher.submit(model.rank())
+    other, waiting = Batcher(RequestLimits()), model.rank()
     other.submit(waiting)
     other.close()
     with pytest.raises(ShuttingDownError):

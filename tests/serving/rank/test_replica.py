@@ -12,7 +12,6 @@ from loader.reader import Snapshot
 from router.plan import Plan
 from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.limits import RequestLimits
-from serving.rank.batcher import longest_sequence
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel
 from shard_node.bags import KeyedBags
@@ -172,12 +171,3 @@ def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     assert "ranking replica rank-films-1-0 ended" in caplog.text
     assert service.generations.all()[0].leases == 0
     service.close()
-
-
-def test_the_longest_sequence_is_that_of_the_features_that_are_not_pooled():
-    bags = KeyedBags.from_lengths(
-        np.arange(3, dtype=np.int32), np.array([1, 1, 2]), np.array([9, 3, 8, 2]), np.zeros(22, np.int64)
-    )
-    assert longest_sequence(bags, np.array([True, True, False])) == 9
-    assert longest_sequence(bags, np.array([False, True, False])) == 3
-    assert longest_sequence(bags, np.array([False, False, False])) == 0

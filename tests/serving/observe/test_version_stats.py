@@ -25,20 +25,17 @@ from serving.errors import (
     UnknownFeatureError,
     UnknownIdError,
 )
-from serving.observe.statistics import VersionCounter, outcome_of
-from serving.observe.times import Call
+from serving.observe.calls import Call, VersionCounter, outcome_of
 from shard_node.errors import DeadlineExceededError
 
 
 def ended(counter: VersionCounter, outcome: str, seconds: float) -> None:
-    call = Call("http", "rank", 0.0, "films", 1, counter)
-    counter.ended(call, outcome, seconds, is_answered=outcome == "ok")
+    counter.ended(Call("http", "rank", 0.0, "films", 1, counter), outcome, seconds)
 
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (None, "ok"),
         (ModelOutputError("x"), "error"),
         (ShardUnavailableError("x"), "error"),
         (DeadlineExceededError("x"), "error"),

@@ -1,0 +1,226 @@
+"""What each call and each batch leaves: the record of its times, and what a version counts of it.
+
+docs/profiling.md says what each stage is; the stages of a request follow each other without overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from loader.errors import ShardrankError
+from loader.registry.records import LATENCY_BOUNDS_MS, VersionStats
+from router.embeddings import LookupTimes
+from serving.errors import (
+    CountMismatchError,
+    InvalidIdError,
+    MissingFeatureError,
+    OverloadedError,
+    UnknownFeatureError,
+    UnknownIdError,
+)
+from shard_node.bags import Float32Array
+from shard_node.generation import Generation
+
+Outcome: TypeAlias = Literal["ok", "error"]
+
+BEFORE_BATCH = ("receive", "decode", "parse", "queue")
+IN_BATCH = ("merge", "map", "split", "shard_wait", "add", "rank", "answer")
+AFTER_BATCH = ("hand_back", "encode")
+STAGES = BEFORE_BATCH + IN_BATCH + AFTER_BATCH
+"""All stages of a request, in order."""
+
+# These say that a request and a version do not fit, and that may be the version's fault: it lacks a row or a feature
+# that the one before it has, or wants one more, another width, or ids of another type.
+_DO_NOT_FIT = (UnknownIdError, UnknownFeatureError, MissingFeatureError, CountMismatchError, InvalidIdError)
+_SERVER_FAULT = 500
+
+
+@dataclass(slots=True, eq=False)
+class BatchTimes:
+    """Where the time of one batch went, in seconds. Every request in it has waited for all of it.
+
+    Attributes:
+        num_requests, num_candidates: in the batch; a lookup has no candidates.
+        merge_s: its requests joined.
+        lookup: its rows looked up, by part; None where that is part of ranking, on cards.
+        lookup_s: the same in all; on cards, ids mapped and packed.
+        rank_s: the dense model and its inputs.
+        answer_s: scores checked, counted and sorted, answers made.
+        ended: when the answers were there, monotonic seconds.
+    """
+
+    num_requests: int = 1
+    num_candidates: int = 0
+    merge_s: float = 0.0
+    lookup: LookupTimes | None = None
+    lookup_s: float = 0.0
+    rank_s: float = 0.0
+    answer_s: float = 0.0
+    ended: float = 0.0
+
+    def seconds(self) -> tuple[float, ...]:
+        """By stage, in the order of `IN_BATCH`."""
+        times = self.lookup
+        if times is None:
+            # On cards ids are mapped and packed by whoever ranks, and no shard is asked.
+            return (self.merge_s, 0.0, 0.0, 0.0, 0.0, self.lookup_s + self.rank_s, self.answer_s)
+        return self.merge_s, times.map_s, times.split_s, times.shard_wait_s, times.add_s, self.rank_s, self.answer_s
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of an API, while it is handled and when it has ended. Times are monotonic seconds, 0 until they are.
+
+    Attributes:
+        api: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`.
+        method: `rank`, `lookup` or `model`.
+        model: name of the served model, once it is known; never what a client made up.
+        version, counter, generation: of what answers it, once that is chosen: at `leased`.
+        received, parsed: when its request had come in full; when it was arrays.
+        queue_s: seconds that it waited for a replica.
+        batch: that it was in, once that is answered.
+        answered, encoded: when the call went on with the answer; when that was bytes.
+        admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
+    """
+
+    api: str
+    method: str
+    began: float
+    model: str = ""
+    version: int = 0
+    counter: VersionCounter | None = None
+    generation: Generation[Any] | None = None
+    received: float = 0.0
+    leased: float = 0.0
+    parsed: float = 0.0
+    queue_s: float = 0.0
+    batch: BatchTimes | None = None
+    answered: float = 0.0
+    encoded: float = 0.0
+    admitted: bool = False
+
+    def around_batch(self) -> tuple[float, ...]:
+        """Seconds in each stage of `BEFORE_BATCH` and of `AFTER_BATCH`, of a call with a batch that was answered."""
+        hand_back_s = self.answered - self.batch.ended if self.batch is not None else 0.0
+        return (
+            self.received - self.began,
+            self.leased - self.received,
+            self.parsed - self.leased,
+            self.queue_s,
+            hand_back_s,
+            self.encoded - self.answered,
+        )
+
+
+def outcome_of(error: BaseException) -> Outcome | None:
+    """What a request that failed counts as for its version; None if it tells nothing of it."""
+    if isinstance(error, _DO_NOT_FIT):
+        return "error"
+    # A client that leaves, by closing its connection or by cancelling, is no Exception or has a status below 500.
+    # What is shed was not begun. (A version that is shutting down is not shed: while it is leased, only the end of all
+    # its replicas can bring that about.)
+    if isinstance(error, OverloadedError) or not isinstance(error, Exception):
+        return None
+    # What is no ShardrankError is a defect of ours.
+    is_fault = not isinstance(error, ShardrankError) or error.http_status >= _SERVER_FAULT
+    return "error" if is_fault else None
+
+
+@dataclass(slots=True)
+class InferenceTotals:
+    """Sums over rank requests, whatever API they came by.
+
+    Attributes:
+        succeeded, succeeded_s: requests that were answered, from arrival to answer; the following belong to these.
+        queue_s: waiting for a replica.
+        input_s: joined with others of their batch.
+        infer_s: rows looked up, candidates scored.
+        output_s: scores checked and sorted, answers made.
+        batches: in which they were: each adds its share of its own.
+        failed, failed_s: requests that were not answered, after their version was chosen.
+        last: when the last one ended, monotonic seconds; None if there was none.
+    """
+
+    succeeded: int = 0
+    succeeded_s: float = 0.0
+    queue_s: float = 0.0
+    input_s: float = 0.0
+    infer_s: float = 0.0
+    output_s: float = 0.0
+    batches: float = 0.0
+    failed: int = 0
+    failed_s: float = 0.0
+    last: float | None = None
+
+
+class VersionCounter:
+    """Counts of one version in this process; they only grow. Thread-safe.
+
+    By them a canary is compared with the live version. A request counts for the version whose lease it took, also when
+    it fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._errors = 0
+        self._latency_counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)
+        self._score_count = 0
+        self._score_sum = self._score_square_sum = 0.0
+        self._totals = InferenceTotals()
+
+    def ended(self, call: Call, outcome: Outcome | None, now: float) -> None:
+        """Count a call that ended now: `ok` if it was answered, else with what `outcome_of` says."""
+        # Bounds are upper ones, and inclusive.
+        bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
+        seconds, batch, totals = now - call.began, call.batch, self._totals
+        with self._lock:
+            if outcome is not None:
+                self._errors += outcome == "error"
+                self._latency_counts[bucket] += 1
+            if call.method != "rank":
+                return
+            totals.last = now
+            if outcome != "ok" or batch is None:
+                totals.failed += 1
+                totals.failed_s += seconds
+                return
+            totals.succeeded += 1
+            totals.succeeded_s += seconds
+            totals.queue_s += call.queue_s
+            totals.input_s += batch.merge_s
+            totals.infer_s += batch.lookup_s + batch.rank_s
+            totals.output_s += batch.answer_s
+            totals.batches += 1 / batch.num_requests
+
+    def scored(self, scores: Float32Array) -> None:
+        """Adds the scores of a batch that are answered, float32 [N], all finite."""
+        # float32 sums of millions of scores would lose the last ones.
+        exact = scores.astype(np.float64)
+        total, square = float(exact.sum()), float(exact @ exact)
+        with self._lock:
+            self._score_count += exact.size
+            self._score_sum += total
+            self._score_square_sum += square
+
+    def stats(self) -> VersionStats:
+        """All counts as of one moment."""
+        with self._lock:
+            requests = sum(self._latency_counts)
+            return VersionStats(
+                requests=requests,
+                errors=self._errors,
+                latency_counts=tuple(self._latency_counts) if requests else (),
+                score_count=self._score_count,
+                score_sum=self._score_sum,
+                score_square_sum=self._score_square_sum,
+            )
+
+    def totals(self) -> InferenceTotals:
+        """Sums over rank requests as of one moment."""
+        with self._lock:
+            return replace(self._totals)
