@@ -93,7 +93,7 @@ class InferGrpcCodec:
             UnsupportedExtensionError: for a part of the protocol's extensions that is not spoken here.
         """
         data = bytes(body) if isinstance(body, memoryview) else body
-        message = Message(data, _NAME, limits.max_message_fields, "max_message_fields")
+        message = Message(data, _NAME, limits.max_message_fields)
         texts = {"model_name": "", "model_version": "", "id": ""}
         parameters: dict[str, tuple[str, object]] = {}
         inputs: list[tuple[int, int]] = []

@@ -15,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import LimitExceededError, MalformedRequestError
+from serving.formats.requests import Buffer
 from shard_node.bags import Int64Array
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 MAX_VARINT_BYTES = 10
+MAX_TEXT_BYTES = 4096
+"""Of a text that is no id."""
 _UINT64 = (1 << 64) - 1
 _INT64_SIGN = 1 << 63
 _MAX_TAG = (1 << 32) - 1
@@ -28,19 +31,21 @@ class Message:
     """One message and what may still be read of it.
 
     Args:
-        data: the whole message.
+        body: the whole message.
         name: of its type, for errors.
         max_fields: fields that may be met in it and in all messages inside, unknown ones too.
-        limit: name of the setting that `max_fields` comes from.
+
+    Attributes:
+        data, view: the message.
     """
 
-    __slots__ = ("_left", "_limit", "_max_fields", "_name", "data")
+    __slots__ = ("_left", "_max_fields", "_name", "data", "view")
 
-    def __init__(self, data: bytes | bytearray, name: str, max_fields: int, limit: str) -> None:
-        self.data = data
+    def __init__(self, body: Buffer, name: str, max_fields: int) -> None:
+        self.data = bytes(body) if isinstance(body, memoryview) else body
+        self.view = memoryview(self.data)
         self._name = name
         self._left = self._max_fields = max_fields
-        self._limit = limit
 
     def fields(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Walk over the fields between two positions.
@@ -57,8 +62,8 @@ class Message:
         while at < end:
             self._left -= 1
             if self._left < 0:
-                got = f"more than {self._max_fields}"
-                raise LimitExceededError("", self._limit, self._max_fields, got, "fields in the message")
+                most = self._max_fields
+                raise LimitExceededError("", "max_message_fields", most, f"more than {most}", "fields in the message")
             tag = data[at]
             at += 1
             if tag > 127:
@@ -98,8 +103,31 @@ class Message:
             values.append(signed(value))
         return values
 
-    def text(self, start: int, end: int, field: str) -> str:
-        """Decode a string. Raises MalformedRequestError if it is not UTF-8."""
+    def entry(self, start: int, end: int, field: str) -> tuple[str, tuple[int, int]]:
+        """Read an entry of a map to messages: its key, and where its value lies.
+
+        Raises:
+            MalformedRequestError: the value is there twice; the library would merge the two.
+        """
+        key, value = "", None
+        for tag, at, stop in self.fields(start, end):
+            if tag == 1 << 3 | LENGTH:
+                key = self.text(at, stop, field)
+            elif tag == 2 << 3 | LENGTH:
+                if value is not None:
+                    raise MalformedRequestError(field, f"the value of {key[:80]!r} is there twice")
+                value = at, stop
+        return key, value or (0, 0)
+
+    def text(self, start: int, end: int, field: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+        """Decode a string.
+
+        Raises:
+            LimitExceededError: it is longer than allowed.
+            MalformedRequestError: it is not UTF-8.
+        """
+        if end - start > max_bytes:
+            raise LimitExceededError(field, "text", max_bytes, end - start, "bytes")
         try:
             return self.data[start:end].decode()
         except UnicodeDecodeError as error:
@@ -178,6 +206,16 @@ def encode_field(number: int, content: bytes | memoryview) -> bytes:
 def encode_integer(number: int, value: int) -> bytes:
     """Encode a varint field of a value that is not negative; nothing for 0, as proto3 has it."""
     return encode_varint(number << 3) + encode_varint(value) if value else b""
+
+
+def encode_message(*contents: bytes | int) -> bytes:
+    """Encode the fields of a message, numbered from 1."""
+    return b"".join(
+        [
+            encode_integer(number, content) if isinstance(content, int) else encode_field(number, content)
+            for number, content in enumerate(contents, 1)
+        ]
+    )
 
 
 def packed_bytes(values: npt.NDArray[Any], dtype: str) -> bytes:

@@ -27,7 +27,7 @@ INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300)
 
 
 def message(data: bytes, max_fields: int = 1000) -> Message:
-    return Message(data, "a.Message", max_fields, "max_message_fields")
+    return Message(data, "a.Message", max_fields)
 
 
 def as_array(data: bytes) -> Any:

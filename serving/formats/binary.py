@@ -1,0 +1,128 @@
+"""The binary path: what a message says of where its numbers lie, to keyed bags.
+
+Every form reads its layout first, which is a count for each feature. When all counts are within the limits, the form
+hands over the buffers: little-endian numbers where they lie in the message, joined to arrays of the whole request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.fingerprint import fingerprint_strings
+from serving.errors import CountMismatchError, LimitExceededError, MalformedRequestError
+from serving.formats.checks import keyed_bags
+from serving.formats.requests import Buffer
+from serving.formats.schema import RequestSchema
+from shard_node.bags import Int32Array, Int64Array, KeyedBags
+
+RAGGED = -1
+"""The width of a feature that says how many ids each of its bags has."""
+
+
+class Layout:
+    """How many ids and bags each feature of a request has, in flat order.
+
+    Args:
+        schema: of the model.
+        keys: int32 [S], flat indices of the features that the request has.
+        path: names a feature in errors.
+        lookup: whether it is a lookup, which may have any of the features.
+
+    Attributes:
+        num_ids, num_bags: of each feature.
+        widths: ids in each bag of a feature; `RAGGED` if it brings lengths of its own.
+        weighted: positions in `keys` of those that bring weights.
+    """
+
+    def __init__(
+        self, schema: RequestSchema, keys: Int32Array, path: Callable[[str], str], *, lookup: bool = False
+    ) -> None:
+        self.keys = keys
+        self.num_ids: list[int] = []
+        self.num_bags: list[int] = []
+        self.widths: list[int] = []
+        self.weighted: list[int] = []
+        self._schema, self._path, self._lookup = schema, path, lookup
+
+    def check(self, num_candidates: int) -> None:
+        """Check the counts of a rank request.
+
+        Raises:
+            CountMismatchError: a feature has other than one bag, or one for each candidate.
+            LimitExceededError: too many ids.
+        """
+        given, expected = self.num_bags, self._schema.bags_per_key(num_candidates).tolist()
+        if given != expected:
+            key = next(key for key, count in enumerate(expected) if given[key] != count)
+            name, is_context, _ = self._schema.kinds[key]
+            unit = "bags" if is_context else "candidates"
+            raise CountMismatchError(self._path(name), f"{given[key]} {unit}, expected {expected[key]}")
+        self.check_num_ids()
+
+    def check_num_ids(self) -> None:
+        """Raises LimitExceededError for too many ids, before any is read."""
+        total, allowed = sum(self.num_ids), self._schema.limits.max_ids_per_request
+        if total > allowed:
+            raise LimitExceededError("sparse", "max_ids_per_request", allowed, total, "ids over all features")
+
+    def bags(
+        self, ids: Iterable[Buffer], texts: Sequence[str], lengths: Int64Array, weights: Sequence[Buffer]
+    ) -> KeyedBags:
+        """Make the bags of what was counted.
+
+        Args:
+            ids: int64, of the features whose ids are integers, one after the other.
+            texts: the other features' ids.
+            lengths: int64, ids in each bag of the features that are `RAGGED`.
+            weights: float32, of the features that are `weighted`.
+
+        Raises:
+            BadRequestError: as `keyed_bags`.
+        """
+        num_ids, num_bags = np.array(self.num_ids, np.int64), np.array(self.num_bags, np.int64)
+        flat_lengths: Int64Array | None = lengths
+        if self.widths.count(RAGGED) < len(self.widths):
+            widths = np.repeat(np.array(self.widths, np.int64), num_bags)
+            if lengths.size:
+                widths[widths == RAGGED] = lengths
+            flat_lengths = None if self.widths.count(1) == len(self.widths) else widths
+        flat_weights = None
+        if weights:
+            flat_weights = np.ones(sum(self.num_ids), np.float32)
+            is_weighted = np.zeros(num_ids.size, np.bool_)
+            is_weighted[self.weighted] = True
+            flat_weights[np.repeat(is_weighted, num_ids)] = array_of(joined(weights), "<f4", "weights")
+        values = values_of(self._schema, self.keys, num_ids, array_of(joined(ids), "<i8", "ids"), texts)
+        return keyed_bags(
+            self._schema, self.keys, num_bags, flat_lengths, num_ids, values, flat_weights, lookup=self._lookup
+        )
+
+
+def values_of(
+    schema: RequestSchema, keys: Int32Array, num_ids: Int64Array, integers: Int64Array, texts: Sequence[str]
+) -> Int64Array:
+    """All ids in flat order, int64 [n]: integers, and between them fingerprints of the strings."""
+    if not texts:
+        return integers
+    is_text = np.repeat(schema.is_string[keys], num_ids)
+    values = np.empty(is_text.size, np.int64)
+    values[is_text] = fingerprint_strings(texts)
+    values[~is_text] = integers
+    return values
+
+
+def joined(buffers: Iterable[Buffer]) -> bytearray:
+    """Copy buffers behind one another: aligned, nothing of the message is kept, and arrays over it may be written to."""
+    return bytearray().join(buffers)
+
+
+def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:
+    """View a buffer as numbers such as `<f4`. Raises MalformedRequestError for a part of one."""
+    width, size = int(dtype[-1]), len(buffer)
+    if size % width:
+        raise MalformedRequestError(path, f"{size} bytes, which is not a multiple of {width}")
+    return np.frombuffer(buffer, dtype)
