@@ -14,7 +14,7 @@ from serving.api.documents import create_documents
 from serving.api.replies import REQUEST_ID, Reply, defect_reply, error_reply, header_lines
 from serving.api.tokens import Tokens
 from serving.errors import BodyTooLargeError, ClientGoneError, InvalidFieldError
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec

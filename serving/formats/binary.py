@@ -55,18 +55,22 @@ class Layout:
             CountMismatchError: a feature has other than one bag, or one for each candidate.
             LimitExceededError: too many ids.
         """
+        self.check_num_ids()
         given, expected = self.num_bags, self._schema.bags_per_key(num_candidates).tolist()
         if given != expected:
             key = next(key for key, count in enumerate(expected) if given[key] != count)
             name, is_context, _ = self._schema.kinds[key]
             unit = "bags" if is_context else "candidates"
             raise CountMismatchError(self._path(name), f"{given[key]} {unit}, expected {expected[key]}")
-        self.check_num_ids()
 
     def check_num_ids(self) -> None:
         """Raises LimitExceededError for too many ids, before any is read."""
         total, allowed = sum(self.num_ids), self._schema.limits.max_ids_per_request
         if total > allowed:
+            for key, count in zip(self.keys.tolist(), self.num_ids, strict=True):
+                if count > allowed:
+                    path = self._path(self._schema.names[key])
+                    raise LimitExceededError(path, "max_ids_per_request", allowed, count, "ids")
             raise LimitExceededError("sparse", "max_ids_per_request", allowed, total, "ids over all features")
 
     def bags(
@@ -116,7 +120,7 @@ def values_of(
 
 
 def joined(buffers: Iterable[Buffer]) -> bytearray:
-    """Copy buffers behind one another: aligned, nothing of the message is kept, and arrays over it may be written to."""
+    """Copy buffers behind one another: aligned, writable, and nothing of the message is kept."""
     return bytearray().join(buffers)
 
 

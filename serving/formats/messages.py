@@ -341,8 +341,8 @@ class _Features:
                 layout.widths.append(num_ids if is_one_bag else 1)
             if num_weights:
                 layout.weighted.append(len(layout.num_ids) - 1)
-            for all_pieces, pieces in zip(self._columns, columns, strict=True):
-                all_pieces += pieces
+            for joined_column, column in zip(self._columns, columns, strict=True):
+                joined_column.extend(column)
             self._strings += strings
         return layout
 

@@ -25,9 +25,7 @@ from serving.errors import (
     UnknownFeatureError,
     UnsupportedExtensionError,
 )
-from serving.formats.infer import parse_version
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec, parse_version
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
@@ -172,7 +170,7 @@ def test_parameters_set_deadline_order_and_key():
         (changed("genre.lengths", array=np.array([1, 1, 1, 1, -1])), InvalidFieldError, r"genre\.lengths\[4\]: -1"),
         (changed("genre.lengths", array=np.array([2**62] * 5)), InvalidFieldError, r"genre\.lengths\[0\]"),
         (changed("genre.lengths", array=np.zeros(5, np.int64)), CountMismatchError, "add up to 0"),
-        (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"inputs\.genre has 4"),
+        (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"candidates, expected 4"),
         (changed("liked-tag.weights", array=np.ones(2, np.float32)), CountMismatchError, "that of its ids"),
         (changed("liked-tag.weights", array=np.full(3, np.nan, np.float32)), InvalidFieldError, "finite"),
         (changed("candidates.dense", array=np.full((5, 3), np.inf, np.float32)), InvalidFieldError, r"dense\[0\]\[0\]"),
