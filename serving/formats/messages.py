@@ -387,14 +387,4 @@ def encode_lookup(answer: LookupAnswer) -> bytes:
 
 def encode_model(description: ModelDescription) -> bytes:
     """Encode a GetModelResponse."""
-    return ranking_pb2.GetModelResponse(
-        model=description.model,
-        version=description.version,
-        identity=description.identity,
-        schema_digest=description.schema_digest,
-        features=[ranking_pb2.FeatureInfo(**one.model_dump()) for one in description.features],
-        tables=[ranking_pb2.TableInfo(**one.model_dump()) for one in description.tables],
-        dense_inputs=ranking_pb2.DenseInputsInfo(**description.dense_inputs.model_dump()),
-        dense_model=ranking_pb2.DenseModelInfo(**description.dense_model.model_dump()),
-        limits={name: float(value) for name, value in description.limits.model_dump().items()},
-    ).SerializeToString()
+    return ranking_pb2.GetModelResponse(**description.model_dump()).SerializeToString()

@@ -160,20 +160,16 @@ def count_varints(packed: npt.NDArray[np.uint8]) -> int:
 
 
 def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
-    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before.
-
-    Raises:
-        ValueError: the last varint does not end, or one has more than 10 bytes.
-    """
+    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before. Raises MalformedRequestError."""
     if not packed.size:
         return np.empty(0, np.int64)
     ends = np.flatnonzero(packed < 128)
     if not ends.size or ends[-1] != packed.size - 1:
-        raise ValueError("the last number does not end")
+        raise MalformedRequestError("", "the last number of a packed field does not end")
     sizes = np.diff(ends, prepend=-1)
     shortest, longest = int(sizes.min()), int(sizes.max())
     if longest > MAX_VARINT_BYTES:
-        raise ValueError(f"a number of more than {MAX_VARINT_BYTES} bytes")
+        raise MalformedRequestError("", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field")
     values = np.empty(ends.size, np.uint64)
     for size in range(shortest, longest + 1):
         # All numbers of one size at once.

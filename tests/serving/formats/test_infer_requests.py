@@ -255,7 +255,7 @@ def test_too_many_candidates_are_refused_before_anything_is_made_of_them():
     ("raw", "message"),
     [
         (b"\x05\x00\x00\x00Oslo", "longer than what is left"),
-        (b"\x04\x00\x00\x00Oslo\x01", "1 bytes are left over after 1"),
+        (b"\x04\x00\x00\x00Oslo\x01", "BYTES element 1 is longer than what is left"),
         (bytes_tensor(["Oslo"]), "2 elements, its data 1"),
         (bytes_tensor(["Oslo"] * 3), "2 elements, its data at least 3"),
         (struct.pack("<I", 2) + b"\xff\xfe" + bytes_tensor(["Oslo"]), r"city\[0\]: it is not UTF-8"),
