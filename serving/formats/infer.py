@@ -30,7 +30,18 @@ from serving.errors import (
     MissingFeatureError,
     UnsupportedExtensionError,
 )
-from serving.formats.binary import RAGGED, Layout, array_of, joined
+from serving.formats.binary import (
+    DTYPES,
+    INTEGERS,
+    RAGGED,
+    Layout,
+    Tensor,
+    array_of,
+    input_path,
+    joined,
+    text_of,
+    wrong_count,
+)
 from serving.formats.checks import check_num_candidates, rank_request
 from serving.formats.json_text import count_above
 from serving.formats.protobuf import (
@@ -64,9 +75,6 @@ HEADER_LENGTH = "inference-header-content-length"
 MAX_INPUTS = 16_384
 MAX_OUTPUTS = 16
 MAX_VERSION_CHARS = 19
-_INTEGERS, _TEXTS, _FLOATS = ("INT64", "INT32"), ("BYTES",), ("FP32",)
-_WIDTHS = {"INT64": 8, "INT32": 4, "FP32": 4}
-_DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
 _PREFIX, _COUNT = secrets.token_hex(8), itertools.count()
 
 
@@ -101,15 +109,6 @@ class Output(msgspec.Struct, gc=False):
 
     name: str
     parameters: TensorParameters | None = None
-
-
-class Tensor(msgspec.Struct, gc=False):
-    """One input, as the client describes it: `shape` is not checked. Its data are raw, or in another form."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    data: memoryview | JsonData | ContentsData
 
 
 _Parameters = TypeVar("_Parameters", Parameters, TensorParameters)
@@ -173,32 +172,32 @@ class InferRequest:
             _check_names(names, given)
         has_optional = len(given) > len(names.required)
         layout = Layout(schema, schema.keys, input_path)
-        ragged: list[Tensor] = []
+        ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
         for name, is_context, _ in schema.kinds:
             tensor = given[name]
-            rows, width = _sizes(tensor)
-            lengths = given.get(name + LENGTHS_SUFFIX) if has_optional else None
-            layout.num_ids.append(rows * width)
+            rows, width = tensor.sizes()
+            num_ids = rows * width
+            if has_optional and (weights := given.get(name + WEIGHTS_SUFFIX)) is not None:
+                if weights.shape != tensor.shape:
+                    raise weights.wrong_shape(f"it must be that of its ids, {tensor.shape}")
+                layout.weighted.append(len(layout.num_ids))
+                weighted.append((weights, num_ids))
             if is_context:
                 if len(tensor.shape) == 2 and rows != 1:
-                    raise _wrong_shape(tensor, "a context feature has [ids] or [1, ids]")
-                layout.num_bags.append(1)
-                layout.widths.append(rows * width)
-            elif lengths is None:
-                layout.num_bags.append(rows)
-                layout.widths.append(width)
-            else:
+                    raise tensor.wrong_shape("a context feature has [ids] or [1, ids]")
+                layout.add(num_ids, 1, num_ids)
+            elif has_optional and (lengths := given.get(name + LENGTHS_SUFFIX)) is not None:
                 if len(tensor.shape) == 2:
-                    raise _wrong_shape(tensor, f"with {lengths.name} it must be [ids]")
+                    raise tensor.wrong_shape(f"with {lengths.name} it must be [ids]")
                 ragged.append(lengths)
-                rows, width = _sizes(lengths)
-                layout.num_bags.append(rows * width)
-                layout.widths.append(RAGGED)
+                layout.add(num_ids, math.prod(lengths.sizes()), RAGGED)
+            else:
+                layout.add(num_ids, rows, width)
         num_candidates = 0
         if schema.candidate_names:
             num_candidates = layout.num_bags[schema.features.index[schema.candidate_names[0]]]
         elif CANDIDATE_DENSE in given:
-            num_candidates = _sizes(given[CANDIDATE_DENSE])[0]
+            num_candidates = given[CANDIDATE_DENSE].sizes()[0]
         check_num_candidates(limits, num_candidates)
         layout.check(num_candidates)
         num_texts = sum(itertools.compress(layout.num_ids, schema.is_string.tolist()))
@@ -207,35 +206,23 @@ class InferRequest:
         ids, texts = list[Buffer](), list[str]()
         for (name, _, is_string), count in zip(schema.kinds, layout.num_ids, strict=True):
             if is_string:
-                texts += _elements(given[name], count, _TEXTS)
+                texts += given[name].texts(count)
             else:
-                ids.append(_integers(given[name], count))
-        weights = self._weights(schema, layout) if has_optional else []
-        own = array_of(joined([_integers(one, num_candidates) for one in ragged]), "<i8", "lengths")
-        bags = layout.bags(ids, texts, own, weights)
+                ids.append(given[name].integers(count))
+        own = array_of(joined([one.integers(num_candidates) for one in ragged]), "<i8", "lengths")
+        bags = layout.bags(ids, texts, own, [one.floats(count) for one, count in weighted])
         kc, kd = schema.num_context_dense, schema.num_candidate_dense
         context = self._dense(CONTEXT_DENSE, (kc,), (1, kc)).reshape(kc)
         candidates = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
         return rank_request(schema, bags, num_candidates, context, candidates, self._options, texts)
-
-    def _weights(self, schema: RequestSchema, layout: Layout) -> list[Buffer]:
-        weights = list[Buffer]()
-        for key, name in enumerate(schema.names):
-            tensor = self._inputs.get(name + WEIGHTS_SUFFIX) if name in schema.weighted_names else None
-            if tensor is not None:
-                if tensor.shape != (shape := self._inputs[name].shape):
-                    raise _wrong_shape(tensor, f"it must be that of its ids, {shape}")
-                layout.weighted.append(key)
-                weights.append(_elements(tensor, layout.num_ids[key], _FLOATS))
-        return weights
 
     def _dense(self, name: str, *allowed: tuple[int, ...]) -> Float32Array:
         tensor = self._inputs.get(name)
         if tensor is None:
             return np.empty(allowed[0], np.float32)
         if tuple(tensor.shape) not in allowed:
-            raise _wrong_shape(tensor, f"it must be {list(allowed[0])}")
-        return array_of(joined([_elements(tensor, math.prod(tensor.shape), _FLOATS)]), "<f4", name)
+            raise tensor.wrong_shape(f"it must be {list(allowed[0])}")
+        return array_of(joined([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
 
 
 def _check_names(names: InputNames, given: dict[str, Tensor]) -> None:
@@ -251,64 +238,6 @@ def _check_names(names: InputNames, given: dict[str, Tensor]) -> None:
             raise MissingFeatureError(input_path(name), f"model {model!r} needs it")
 
 
-def _sizes(tensor: Tensor) -> tuple[int, int]:
-    """Rows of a tensor of one or two dimensions, and elements of each row."""
-    shape = tensor.shape
-    if len(shape) == 1 and 0 <= shape[0] <= MAX_ID:
-        return shape[0], 1
-    if len(shape) == 2 and 0 <= shape[0] <= MAX_ID and 0 <= shape[1] <= MAX_ID:
-        return shape[0], shape[1]
-    raise _wrong_shape(tensor, "it must have one or two dimensions, each 0 or more")
-
-
-def _integers(tensor: Tensor, count: int) -> Buffer:
-    """int64 elements."""
-    found = _elements(tensor, count, _INTEGERS)
-    return found if tensor.datatype == "INT64" else np.frombuffer(found, "<i4").astype("<i8").data
-
-
-def _elements(tensor: Tensor, count: int, allowed: tuple[str, ...]) -> Any:
-    """As many elements of one of the allowed datatypes: a buffer of numbers, or a list of strings."""
-    datatype, data = tensor.datatype, tensor.data
-    if datatype not in allowed:
-        error = InvalidFieldError if allowed is _FLOATS else InvalidIdError
-        raise error(f"{input_path(tensor.name)}.datatype", f"{datatype[:16]!r}; it must be {' or '.join(allowed)}")
-    if not isinstance(data, memoryview):
-        return data.elements(input_path(tensor.name), datatype, count)
-    if datatype == "BYTES":
-        return _texts(input_path(tensor.name), data, count)
-    if len(data) != count * _WIDTHS[datatype]:
-        wanted = f"{count} elements of {datatype}, {count * _WIDTHS[datatype]} bytes"
-        raise CountMismatchError(input_path(tensor.name), f"{len(data)} bytes of data; its shape holds {wanted}")
-    return data
-
-
-def _texts(path: str, data: memoryview, count: int) -> list[str]:
-    """Strings, each behind a 4-byte length: where one begins only the one before it tells."""
-    start, texts = 0, list[str]()
-    while start < len(data) and len(texts) <= count:
-        first = start + 4
-        start = first + int.from_bytes(data[start:first], "little")
-        if start > len(data):
-            raise MalformedRequestError(path, f"BYTES element {len(texts)} is longer than what is left")
-        texts.append(_text(path, len(texts), data[first:start]))
-    if len(texts) != count:
-        raise _wrong_count(path, count, f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}")
-    return texts
-
-
-def _text(path: str, position: int, element: memoryview) -> str:
-    try:
-        return str(element, "utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidIdError(f"{path}[{position}]", f"it is not UTF-8: {error.reason}") from None
-
-
-def input_path(name: str) -> str:
-    """Name an input in errors."""
-    return f"inputs.{name[:MAX_NAME_CHARS]}"
-
-
 def parse_version(text: str) -> int | None:
     """Read a version as the protocol writes it; "" asks for none. Raises InvalidFieldError."""
     if not text:
@@ -322,14 +251,6 @@ def parse_version(text: str) -> int | None:
 def _answer_id(answer: Answer) -> str:
     """The request's own id, or 32 hex digits that no other answer has."""
     return answer.request_id or f"{_PREFIX}{next(_COUNT):016x}"
-
-
-def _wrong_shape(tensor: Tensor, allowed: str) -> CountMismatchError:
-    return CountMismatchError(f"{input_path(tensor.name)}.shape", f"{tensor.shape[:8]}; {allowed}")
-
-
-def _wrong_count(path: str, count: int, got: str) -> CountMismatchError:
-    return CountMismatchError(path, f"its shape holds {count} elements, its data {got}")
 
 
 # HTTP
@@ -468,15 +389,15 @@ class JsonData:
         self._shape = shape
 
     def elements(self, path: str, datatype: str, count: int) -> Any:
-        """As `_elements`; what float32 can't hold becomes inf. The decoder refuses lone surrogates."""
+        """See `Elements`; what float32 can't hold becomes inf. The decoder refuses lone surrogates."""
         elements = self._decoded(path, datatype, count)
         if datatype == "BYTES":
             return elements
         try:
             with np.errstate(over="ignore"):
-                return np.fromiter(elements, _DTYPES[datatype], count=count).data
+                return np.fromiter(elements, DTYPES[datatype], count=count).data
         except OverflowError:
-            bound = np.iinfo(_DTYPES[datatype])
+            bound = np.iinfo(DTYPES[datatype])
             position = next(number for number, one in enumerate(elements) if not bound.min <= one <= bound.max)
             problem = f"{str(elements[position])[:40]} is not an {datatype}"
             raise InvalidIdError(f"{path}[{position}]", problem) from None
@@ -487,7 +408,7 @@ class JsonData:
         text, shape = bytes(self._text), self._shape
         rows = shape[0] if shape else 0
         if commas := count_above(text, _COMMA, count + rows):
-            raise _wrong_count(path, count, f"at least {commas - rows}")
+            raise wrong_count(path, count, f"at least {commas - rows}")
         is_shaped = not count_above(text, _BRACKET, rows + 1)
         elements: list[Any] = []
         if is_shaped:
@@ -502,7 +423,7 @@ class JsonData:
         if not is_shaped:
             raise CountMismatchError(path, f"its nested data does not have the shape {shape}")
         if len(elements) != count:
-            raise _wrong_count(path, count, str(len(elements)))
+            raise wrong_count(path, count, str(len(elements)))
         return elements
 
 
@@ -593,13 +514,13 @@ class ContentsData:
         self._message, self._start, self._end = message, start, end
 
     def elements(self, path: str, datatype: str, count: int) -> Any:
-        """As `_elements`: however they come, in chunks or one by one, they are decoded together."""
+        """See `Elements`: however they come, in chunks or one by one, they are decoded together."""
         message, tags, found = self._message, _FIELDS[datatype], list[Buffer]()
         for tag, start, end in message.fields(self._start, self._end):
             if tag in tags:
                 # A varint by itself has a value, but no end.
                 found.append(message.view[start:end] if end else encode_varint(start))
-                if datatype in _INTEGERS and found[-1] and found[-1][-1] > 127:
+                if datatype in INTEGERS and found[-1] and found[-1][-1] > 127:
                     raise message.malformed("a packed field that breaks off")
         path = f"{path}.contents"
         if datatype == "BYTES":
@@ -609,12 +530,12 @@ class ContentsData:
             numbers = array_of(data, "<f4" if datatype == "FP32" else "<u1", path)
             got = numbers.size if datatype == "FP32" else count_varints(numbers)
         if got != count:
-            raise _wrong_count(path, count, str(got))
+            raise wrong_count(path, count, str(got))
         if datatype == "BYTES":
-            return [_text(path, position, one) for position, one in enumerate(found)]
+            return [text_of(path, position, one) for position, one in enumerate(found)]
         if datatype == "FP32":
             return data
-        return decode_varints(numbers).astype(_DTYPES[datatype]).data
+        return decode_varints(numbers).astype(DTYPES[datatype]).data
 
 
 def _tensor(message: Message, start: int, end: int) -> Tensor:
@@ -627,7 +548,7 @@ def _tensor(message: Message, start: int, end: int) -> Tensor:
             tensor.datatype = message.text(at, stop, "inputs")
         elif tag in (_SHAPE, _SHAPE_ONE):
             if stop - at > _MAX_SHAPE_DIMS * MAX_VARINT_BYTES or len(tensor.shape) > _MAX_SHAPE_DIMS:
-                raise _wrong_shape(tensor, "more dimensions than any tensor here has")
+                raise tensor.wrong_shape("more dimensions than any tensor here has")
             tensor.shape += message.varints(at, stop) if tag == _SHAPE else (signed(at),)
         elif tag == _CONTENTS:
             if tensor.data is not _NO_DATA:

@@ -77,12 +77,7 @@ _Span = tuple[int, int]
 
 
 class MessageCodec:
-    """Reads `RankRequest` or `LookupRequest` and writes their answers.
-
-    Args:
-        method: which of them.
-        model: over HTTP, the model that the path names; None over gRPC.
-    """
+    """Reads `RankRequest` or `LookupRequest`; over HTTP the path names the model too."""
 
     def __init__(self, method: Method, model: str | None = None) -> None:
         self.method: Method = method
@@ -90,13 +85,7 @@ class MessageCodec:
         self._model = model
 
     def read(self, body: Buffer, limits: RequestLimits) -> UnparsedMessage:
-        """Read the outer fields.
-
-        Raises:
-            MalformedRequestError: it is no such message.
-            LimitExceededError: it has more fields than allowed.
-            InvalidFieldError: it names no model, or another one than the path.
-        """
+        """See `Codec`: read the outer fields."""
         unparsed = UnparsedMessage(Message(body, _NAMES[self.method], limits.max_message_fields), self.method)
         if self._model is not None:
             if unparsed.model not in ("", self._model):
@@ -143,11 +132,7 @@ class UnparsedMessage:
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
-        """See `Unparsed`.
-
-        Raises:
-            SchemaDigestError: it is packed for another schema.
-        """
+        """See `Unparsed`. Raises SchemaDigestError for a request that is packed for another schema."""
         if self._is_lookup:
             return self._lookup(schema)
         if "packed" not in self._spans:
@@ -280,13 +265,7 @@ class _Features:
         self.texts: list[str] = []
 
     def add(self, part: Part, start: int, end: int) -> None:
-        """Walk over one entry of a map.
-
-        Raises:
-            MalformedRequestError: it is no such entry.
-            UnknownFeatureError: it is none of the part's features.
-            InvalidFieldError: it was given before.
-        """
+        """Walk over one entry of a map."""
         message = self._message
         name, value = message.entry(start, end, part_path(part, "sparse"))
         if name not in self._schema.name_sets[part]:
@@ -303,12 +282,7 @@ class _Features:
                 strings.append((at, stop))
 
     def layout(self) -> Layout:
-        """Count ids and bags.
-
-        Raises:
-            MissingFeatureError: one that a rank request must have is not there.
-            BadRequestError: columns that no feature of its kind has.
-        """
+        """Count ids and bags."""
         schema, found, lookup = self._schema, self._found, self._lookup
         keys = schema.keys
         if lookup:
@@ -325,22 +299,18 @@ class _Features:
             if sizes[0] & 7 or sizes[1] & 3 or sizes[2] & 3 or (num_ids if is_string else strings):
                 self._refuse(name, sizes, is_string=is_string)
             num_ids += len(strings)
-            if num_weights and (num_weights != num_ids or name not in schema.weighted_names):
-                takes = f"feature {name!r} takes no weights" if name not in schema.weighted_names else ""
-                path = f"{self._path(name)}.weights"
-                if takes:
-                    raise InvalidFieldError(path, takes)
-                raise CountMismatchError(path, f"{num_weights} weights for {num_ids} ids")
-            layout.num_ids.append(num_ids)
-            if num_lengths:
-                layout.num_bags.append(num_lengths)
-                layout.widths.append(RAGGED)
-            else:
-                is_one_bag = is_context and not lookup
-                layout.num_bags.append(1 if is_one_bag else num_ids)
-                layout.widths.append(num_ids if is_one_bag else 1)
+            if num_weights and name not in schema.weighted_names:
+                raise InvalidFieldError(f"{self._path(name)}.weights", f"feature {name!r} takes no weights")
+            if num_weights not in (0, num_ids):
+                raise CountMismatchError(f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids")
             if num_weights:
-                layout.weighted.append(len(layout.num_ids) - 1)
+                layout.weighted.append(len(layout.num_ids))
+            if num_lengths:
+                layout.add(num_ids, num_lengths, RAGGED)
+            elif is_context and not lookup:
+                layout.add(num_ids, 1, num_ids)
+            else:
+                layout.add(num_ids, num_ids, 1)
             for joined_column, column in zip(self._columns, columns, strict=True):
                 joined_column.extend(column)
             self._strings += strings

@@ -18,7 +18,8 @@ from serving.errors import LimitExceededError, MalformedRequestError
 from serving.formats.requests import Buffer
 from shard_node.bags import Int64Array
 
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+VARINT, LENGTH = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
 MAX_VARINT_BYTES = 10
 MAX_TEXT_BYTES = 4096
 """Of a text that is no id."""
@@ -28,16 +29,7 @@ _MAX_TAG = (1 << 32) - 1
 
 
 class Message:
-    """One message and what may still be read of it.
-
-    Args:
-        body: the whole message.
-        name: of its type, for errors.
-        max_fields: fields that may be met in it and in all messages inside, unknown ones too.
-
-    Attributes:
-        data, view: the message.
-    """
+    """One message of a type, and what may still be read of it: `max_fields` in it and all messages inside."""
 
     __slots__ = ("_left", "_max_fields", "_name", "data", "view")
 
@@ -53,10 +45,6 @@ class Message:
         Yields:
             The tag (`number << 3 | wire type`), and two numbers: where the content begins and ends; for a varint its
             value as an unsigned integer, and 0.
-
-        Raises:
-            MalformedRequestError: the bytes are no message.
-            LimitExceededError: more fields than allowed, in this walk and all others over the message.
         """
         data, at, end = self.data, start, len(self.data) if end is None else end
         while at < end:
@@ -72,12 +60,7 @@ class Message:
             if not 8 <= tag <= _MAX_TAG:
                 raise self.malformed("a field has a number that there is not")
             if kind == LENGTH:
-                if at >= end:
-                    raise self.malformed(f"it ends within field {tag >> 3}")
-                size = data[at]
-                at += 1
-                if size > 127:
-                    size, at = self._varint(at - 1, end)
+                size, at = (data[at], at + 1) if at < end and data[at] < 128 else self._varint(at, end)
                 stop = at + size
                 if stop > end:
                     raise self.malformed(f"field {tag >> 3} is longer than what is left")
@@ -86,8 +69,8 @@ class Message:
             elif kind == VARINT:
                 value, at = self._varint(at, end)
                 yield tag, value, 0
-            elif kind in (FIXED32, FIXED64):
-                stop = at + (4 if kind == FIXED32 else 8)
+            elif kind in _FIXED_BYTES:
+                stop = at + _FIXED_BYTES[kind]
                 if stop > end:
                     raise self.malformed(f"it ends within field {tag >> 3}")
                 yield tag, at, stop
@@ -104,11 +87,7 @@ class Message:
         return values
 
     def entry(self, start: int, end: int, field: str) -> tuple[str, tuple[int, int]]:
-        """Read an entry of a map to messages: its key, and where its value lies.
-
-        Raises:
-            MalformedRequestError: the value is there twice; the library would merge the two.
-        """
+        """Read an entry of a map to messages: its key, and where its value lies. The library would merge two values."""
         key, value = "", None
         for tag, at, stop in self.fields(start, end):
             if tag == 1 << 3 | LENGTH:
@@ -120,12 +99,7 @@ class Message:
         return key, value or (0, 0)
 
     def text(self, start: int, end: int, field: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-        """Decode a string.
-
-        Raises:
-            LimitExceededError: it is longer than allowed.
-            MalformedRequestError: it is not UTF-8.
-        """
+        """Decode a string."""
         if end - start > max_bytes:
             raise LimitExceededError(field, "text", max_bytes, end - start, "bytes")
         try:

@@ -152,7 +152,7 @@ def test_a_damaged_message_is_walked_over_within_its_bytes_or_refused(made, posi
         (b"\x00", "a number that there is not"),
         (b"\x07", "a number that there is not"),
         (b"\xf8\xff\xff\xff\xff\x01\x01", "a number that there is not"),
-        (b"\x0a", "it ends within field 1"),
+        (b"\x0a", "a varint that does not end"),
         (b"\x0a\x05abc", "field 1 is longer than what is left"),
         (b"\x0d\x01\x02", "it ends within field 1"),
         (b"\x09\x01\x02", "it ends within field 1"),
