@@ -26,13 +26,10 @@ def build(output: Path) -> list[Path]:
     """
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
-    outputs = (
-        f"--{name}{output}" for name in ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:")
-    )
-    if (
-        protoc.main(["protoc", f"--proto_path={REPOSITORY}", *outputs, *(str(REPOSITORY / path) for path in PROTOS)])
-        != 0
-    ):
+    arguments = ["protoc", f"--proto_path={REPOSITORY}", *(str(REPOSITORY / path) for path in PROTOS)]
+    for plugin in ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:"):
+        arguments.append(f"--{plugin}{output}")
+    if protoc.main(arguments) != 0:
         raise RuntimeError("protoc failed")
     module = output / OPEN_INFERENCE.with_name(f"{OPEN_INFERENCE.stem}_pb2.py")
     code = module.read_text(encoding="utf-8")
