@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from struct import unpack_from
 from typing import Any, TypeVar, cast
 
@@ -53,6 +53,7 @@ from serving.formats.protobuf import (
     encode_message,
     encode_varint,
     signed,
+    tags_of,
 )
 from serving.formats.requests import Answer, Buffer, Encoded, Method, Options, RankAnswer, RankRequest
 from serving.formats.schema import (
@@ -68,6 +69,7 @@ from serving.formats.schema import (
     RequestSchema,
 )
 from serving.limits import MAX_ID, RequestLimits
+from serving.proto.inference import open_inference_pb2 as inference
 from shard_node.bags import Float32Array
 
 BINARY = "application/octet-stream"
@@ -430,29 +432,13 @@ class JsonData:
 # gRPC
 
 _NAME = "inference.ModelInferRequest"
-# Numbers of fields with their wire types: 0 varint, 1 eight bytes, 2 with a length, 5 four bytes.
-_OUTER_TEXTS = {1 << 3 | 2: "model_name", 2 << 3 | 2: "model_version", 3 << 3 | 2: "id"}
-_REQUEST_PARAMETERS, _INPUTS, _OUTPUTS, _RAW = (number << 3 | 2 for number in (4, 5, 6, 7))
-_INPUT_NAME, _DATATYPE, _SHAPE, _INPUT_PARAMETERS, _CONTENTS = (number << 3 | 2 for number in (1, 2, 3, 4, 5))
-_SHAPE_ONE = 3 << 3
+_REQUEST, _CONTENTS = tags_of(inference.ModelInferRequest), tags_of(inference.InferTensorContents)
+_TENSOR = tags_of(inference.ModelInferRequest.InferInputTensor)
+_OUTPUT = tags_of(inference.ModelInferRequest.InferRequestedOutputTensor)
+_PARAMETER = tags_of(inference.InferParameter)
+_CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents", "BYTES": "bytes_contents"}
 _NO_DATA = memoryview(b"")
-_OUTPUT_NAME, _OUTPUT_PARAMETERS = 1 << 3 | 2, 2 << 3 | 2
 _MAX_SHAPE_DIMS = 8
-# How each kind of a parameter is read.
-_CHOICES: dict[int, Callable[[Message, int, int], object]] = {
-    1 << 3: lambda _, value, __: bool(value),
-    2 << 3: lambda _, value, __: signed(value),
-    3 << 3 | 2: lambda message, start, end: message.text(start, end, "parameters"),
-    4 << 3 | 1: lambda message, start, _: unpack_from("<d", message.data, start)[0],
-    5 << 3: lambda _, value, __: value,
-}
-# The fields of each datatype's elements, packed or one by one. Varints of either size are read alike.
-_FIELDS = {
-    "INT32": (2 << 3 | 2, 2 << 3),
-    "INT64": (3 << 3 | 2, 3 << 3),
-    "FP32": (6 << 3 | 2, 6 << 3 | 5),
-    "BYTES": (8 << 3 | 2, 8 << 3 | 2),
-}
 
 
 class InferGrpcCodec:
@@ -464,23 +450,24 @@ class InferGrpcCodec:
     def read(self, body: Buffer, limits: RequestLimits) -> InferRequest:
         """See `Codec`: read a message up to its tensors' elements."""
         message = Message(body, _NAME, limits.max_message_fields)
-        texts = dict.fromkeys(_OUTER_TEXTS.values(), "")
+        texts = {"model_name": "", "model_version": "", "id": ""}
         parameters, inputs = dict[str, object](), dict[str, Tensor]()
         raw, outputs = list[memoryview](), list[Output]()
         for tag, start, end in message.fields():
-            if tag == _INPUTS:
+            name = _REQUEST.get(tag)
+            if name == "inputs":
                 tensor = _tensor(message, start, end)
                 if tensor.name in inputs:
                     raise InvalidFieldError(input_path(tensor.name), "it is given twice")
                 inputs[tensor.name] = tensor
-            elif tag == _RAW:
+            elif name == "raw_input_contents":
                 raw.append(message.view[start:end])
-            elif tag == _OUTPUTS:
+            elif name == "outputs":
                 outputs.append(_output(message, start, end))
-            elif tag == _REQUEST_PARAMETERS:
+            elif name == "parameters":
                 parameters |= _parameter(message, start, end)
-            elif (field := _OUTER_TEXTS.get(tag)) is not None:
-                texts[field] = message.text(start, end, field)
+            elif name is not None:
+                texts[name] = message.text(start, end, name)
         if not texts["model_name"]:
             raise InvalidFieldError("model", "it is empty; it must be the name of a served model")
         if raw:
@@ -515,9 +502,9 @@ class ContentsData:
 
     def elements(self, path: str, datatype: str, count: int) -> Any:
         """See `Elements`: however they come, in chunks or one by one, they are decoded together."""
-        message, tags, found = self._message, _FIELDS[datatype], list[Buffer]()
+        message, field, found = self._message, _CONTENTS_OF[datatype], list[Buffer]()
         for tag, start, end in message.fields(self._start, self._end):
-            if tag in tags:
+            if _CONTENTS.get(tag) == field:
                 # A varint by itself has a value, but no end.
                 found.append(message.view[start:end] if end else encode_varint(start))
                 if datatype in INTEGERS and found[-1] and found[-1][-1] > 127:
@@ -542,19 +529,20 @@ def _tensor(message: Message, start: int, end: int) -> Tensor:
     """Read the layout of an input; where its raw contents lie is said elsewhere."""
     tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
-        if tag == _INPUT_NAME:
+        name = _TENSOR.get(tag)
+        if name == "name":
             tensor.name = message.text(at, stop, "inputs")
-        elif tag == _DATATYPE:
+        elif name == "datatype":
             tensor.datatype = message.text(at, stop, "inputs")
-        elif tag in (_SHAPE, _SHAPE_ONE):
+        elif name == "shape":
             if stop - at > _MAX_SHAPE_DIMS * MAX_VARINT_BYTES or len(tensor.shape) > _MAX_SHAPE_DIMS:
                 raise tensor.wrong_shape("more dimensions than any tensor here has")
-            tensor.shape += message.varints(at, stop) if tag == _SHAPE else (signed(at),)
-        elif tag == _CONTENTS:
+            tensor.shape += message.varints(at, stop) if stop else (signed(at),)
+        elif name == "contents":
             if tensor.data is not _NO_DATA:
                 raise MalformedRequestError(f"{input_path(tensor.name)}.contents", "it is there twice")
             tensor.data = ContentsData(message, at, stop)
-        elif tag == _INPUT_PARAMETERS:
+        elif name == "parameters":
             parameters |= _parameter(message, at, stop)
     if parameters:
         _converted(parameters, TensorParameters).check(input_path(tensor.name))
@@ -565,9 +553,10 @@ def _output(message: Message, start: int, end: int) -> Output:
     """Read an output that is asked for."""
     name, parameters = "", dict[str, object]()
     for tag, at, stop in message.fields(start, end):
-        if tag == _OUTPUT_NAME:
+        field = _OUTPUT.get(tag)
+        if field == "name":
             name = message.text(at, stop, "outputs")
-        elif tag == _OUTPUT_PARAMETERS:
+        elif field == "parameters":
             parameters |= _parameter(message, at, stop)
     return Output(name, _converted(parameters, TensorParameters))
 
@@ -577,8 +566,13 @@ def _parameter(message: Message, start: int, end: int) -> dict[str, object]:
     name, (first, last) = message.entry(start, end, "parameters")
     value: object = None
     for tag, at, stop in message.fields(first, last):
-        if tag in _CHOICES:
-            value = _CHOICES[tag](message, at, stop)
+        kind = _PARAMETER.get(tag)
+        if kind == "string_param":
+            value = message.text(at, stop, "parameters")
+        elif kind == "double_param":
+            value = unpack_from("<d", message.data, at)[0]
+        elif kind is not None:
+            value = {"bool_param": bool(at), "int64_param": signed(at)}.get(kind, at)
     return {name: value}
 
 

@@ -19,7 +19,7 @@ from serving.errors import (
     MalformedRequestError,
     SchemaDigestError,
 )
-from serving.formats.binary import RAGGED, Layout, array_of, joined, values_of
+from serving.formats.binary import RAGGED, Layout, array_of, joined, text_of, values_of
 from serving.formats.checks import (
     check_lookup_size,
     check_num_candidates,
@@ -28,7 +28,7 @@ from serving.formats.checks import (
     lookup_request,
     rank_request,
 )
-from serving.formats.protobuf import Message, encode_field, encode_message, packed_bytes, signed
+from serving.formats.protobuf import Message, encode_field, encode_message, packed_bytes, signed, tags_of
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -49,31 +49,14 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 CONTENT_TYPE = "application/x-protobuf"
 _NAMES = {"rank": "shardrank.v1.RankRequest", "lookup": "shardrank.v1.LookupRequest"}
 _UINT32 = 2**32 - 1
-# Numbers of fields with their wire types: 0 varint, 1 eight bytes, 2 with a length, 5 four bytes.
-_TEXTS = ("model", "request_id", "routing_key")
 _FIELDS: dict[Method, dict[int, str]] = {
-    "rank": {
-        1 << 3 | 2: "model", 2 << 3: "version", 3 << 3 | 2: "context", 4 << 3 | 2: "candidates",
-        5 << 3: "num_candidates", 6 << 3: "timeout_ms", 7 << 3: "top_k", 8 << 3 | 2: "request_id",
-        9 << 3 | 2: "routing_key", 10 << 3 | 2: "packed",
-    },
-    "lookup": {
-        1 << 3 | 2: "model", 2 << 3: "version", 3 << 3 | 2: "sparse", 4 << 3: "timeout_ms", 5 << 3 | 2: "request_id",
-        6 << 3 | 2: "routing_key",
-    },
-}  # fmt: skip
-_SPARSE, _DENSE, _DENSE_ONE = 1 << 3 | 2, 2 << 3 | 2, 2 << 3 | 5
-# Columns of a feature, packed as a rule; one by one they have the wire type of a number.
-_COLUMNS = {1 << 3 | 2: 0, 1 << 3 | 1: 0, 2 << 3 | 2: 1, 2 << 3 | 5: 1, 3 << 3 | 2: 2, 3 << 3 | 5: 2}
-_COLUMN_WIDTHS = {"ids": 8, "lengths": 4, "weights": 4}
-_STRING_IDS = 4 << 3 | 2
-_PACKED = {
-    number << 3 | 2: name
-    for number, name in enumerate(("schema_digest", "ids", "lengths", "weights", "context_dense", "candidate_dense"), 1)
+    "rank": tags_of(ranking_pb2.RankRequest),
+    "lookup": tags_of(ranking_pb2.LookupRequest),
 }
-_PACKED_STRING_IDS = 7 << 3 | 2
-
-_Span = tuple[int, int]
+_PART, _PACKED = tags_of(ranking_pb2.FeatureSet), tags_of(ranking_pb2.PackedFeatures)
+_WIDTHS = {"ids": 8, "lengths": 4, "weights": 4}
+_COLUMNS = ("ids", "lengths", "weights", "string_ids")
+_COLUMN_OF = {tag: _COLUMNS.index(name) for tag, name in tags_of(ranking_pb2.SparseFeature).items()}
 
 
 class MessageCodec:
@@ -103,9 +86,9 @@ class UnparsedMessage:
         self._message = message
         self._is_lookup = method == "lookup"
         self._numbers: dict[str, int] = {}
-        self._spans: dict[str, _Span] = {}
-        self._entries: list[_Span] = []
-        texts = dict.fromkeys(_TEXTS, "")
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._entries: list[tuple[int, int]] = []
+        texts = {"model": "", "request_id": "", "routing_key": ""}
         fields = _FIELDS[method]
         for tag, start, end in message.fields():
             name = fields.get(tag)
@@ -175,9 +158,10 @@ class UnparsedMessage:
         """Walk over the features of a part. Returns its dense values, float32."""
         message, dense = self._message, list[Buffer]()
         for tag, start, end in message.fields(*self._spans.get(part, (0, 0))):
-            if tag == _SPARSE:
+            name = _PART.get(tag)
+            if name == "sparse":
                 features.add(part, start, end)
-            elif tag in (_DENSE, _DENSE_ONE):
+            elif name == "dense":
                 dense.append(message.view[start:end])
         return array_of(joined(dense), "<f4", part_path(part, "dense"))
 
@@ -200,9 +184,10 @@ class UnparsedMessage:
         message, texts = self._message, list[str]()
         found = dict.fromkeys(_PACKED.values(), message.view[:0])
         for tag, start, end in message.fields(*self._spans["packed"]):
-            if tag == _PACKED_STRING_IDS:
-                texts.append(message.text(start, end, "packed.string_ids", len(message.view)))
-            elif (name := _PACKED.get(tag)) is not None:
+            name = _PACKED.get(tag)
+            if name == "string_ids":
+                texts.append(text_of("packed.string_ids", len(texts), message.view[start:end]))
+            elif name is not None:
                 found[name] = message.view[start:end]
         digest = bytes(found["schema_digest"][:80]).decode(errors="backslashreplace")
         if digest != schema.features.digest:
@@ -226,7 +211,7 @@ class UnparsedMessage:
                 ("candidate_dense", "<f4"),
             )
         )
-        wanted_texts = int(ids_per_key[schema.is_string].sum())
+        wanted_texts = int(ids_per_key[schema.is_string].sum()) if schema.features.string_features else 0
         wanted = int(ids_per_key.sum()) - wanted_texts
         if (wanted, wanted_texts) != (ids.size, len(texts)):
             self._refuse_lengths(lengths, ids.size, len(texts), f"{wanted} and {wanted_texts}")
@@ -258,10 +243,9 @@ class _Features:
 
     def __init__(self, schema: RequestSchema, message: Message, *, lookup: bool = False) -> None:
         self._schema, self._message, self._lookup = schema, message, lookup
-        # Of each feature the bytes of its columns, where those lie, and where its strings lie.
-        self._found: dict[str, tuple[list[int], tuple[list[Buffer], ...], list[_Span]]] = {}
-        self._columns: tuple[list[Buffer], ...] = ([], [], [])
-        self._strings: list[_Span] = []
+        # Of each feature the bytes of its columns, and where those lie.
+        self._found: dict[str, tuple[list[int], tuple[list[Buffer], ...]]] = {}
+        self._columns: tuple[list[Buffer], ...] = ([], [], [], [])
         self.texts: list[str] = []
 
     def add(self, part: Part, start: int, end: int) -> None:
@@ -272,14 +256,13 @@ class _Features:
             raise self._schema.unknown_feature(part, name)
         if name in self._found:
             raise InvalidFieldError(part_path(part, f"sparse.{name}"), "it is given twice")
-        sizes, columns, strings = [0, 0, 0], ([], [], []), list[_Span]()
-        self._found[name] = sizes, columns, strings
+        sizes: list[int] = [0, 0, 0, 0]
+        columns: tuple[list[Buffer], ...] = ([], [], [], [])
+        self._found[name] = sizes, columns
         for tag, at, stop in message.fields(*value):
-            if (column := _COLUMNS.get(tag)) is not None:
+            if (column := _COLUMN_OF.get(tag)) is not None:
                 sizes[column] += stop - at
                 columns[column].append(message.view[at:stop])
-            elif tag == _STRING_IDS:
-                strings.append((at, stop))
 
     def layout(self) -> Layout:
         """Count ids and bags."""
@@ -294,11 +277,11 @@ class _Features:
         layout = Layout(schema, keys, self._path, lookup=lookup)
         for key in keys.tolist():
             name, is_context, is_string = schema.kinds[key]
-            sizes, columns, strings = found[name]
-            num_ids, num_lengths, num_weights = sizes[0] >> 3, sizes[1] >> 2, sizes[2] >> 2
-            if sizes[0] & 7 or sizes[1] & 3 or sizes[2] & 3 or (num_ids if is_string else strings):
+            sizes, columns = found[name]
+            num_texts, num_ids, num_lengths, num_weights = len(columns[3]), sizes[0] >> 3, sizes[1] >> 2, sizes[2] >> 2
+            if sizes[0] & 7 or sizes[1] & 3 or sizes[2] & 3 or (num_ids if is_string else num_texts):
                 self._refuse(name, sizes, is_string=is_string)
-            num_ids += len(strings)
+            num_ids += num_texts
             if num_weights and name not in schema.weighted_names:
                 raise InvalidFieldError(f"{self._path(name)}.weights", f"feature {name!r} takes no weights")
             if num_weights not in (0, num_ids):
@@ -313,14 +296,12 @@ class _Features:
                 layout.add(num_ids, num_ids, 1)
             for joined_column, column in zip(self._columns, columns, strict=True):
                 joined_column.extend(column)
-            self._strings += strings
         return layout
 
     def bags(self, layout: Layout) -> KeyedBags:
         """Make flat bags of features that were counted, and are within the limits."""
-        message, (ids, lengths, weights) = self._message, self._columns
-        most = len(message.view)
-        self.texts = [message.text(start, end, "string_ids", most) for start, end in self._strings]
+        ids, lengths, weights, strings = self._columns
+        self.texts = [text_of("string_ids", position, one) for position, one in enumerate(strings)]
         own = array_of(joined(lengths), "<u4", "lengths").astype(np.int64)
         return layout.bags(ids, self.texts, own, weights)
 
@@ -329,7 +310,7 @@ class _Features:
 
     def _refuse(self, name: str, sizes: list[int], *, is_string: bool) -> None:
         path = self._path(name)
-        for size, (column, width) in zip(sizes, _COLUMN_WIDTHS.items(), strict=True):
+        for size, (column, width) in zip(sizes, _WIDTHS.items(), strict=False):
             if size % width:
                 raise MalformedRequestError(
                     f"{path}.{column}", f"a packed field whose length is not a multiple of {width} bytes"

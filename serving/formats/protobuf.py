@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message as Generated
 
 from serving.errors import LimitExceededError, MalformedRequestError
 from serving.formats.requests import Buffer
@@ -20,9 +21,10 @@ from shard_node.bags import Int64Array
 
 VARINT, LENGTH = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
+# Of fields that are not varints: double, float, fixed64, fixed32, string, message, bytes, sfixed32, sfixed64.
+_WIRE_TYPES = {1: 1, 2: 5, 6: 1, 7: 5, 9: LENGTH, 11: LENGTH, 12: LENGTH, 15: 5, 16: 1}
 MAX_VARINT_BYTES = 10
 MAX_TEXT_BYTES = 4096
-"""Of a text that is no id."""
 _UINT64 = (1 << 64) - 1
 _INT64_SIGN = 1 << 63
 _MAX_TAG = (1 << 32) - 1
@@ -98,10 +100,10 @@ class Message:
                 value = at, stop
         return key, value or (0, 0)
 
-    def text(self, start: int, end: int, field: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-        """Decode a string."""
-        if end - start > max_bytes:
-            raise LimitExceededError(field, "text", max_bytes, end - start, "bytes")
+    def text(self, start: int, end: int, field: str) -> str:
+        """Decode a text that is no id."""
+        if end - start > MAX_TEXT_BYTES:
+            raise LimitExceededError(field, "text", MAX_TEXT_BYTES, end - start, "bytes")
         try:
             return self.data[start:end].decode()
         except UnicodeDecodeError as error:
@@ -121,6 +123,16 @@ class Message:
                 return value & _UINT64, position + 1
             shift += 7
         raise self.malformed("a varint that does not end")
+
+
+def tags_of(message: type[Generated]) -> dict[int, str]:
+    """Names of a message's fields by tag; numbers that are repeated have two, because they may be packed or not."""
+    tags = {}
+    for field in message.DESCRIPTOR.fields:
+        tags[field.number << 3 | _WIRE_TYPES.get(field.type, VARINT)] = field.name
+        if field.is_repeated:
+            tags[field.number << 3 | LENGTH] = field.name
+    return tags
 
 
 def signed(value: int) -> int:
