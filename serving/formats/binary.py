@@ -35,15 +35,10 @@ RAGGED = -1
 
 
 class Layout:
-    """How many ids and bags each feature of a request has, in flat order.
-
-    Args:
-        schema: of the model.
-        keys: int32 [S], flat indices of the features that the request has.
-        path: names a feature in errors.
-        lookup: whether it is a lookup, which may have any of the features.
+    """How many ids and bags each feature of a request has, in flat order. `path` names a feature in errors.
 
     Attributes:
+        keys: int32 [S], flat indices of the features that the request has; a lookup may have any.
         num_ids, num_bags: of each feature.
         widths: ids in each bag of a feature; `RAGGED` if it brings lengths of its own.
         weighted: positions in `keys` of those that bring weights.
@@ -66,12 +61,7 @@ class Layout:
         self.widths.append(width)
 
     def check(self, num_candidates: int) -> None:
-        """Check the counts of a rank request.
-
-        Raises:
-            CountMismatchError: a feature has other than one bag, or one for each candidate.
-            LimitExceededError: too many ids.
-        """
+        """Refuse a rank request with too many ids, or a feature with other than one bag, or one for each candidate."""
         self.check_num_ids()
         given, expected = self.num_bags, self._schema.bags_per_key(num_candidates).tolist()
         if given != expected:
@@ -100,9 +90,6 @@ class Layout:
             texts: the other features' ids.
             lengths: int64, ids in each bag of the features that are `RAGGED`.
             weights: float32, of the features that are `weighted`.
-
-        Raises:
-            BadRequestError: as `keyed_bags`.
         """
         num_ids, num_bags = np.array(self.num_ids, np.int64), np.array(self.num_bags, np.int64)
         flat_lengths: Int64Array | None = lengths

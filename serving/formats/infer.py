@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from struct import unpack_from
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ from serving.errors import (
     BodyTooLargeError,
     CountMismatchError,
     InvalidFieldError,
-    InvalidIdError,
     LimitExceededError,
     MalformedRequestError,
     MissingFeatureError,
@@ -278,10 +277,16 @@ _BRACE, _BRACKET, _COMMA = (ord(one) for one in "{[,")
 # The objects of an input and of its parameters; of an output, of its parameters, and of the request and its own.
 _MAX_OBJECTS = 2 * MAX_INPUTS + 2 * MAX_OUTPUTS + 2
 _NESTED = re.compile(rb"\s*\[\s*\[")
+_ELEMENTS: dict[str, Any] = {
+    "INT64": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    "INT32": Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)],
+    "FP32": float,
+    "BYTES": str,
+}
 # Of each datatype's elements, flat and nested.
-_DECODERS: dict[str, tuple[Any, Any]] = {
-    datatype: (msgspec.json.Decoder(list[kind]), msgspec.json.Decoder(list[list[kind]]))  # type: ignore[valid-type]
-    for datatype, kind in {"INT64": int, "INT32": int, "FP32": float, "BYTES": str}.items()
+_DECODERS = {
+    name: (msgspec.json.Decoder(list[kind]), msgspec.json.Decoder(list[list[kind]]))  # type: ignore[valid-type]
+    for name, kind in _ELEMENTS.items()
 }
 
 
@@ -392,41 +397,29 @@ class JsonData:
 
     def elements(self, path: str, datatype: str, count: int) -> Any:
         """See `Elements`; what float32 can't hold becomes inf. The decoder refuses lone surrogates."""
-        elements = self._decoded(path, datatype, count)
-        if datatype == "BYTES":
-            return elements
-        try:
-            with np.errstate(over="ignore"):
-                return np.fromiter(elements, DTYPES[datatype], count=count).data
-        except OverflowError:
-            bound = np.iinfo(DTYPES[datatype])
-            position = next(number for number, one in enumerate(elements) if not bound.min <= one <= bound.max)
-            problem = f"{str(elements[position])[:40]} is not an {datatype}"
-            raise InvalidIdError(f"{path}[{position}]", problem) from None
-
-    def _decoded(self, path: str, datatype: str, count: int) -> list[Any]:
-        # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
-        # elements, before any is decoded. In strings they only add to the count.
         text, shape = bytes(self._text), self._shape
         rows = shape[0] if shape else 0
+        # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
+        # elements, before any is decoded. In strings they only add to the count.
         if commas := count_above(text, _COMMA, count + rows):
             raise wrong_count(path, count, f"at least {commas - rows}")
-        is_shaped = not count_above(text, _BRACKET, rows + 1)
-        elements: list[Any] = []
-        if is_shaped:
-            nested = _NESTED.match(text) is not None
-            try:
-                elements = _DECODERS[datatype][nested].decode(text)
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise InvalidFieldError(path, f"its data is not what its datatype says: {error}") from None
-            if nested:
-                is_shaped = [len(elements), *set(map(len, elements))] == shape
-                elements = list(itertools.chain.from_iterable(elements))
-        if not is_shaped:
-            raise CountMismatchError(path, f"its nested data does not have the shape {shape}")
-        if len(elements) != count:
-            raise wrong_count(path, count, str(len(elements)))
-        return elements
+        nested = _NESTED.match(text) is not None
+        if nested and count_above(text, _BRACKET, rows + 1):
+            raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
+        try:
+            found: list[Any] = _DECODERS[datatype][nested].decode(text)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidFieldError(path, f"its data is not what its datatype says: {error}") from None
+        if nested:
+            if [len(found), *set(map(len, found))] != shape:
+                raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
+            found = list(itertools.chain.from_iterable(found))
+        if len(found) != count:
+            raise wrong_count(path, count, str(len(found)))
+        if datatype == "BYTES":
+            return found
+        with np.errstate(over="ignore"):
+            return np.fromiter(found, DTYPES[datatype], count=count).data
 
 
 # gRPC
@@ -479,7 +472,8 @@ class InferGrpcCodec:
                     path = f"{input_path(tensor.name)}.contents"
                     raise InvalidFieldError(path, "it is given beside raw_input_contents")
                 tensor.data = own
-        return _GrpcRequest(*texts.values(), _converted(parameters, Parameters), inputs, outputs)
+        model, version, request_id = texts.values()
+        return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
 
 
 class _GrpcRequest(InferRequest):
