@@ -7,6 +7,7 @@ arrays, under a digest of that schema.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -143,16 +144,16 @@ class UnparsedMessage:
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         features = _Features(schema, self._message)
-        context, candidates = (self._read_part(features, part) for part in ("context", "candidates"))
+        dense = self._read_part(features, "context"), self._read_part(features, "candidates")
         layout = features.layout()
         num_candidates = self._number("num_candidates")
         if not num_candidates and schema.candidate_names:
             num_candidates = layout.num_bags[schema.features.index[schema.candidate_names[0]]]
         elif not num_candidates and schema.num_candidate_dense:
-            num_candidates = candidates.size // schema.num_candidate_dense
+            num_candidates = dense[1].size // schema.num_candidate_dense
         check_num_candidates(schema.limits, num_candidates)
         layout.check(num_candidates)
-        return self._request(schema, num_candidates, features.bags(layout), context, candidates, features.texts)
+        return self._request(schema, num_candidates, features.bags(layout), dense, features.texts)
 
     def _read_part(self, features: _Features, part: Part) -> Float32Array:
         """Walk over the features of a part. Returns its dense values, float32."""
@@ -166,18 +167,13 @@ class UnparsedMessage:
         return array_of(joined(dense), "<f4", part_path(part, "dense"))
 
     def _request(
-        self,
-        schema: RequestSchema,
-        num_candidates: int,
-        bags: KeyedBags,
-        context: Float32Array,
-        candidates: Float32Array,
-        texts: list[str],
+        self, schema: RequestSchema, count: int, bags: KeyedBags, dense: Sequence[Float32Array], texts: list[str]
     ) -> RankRequest:
+        context, candidates = dense
         if context.size != (wanted := schema.num_context_dense):
             raise CountMismatchError("context.dense", f"{context.size} values, the model takes {wanted}")
-        matrix = dense_matrix(candidates, num_candidates, schema.num_candidate_dense)
-        return rank_request(schema, bags, num_candidates, context, matrix, self._options, texts)
+        matrix = dense_matrix(candidates, count, schema.num_candidate_dense)
+        return rank_request(schema, bags, count, context, matrix, self._options, texts)
 
     def _packed(self, schema: RequestSchema) -> RankRequest:
         """Read the packed form: as many steps whatever the number of features."""
@@ -202,14 +198,10 @@ class UnparsedMessage:
                 raise CountMismatchError("packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags")
             # Sums of so few int32 can't wrap around.
             ids_per_key = np.add.reduceat(lengths, np.cumsum(bags_per_key) - bags_per_key)
-        ids, weights, context, candidates = (
-            array_of(bytearray(found[name]), dtype, f"packed.{name}")
-            for name, dtype in (
-                ("ids", "<i8"),
-                ("weights", "<f4"),
-                ("context_dense", "<f4"),
-                ("candidate_dense", "<f4"),
-            )
+        ids = array_of(bytearray(found["ids"]), "<i8", "packed.ids")
+        weights, *dense = (
+            array_of(bytearray(found[name]), "<f4", f"packed.{name}")
+            for name in ("weights", "context_dense", "candidate_dense")
         )
         wanted_texts = int(ids_per_key[schema.is_string].sum()) if schema.features.string_features else 0
         wanted = int(ids_per_key.sum()) - wanted_texts
@@ -224,7 +216,7 @@ class UnparsedMessage:
         bags = keyed_bags(
             schema, schema.keys, bags_per_key, lengths, ids_per_key, values, weights if weights.size else None
         )
-        return self._request(schema, num_candidates, bags, context, candidates, texts)
+        return self._request(schema, num_candidates, bags, dense, texts)
 
     def _refuse_lengths(self, lengths: Int64Array | None, num_ids: int, num_texts: int, said: str) -> None:
         most = num_ids + num_texts

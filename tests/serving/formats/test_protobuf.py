@@ -19,6 +19,7 @@ from serving.formats.protobuf import (
     encode_integer,
     encode_varint,
     signed,
+    tags_of,
 )
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -191,3 +192,29 @@ def test_what_is_written_is_what_the_library_writes(number, content, value):
     written.clear()
     encoder.UInt64Encoder(number, False, False)(written.append, value, True)
     assert encode_integer(number, value) == (b"".join(written) if value else b"")
+
+
+def test_tags_are_those_that_the_library_writes_packed_or_one_by_one():
+    contents = open_inference_pb2.InferTensorContents
+    written = contents(
+        bool_contents=[True],
+        int_contents=[1],
+        int64_contents=[1],
+        fp32_contents=[1.0],
+        fp64_contents=[1.0],
+        bytes_contents=[b"x"],
+    )
+    names = [tags_of(contents)[tag] for tag, _, _ in message(written.SerializeToString()).fields()]
+    assert names == [field.name for field, _ in written.ListFields()]
+    one_by_one = b"".join([b"\x10\x01", b"\x35" + bytes(4), b"\x39" + bytes(8)])
+    names = [tags_of(contents)[tag] for tag, _, _ in message(one_by_one).fields()]
+    assert names == ["int_contents", "fp32_contents", "fp64_contents"]
+    # A number that is not repeated has no packed form.
+    assert sorted(tags_of(ranking_pb2.LookupRequest)) == [
+        1 << 3 | 2,
+        2 << 3,
+        3 << 3 | 2,
+        4 << 3,
+        5 << 3 | 2,
+        6 << 3 | 2,
+    ]
