@@ -178,7 +178,8 @@ class InferRequest:
             tensor = given[name]
             rows, width = tensor.sizes()
             num_ids = rows * width
-            if has_optional and (weights := given.get(name + WEIGHTS_SUFFIX)) is not None:
+            weights = given.get(name + WEIGHTS_SUFFIX) if name in schema.weighted_names else None
+            if weights is not None:
                 if weights.shape != tensor.shape:
                     raise weights.wrong_shape(f"it must be that of its ids, {tensor.shape}")
                 layout.weighted.append(len(layout.num_ids))

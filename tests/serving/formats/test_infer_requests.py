@@ -358,6 +358,31 @@ def test_a_model_whose_inputs_have_the_same_name_can_not_be_called():
         parse(http_request(tensors()), schema)
 
 
+def test_a_feature_whose_name_ends_like_weights_is_a_feature():
+    spec = ModelSpec(
+        model="named",
+        tables=(TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("x", "x.weights", "y")),),
+        features=(
+            FeatureSpec(name="x", side="candidate"),
+            FeatureSpec(name="x.weights", side="candidate"),
+            FeatureSpec(name="y", side="candidate", weighted=True),
+        ),
+        dense_inputs=DenseInputs(context=0, candidate=0),
+        dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
+    )
+    schema = RequestSchema(FeatureSchema.of(spec), LIMITS)
+    given_tensors = [
+        Tensor("x", "INT64", np.array([1, 2])),
+        Tensor("x.weights", "INT64", np.array([3, 4])),
+        Tensor("y", "INT64", np.array([5, 6])),
+        Tensor("y.weights", "FP32", np.array([0.5, 2], np.float32)),
+    ]
+    for request in (http_request(given_tensors), grpc_request(given_tensors), grpc_request(given_tensors, raw=False)):
+        parsed = parse(request, schema)
+        assert parsed.bags.values.tolist() == [1, 2, 3, 4, 5, 6]
+        assert parsed.bags.weights.tolist() == [1, 1, 1, 1, 0.5, 2]
+
+
 _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})
 _MESSAGE = message_of(tensors(), MODEL).SerializeToString()
 
