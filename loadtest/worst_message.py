@@ -24,8 +24,7 @@ import numpy as np
 from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_field, encode_integer, encode_varint

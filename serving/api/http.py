@@ -12,7 +12,7 @@ from serving.api.bodies import CODINGS, Reply, defect_reply, error_reply, expand
 from serving.api.documents import create_documents
 from serving.api.tokens import Tokens
 from serving.errors import InvalidFieldError
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec

@@ -35,12 +35,10 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
         InvalidFieldError: for a version that is no positive integer.
         AmbiguousInputsError: if the model can't be called by this protocol.
     """
-    with service.lease(model, parse_version(version)) as lease:
-        inputs = list(lease.payload.schema.inputs.by_name.values())
-    versions = sorted(one.version for one in _generations(service) if one.model == model)
+    inputs = _inputs(service, model, version)
     return {
         "name": model,
-        "versions": [str(one) for one in versions],
+        "versions": [str(one.version) for one in _generations(service) if one.model == model],
         "platform": PLATFORM,
         "inputs": [_tensor(one) for one in inputs],
         "outputs": [_tensor(one) for one in OUTPUTS],
@@ -49,8 +47,7 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
 
 def model_config(service: RankingService, model: str, version: str) -> Document:
     """The configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
-    with service.lease(model, parse_version(version)) as lease:
-        inputs = list(lease.payload.schema.inputs.by_name.values())
+    inputs = _inputs(service, model, version)
     return {
         "name": model,
         "platform": PLATFORM,
@@ -64,11 +61,7 @@ def model_config(service: RankingService, model: str, version: str) -> Document:
 
 
 def model_is_ready(service: RankingService, model: str, version: str) -> bool:
-    """Whether a version (the live one for "") would answer a request now.
-
-    Raises:
-        InvalidFieldError: for a version that is no positive integer.
-    """
+    """Whether a version (the live one for "") would answer a request now. Raises InvalidFieldError for a wrong one."""
     wanted, problems = parse_version(version), service.watch.problems()
     if "" in problems or model in problems:
         return False
@@ -77,17 +70,7 @@ def model_is_ready(service: RankingService, model: str, version: str) -> bool:
 
 
 def model_statistics(service: RankingService, model: str, version: str) -> Document:
-    """Counts and times of versions since they are here, in this process.
-
-    Args:
-        service: the service.
-        model: "" for all models.
-        version: "" for all versions.
-
-    Raises:
-        ModelNotFoundError, NotReadyError: as `RankingService.lease`, if nothing is meant.
-        InvalidFieldError: for a version that is no positive integer.
-    """
+    """Counts and times of versions since they are here, in this process; "" for all. Raises as `model_metadata`."""
     wanted = parse_version(version)
     chosen = [
         one for one in _generations(service) if model in ("", one.model) and (wanted is None or one.version == wanted)
@@ -118,6 +101,11 @@ def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATE
     return sorted(found, key=lambda one: (one.model, one.version))
 
 
+def _inputs(service: RankingService, model: str, version: str) -> list[TensorSpec]:
+    with service.lease(model, parse_version(version)) as lease:
+        return list(lease.payload.schema.inputs.by_name.values())
+
+
 def _tensor(spec: TensorSpec) -> Document:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
 
@@ -128,25 +116,22 @@ def _configured(spec: TensorSpec) -> Document:
 
 def _statistics(generation: Generation[ServedModel], clock_zero_s: float) -> Document:
     totals = generation.payload.counter.totals()
+    durations = {
+        "success": (totals.succeeded, totals.succeeded_s),
+        "fail": (totals.failed, totals.failed_s),
+        "queue": (totals.succeeded, totals.queue_s),
+        "compute_input": (totals.succeeded, totals.input_s),
+        "compute_infer": (totals.succeeded, totals.infer_s),
+        "compute_output": (totals.succeeded, totals.output_s),
+        "cache_hit": (0, 0.0),
+        "cache_miss": (0, 0.0),
+    }
     return {
         "name": generation.model,
         "version": str(generation.version),
         "last_inference": 0 if totals.last is None else round(1000 * (clock_zero_s + totals.last)),
         "inference_count": totals.succeeded,
         "execution_count": round(totals.batches),
-        "inference_stats": {
-            "success": _duration(totals.succeeded, totals.succeeded_s),
-            "fail": _duration(totals.failed, totals.failed_s),
-            "queue": _duration(totals.succeeded, totals.queue_s),
-            "compute_input": _duration(totals.succeeded, totals.input_s),
-            "compute_infer": _duration(totals.succeeded, totals.infer_s),
-            "compute_output": _duration(totals.succeeded, totals.output_s),
-            "cache_hit": _duration(0, 0.0),
-            "cache_miss": _duration(0, 0.0),
-        },
+        "inference_stats": {name: {"count": count, "ns": round(1e9 * s)} for name, (count, s) in durations.items()},
         "batch_stats": [],
     }
-
-
-def _duration(count: int, seconds: float) -> Document:
-    return {"count": count, "ns": round(1e9 * seconds)}

@@ -1,36 +1,65 @@
-"""Inference requests of the Open Inference Protocol v2: named tensors, to the flat arrays of a rank request.
+"""Inference requests of the Open Inference Protocol v2, over HTTP and gRPC: named tensors to a rank request.
 
-What is the same over HTTP and gRPC: which inputs a model has, what shapes they may have, and where their elements go.
-How elements lie is each transport's own (`TensorData`). docs/open-inference-protocol.md says what is taken.
+Over HTTP a request is a JSON object, and behind it the binary tensors; over gRPC an `inference.ModelInferRequest`, read
+by walking over its tags. docs/open-inference-protocol.md says what is taken. Source of the binary tensors:
+https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_binary_data.html
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from struct import Struct
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from struct import unpack_from
+from typing import Annotated, Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
-from loader.fingerprint import fingerprint_strings
 from serving.errors import (
+    BodyTooLargeError,
     CountMismatchError,
     InvalidFieldError,
-    InvalidIdError,
     LimitExceededError,
     MalformedRequestError,
     MissingFeatureError,
+    UnsupportedExtensionError,
 )
-from serving.formats.checks import check_num_candidates, keyed_bags, rank_request
-from serving.formats.requests import Buffer, Options, RankAnswer, RankRequest
+from serving.formats.binary import (
+    DTYPES,
+    INTEGERS,
+    RAGGED,
+    Layout,
+    Tensor,
+    array_of,
+    input_path,
+    joined,
+    text_of,
+    wrong_count,
+)
+from serving.formats.checks import check_num_candidates, rank_request
+from serving.formats.json_text import count_above
+from serving.formats.protobuf import (
+    MAX_VARINT_BYTES,
+    Message,
+    count_varints,
+    decode_varints,
+    encode_field,
+    encode_message,
+    encode_varint,
+    signed,
+    tags_of,
+)
+from serving.formats.requests import Answer, Buffer, Encoded, Method, Options, RankAnswer, RankRequest
 from serving.formats.schema import (
     CANDIDATE_DENSE,
     CONTEXT_DENSE,
     LENGTHS_SUFFIX,
+    MAX_NAME_CHARS,
     MAX_NAMES_SHOWN,
     OUTPUT_NAMES,
     SCORES,
@@ -38,385 +67,169 @@ from serving.formats.schema import (
     InputNames,
     RequestSchema,
 )
-from serving.limits import MAX_ID
-from shard_node.bags import Float32Array, Int64Array
+from serving.limits import MAX_ID, RequestLimits
+from serving.proto.inference import open_inference_pb2 as inference
+from shard_node.bags import Float32Array
 
-IntegerType: TypeAlias = Literal["INT64", "INT32"]
-Integers: TypeAlias = Int64Array | npt.NDArray[np.int32]
+BINARY = "application/octet-stream"
+HEADER_LENGTH = "inference-header-content-length"
 MAX_INPUTS = 16_384
 MAX_OUTPUTS = 16
 MAX_VERSION_CHARS = 19
-MAX_NAME_CHARS = 128
-_DTYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
-_TEXT_LENGTH = Struct("<I")
-_INTEGER_TYPES = ("INT64", "INT32")
+_PREFIX, _COUNT = secrets.token_hex(8), itertools.count()
 
 
-class TensorData(Protocol):
-    """The elements of one tensor, in one of the protocol's forms.
+class Parameters(msgspec.Struct, gc=False):
+    """What a request says beside its tensors."""
 
-    Each method is told how many there must be, and raises CountMismatchError for another number of them, and
-    MalformedRequestError, InvalidFieldError or InvalidIdError for what is no such element; `name` is the input's.
-    """
-
-    def integers(self, name: str, datatype: IntegerType, count: int) -> Integers:
-        """int64 or int32 [count]."""
-        ...
-
-    def floats(self, name: str, count: int) -> Float32Array:
-        """float32 [count]; NaN and inf are not looked for."""
-        ...
-
-    def texts(self, name: str, count: int) -> list[str]:
-        """Strings, as many as `count`."""
-        ...
+    timeout_ms: int | None = None
+    timeout: int | None = None
+    top_k: int | None = None
+    routing_key: str | None = None
+    binary_data_output: bool | None = None
+    sequence_id: int | str | None = None
 
 
-class Tensor(NamedTuple):
-    """One input.
+class TensorParameters(msgspec.Struct, gc=False):
+    """What a request says of an input or an output."""
 
-    Attributes:
-        name: which one.
-        datatype: as the client names it.
-        shape: as the client gives it, of at most three dimensions; not checked.
-        data: its elements.
-    """
+    binary_data_size: int | None = None
+    binary_data: bool | None = None
+    shared_memory_region: str | None = None
+    classification: int | None = None
+
+    def check(self, path: str) -> None:
+        """Raises UnsupportedExtensionError for what would change the answer."""
+        for name in ("shared_memory_region", "classification"):
+            if getattr(self, name) not in (None, 0):
+                raise UnsupportedExtensionError(f"{path}.parameters.{name}", "it is not spoken here")
+
+
+class Output(msgspec.Struct, gc=False):
+    """An output that is asked for."""
 
     name: str
-    datatype: str
-    shape: Sequence[int]
-    data: TensorData
+    parameters: TensorParameters | None = None
 
 
-@dataclass(slots=True, eq=False)
+_Parameters = TypeVar("_Parameters", Parameters, TensorParameters)
+_NO_PARAMETERS = Parameters()
+_ALL_OUTPUTS = [Output(name) for name in OUTPUT_NAMES]
+
+
 class InferRequest:
-    """One inference request, whatever it came over; its tensors are not decoded yet.
+    """One inference request, whose tensors are not read yet. See `Unparsed`. Without `outputs` all are meant."""
 
-    Attributes:
-        model: its name.
-        version: the one that must answer; None for the live one, or the canary.
-        inputs: in the client's order.
-        outputs: names of those asked for, in order; None for all.
-        options: deadline, top_k, id and routing key.
-    """
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        request_id: str,
+        parameters: Parameters,
+        inputs: dict[str, Tensor],
+        outputs: list[Output],
+    ) -> None:
+        if parameters.sequence_id:
+            raise UnsupportedExtensionError("parameters.sequence_id", "requests here belong to no sequence")
+        if len(outputs) > MAX_OUTPUTS:
+            raise LimitExceededError("outputs", "outputs", MAX_OUTPUTS, len(outputs), "outputs")
+        for one in outputs:
+            if one.name not in OUTPUT_NAMES:
+                problem = f"there is no output {one.name[:MAX_NAME_CHARS]!r}; there are {list(OUTPUT_NAMES)}"
+                raise InvalidFieldError("outputs", problem)
+            if one.parameters is not None:
+                one.parameters.check("outputs")
+        if len({one.name for one in outputs}) != len(outputs):
+            raise InvalidFieldError("outputs", "an output is asked for twice")
+        self.model = model
+        self.version = parse_version(version)
+        self.key = parameters.routing_key or request_id
+        # Triton's clients send a timeout of 0 for none.
+        self._options = Options(
+            parameters.timeout_ms, parameters.timeout or None, parameters.top_k, request_id,
+            parameters.routing_key or "",
+        )  # fmt: skip
+        self._is_binary = bool(parameters.binary_data_output)
+        self._inputs = inputs
+        self._outputs = outputs or _ALL_OUTPUTS
 
-    model: str
-    version: int | None
-    inputs: Sequence[Tensor]
-    outputs: Sequence[str] | None
-    options: Options
+    def encode(self, answer: Answer) -> Encoded:
+        """See `Unparsed`."""
+        raise NotImplementedError
 
-    @property
-    def key(self) -> str:
-        """What a canary is chosen by, or ""."""
-        return self.options.routing_key or self.options.request_id
+    def _answers(self, answer: Answer) -> Iterator[tuple[Output, str, npt.NDArray[Any]]]:
+        """Each output with its datatype and elements, little-endian."""
+        ranked = cast(RankAnswer, answer)
+        for one in self._outputs:
+            if one.name == SCORES:
+                yield one, "FP32", ranked.scores.astype("<f4", copy=False)
+            else:
+                yield one, "INT64", ranked.order.astype("<i8", copy=False)
 
     def parse(self, schema: RequestSchema) -> RankRequest:
-        """Read and check the tensors.
-
-        Raises:
-            BadRequestError: one of its subclasses, naming the input, the value and what is allowed.
-            AmbiguousInputsError: the model can't be called by this protocol.
-        """
-        for name in self.outputs or ():
-            if name not in OUTPUT_NAMES:
-                raise InvalidFieldError("outputs", f"there is no output {name[:128]!r}; there are {list(OUTPUT_NAMES)}")
-        if self.outputs and len(set(self.outputs)) != len(self.outputs):
-            raise InvalidFieldError("outputs", "an output is asked for twice")
-        return _Inputs(schema, _by_name(schema.inputs, self.inputs)).request(self.options)
-
-
-def output_of(answer: RankAnswer, name: str) -> tuple[str, npt.NDArray[Any]]:
-    """Datatype and elements of an output, little-endian."""
-    if name == SCORES:
-        return "FP32", answer.scores.astype("<f4", copy=False)
-    return "INT64", answer.order.astype("<i8", copy=False)
-
-
-class _Inputs:
-    """The inputs of one request, feature by feature in flat order."""
-
-    def __init__(self, schema: RequestSchema, given: Mapping[str, Tensor]) -> None:
-        self._schema = schema
-        self._given = given
-        self._num_required = len(schema.inputs.required)
-        self._counts: list[int] = []
-        self._num_bags: list[int] = []
-        self._widths: list[int] = []
-        self._own_lengths: dict[int, Tensor] = {}
-
-    def request(self, options: Options) -> RankRequest:
-        schema = self._schema
-        self._read_shapes()
-        dense = self._given.get(CANDIDATE_DENSE)
-        if schema.candidate_names:
-            num_candidates = self._num_bags[schema.features.index[schema.candidate_names[0]]]
-        else:
-            num_candidates = dense.shape[0] if dense is not None and len(dense.shape) else 0
-        check_num_candidates(schema.limits, num_candidates)
-        bags_per_key, lengths = self._bags(num_candidates)
-        values, texts = self._values()
-        bags = keyed_bags(
-            schema, schema.keys, bags_per_key, lengths, np.array(self._counts, np.int64), values, self._weights()
-        )
-        kc, kd = schema.num_context_dense, schema.num_candidate_dense
-        context_dense = self._dense(CONTEXT_DENSE, (kc,), (1, kc)).reshape(kc)
-        candidate_dense = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
-        return rank_request(schema, bags, num_candidates, context_dense, candidate_dense, options, texts)
-
-    def _read_shapes(self) -> None:
-        """Take the counts of each feature: ids, bags, and ids of each bag where all have as many."""
-        given, limits, has_optional = self._given, self._schema.limits, len(self._given) > self._num_required
-        counts, all_bags, widths = self._counts, self._num_bags, self._widths
-        for key, (name, is_context, is_string) in enumerate(self._schema.kinds):
+        """See `Unparsed`. Raises AmbiguousInputsError for a model that can't be called by this protocol."""
+        given, names, limits = self._inputs, schema.inputs, schema.limits
+        if given.keys() != names.required:
+            _check_names(names, given)
+        has_optional = len(given) > len(names.required)
+        layout = Layout(schema, schema.keys, input_path)
+        ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
+        for name, is_context, _ in schema.kinds:
             tensor = given[name]
-            shape, datatype = tensor.shape, tensor.datatype
-            is_flat = len(shape) == 1
-            count = shape[0] if is_flat and 0 <= shape[0] <= MAX_ID else element_count(tensor)
-            if count > limits.max_ids_per_request:
-                allowed = limits.max_ids_per_request
-                raise LimitExceededError(input_path(name), "max_ids_per_request", allowed, count, "ids")
-            num_bags, width = (shape[0], 1) if is_flat else shape
+            rows, width = tensor.sizes()
+            num_ids = rows * width
+            weights = given.get(name + WEIGHTS_SUFFIX) if name in schema.weighted_names else None
+            if weights is not None:
+                if weights.shape != tensor.shape:
+                    raise weights.wrong_shape(f"it must be that of its ids, {tensor.shape}")
+                layout.weighted.append(len(layout.num_ids))
+                weighted.append((weights, num_ids))
             if is_context:
-                if not is_flat and num_bags != 1:
-                    raise _wrong_shape(tensor, "a context feature has [ids] or [1, ids]")
-                num_bags, width = 1, count
+                if len(tensor.shape) == 2 and rows != 1:
+                    raise tensor.wrong_shape("a context feature has [ids] or [1, ids]")
+                layout.add(num_ids, 1, num_ids)
             elif has_optional and (lengths := given.get(name + LENGTHS_SUFFIX)) is not None:
-                if not is_flat:
-                    raise _wrong_shape(tensor, f"with {name}{LENGTHS_SUFFIX} it must be [ids]")
-                num_bags, width = element_count(lengths), 0
-                if lengths.datatype not in _INTEGER_TYPES:
-                    _check_datatype(lengths, _INTEGER_TYPES, InvalidIdError)
-                self._own_lengths[key] = lengths
-            if not is_context and not 0 < num_bags <= limits.max_candidates:
-                check_num_candidates(limits, num_bags)
-            if is_string or datatype not in _INTEGER_TYPES:
-                _check_datatype(tensor, ("BYTES",) if is_string else _INTEGER_TYPES, InvalidIdError)
-            counts.append(count)
-            all_bags.append(num_bags)
-            widths.append(width)
-
-    def _bags(self, num_candidates: int) -> tuple[Int64Array, Int64Array]:
-        """int64 [F], bags of each feature, and int64 [B], ids of each bag."""
-        schema = self._schema
-        given, expected = np.array(self._num_bags, np.int64), schema.bags_per_key(num_candidates)
-        if not np.array_equal(given, expected):
-            key = int((given != expected).argmax())
-            first = input_path(schema.candidate_names[0])
-            raise CountMismatchError(
-                input_path(schema.names[key]), f"{given[key]} candidates, but {first} has {num_candidates}"
-            )
-        total, allowed = sum(self._counts), schema.limits.max_ids_per_request
-        if total > allowed:
-            raise LimitExceededError("sparse", "max_ids_per_request", allowed, total, "ids over all features")
-        if not self._own_lengths:
-            return given, np.repeat(np.array(self._widths, np.int64), given)
-        each = [
-            tensor.data.integers(tensor.name, cast(IntegerType, tensor.datatype), num_candidates)
-            for tensor in self._own_lengths.values()
-        ]
-        own = np.concatenate(each, dtype=np.int64)
-        keys = np.array(list(self._own_lengths), np.intp)
-        counts = np.array(self._counts, np.int64)[keys]
-        # Bounded before they are summed, so that no sum wraps around; each of these features has a bag for a candidate.
-        if int(np.minimum.reduce(own)) < 0 or int(np.maximum.reduce(own)) > total:
-            self._refuse_lengths(each)
-        if not np.array_equal(np.add.reduce(own.reshape(-1, num_candidates), axis=1), counts):
-            self._refuse_lengths(each)
-        if len(each) == given.size:
-            return given, own
-        is_own = np.zeros(given.size, np.bool_)
-        is_own[keys] = True
-        lengths = np.repeat(np.array(self._widths, np.int64), given)
-        lengths[np.repeat(is_own, given)] = own
-        return given, lengths
-
-    def _refuse_lengths(self, each: Sequence[Integers]) -> None:
-        """Raise the error for lengths of which some do not fit their ids."""
-        for (key, tensor), own in zip(self._own_lengths.items(), each, strict=True):
-            most = self._counts[key]
-            wrong = (own < 0) | (own > most)
-            if wrong.any():
-                position = int(wrong.argmax())
-                path = f"{input_path(tensor.name)}[{position}]"
-                raise InvalidFieldError(path, f"{own[position]} is not in 0..{most}, the number of ids")
-            if (said := int(own.sum(dtype=np.int64))) != most:
-                raise CountMismatchError(input_path(tensor.name), f"they add up to {said}, but there are {most} ids")
-
-    def _values(self) -> tuple[Int64Array, Sequence[str]]:
-        schema, texts = self._schema, list[str]()
-        parts: list[Integers] = []
-        num_texts, allowed = (
-            sum(itertools.compress(self._counts, schema.is_string.tolist())),
-            schema.limits.max_string_ids,
-        )
-        if num_texts > allowed:
-            raise LimitExceededError("inputs", "max_string_ids", allowed, num_texts, "string ids")
-        for name, count in zip(schema.names, self._counts, strict=True):
-            tensor = self._given[name]
-            if tensor.datatype == "BYTES":
-                own = tensor.data.texts(name, count)
-                parts.append(fingerprint_strings(own))
-                texts += own
+                if len(tensor.shape) == 2:
+                    raise tensor.wrong_shape(f"with {lengths.name} it must be [ids]")
+                ragged.append(lengths)
+                layout.add(num_ids, math.prod(lengths.sizes()), RAGGED)
             else:
-                parts.append(tensor.data.integers(name, cast(IntegerType, tensor.datatype), count))
-        return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64), texts
+                layout.add(num_ids, rows, width)
+        num_candidates = 0
+        if schema.candidate_names:
+            num_candidates = layout.num_bags[schema.features.index[schema.candidate_names[0]]]
+        elif CANDIDATE_DENSE in given:
+            num_candidates = given[CANDIDATE_DENSE].sizes()[0]
+        check_num_candidates(limits, num_candidates)
+        layout.check(num_candidates)
+        num_texts = sum(itertools.compress(layout.num_ids, schema.is_string.tolist()))
+        if num_texts > limits.max_string_ids:
+            raise LimitExceededError("inputs", "max_string_ids", limits.max_string_ids, num_texts, "string ids")
+        ids, texts = list[Buffer](), list[str]()
+        for (name, _, is_string), count in zip(schema.kinds, layout.num_ids, strict=True):
+            if is_string:
+                texts += given[name].texts(count)
+            else:
+                ids.append(given[name].integers(count))
+        own = array_of(joined([one.integers(num_candidates) for one in ragged]), "<i8", "lengths")
+        bags = layout.bags(ids, texts, own, [one.floats(count) for one, count in weighted])
+        kc, kd = schema.num_context_dense, schema.num_candidate_dense
+        context = self._dense(CONTEXT_DENSE, (kc,), (1, kc)).reshape(kc)
+        candidates = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
+        return rank_request(schema, bags, num_candidates, context, candidates, self._options, texts)
 
-    def _weights(self) -> Float32Array | None:
-        """float32 [n], 1 where a feature has none; None if none has."""
-        schema, weights = self._schema, None
-        for key, name in enumerate(schema.names):
-            tensor = self._given.get(name + WEIGHTS_SUFFIX) if name in schema.weighted_names else None
-            if tensor is None:
-                continue
-            shape = list(self._given[name].shape)
-            if list(tensor.shape) != shape:
-                raise _wrong_shape(tensor, f"it must be that of its ids, {shape}")
-            _check_datatype(tensor, ("FP32",), InvalidFieldError)
-            if weights is None:
-                weights = np.ones(sum(self._counts), np.float32)
-            start = sum(self._counts[:key])
-            weights[start : start + self._counts[key]] = tensor.data.floats(tensor.name, self._counts[key])
-        return weights
-
-    def _dense(self, name: str, *allowed: Sequence[int]) -> Float32Array:
-        """float32: a copy, because a request's own bytes may be read-only and not aligned."""
-        tensor = self._given.get(name)
+    def _dense(self, name: str, *allowed: tuple[int, ...]) -> Float32Array:
+        tensor = self._inputs.get(name)
         if tensor is None:
             return np.empty(allowed[0], np.float32)
         if tuple(tensor.shape) not in allowed:
-            shape = list(tensor.shape)[:8]
-            raise CountMismatchError(f"{input_path(name)}.shape", f"{shape}; it must be {list(allowed[0])}")
-        _check_datatype(tensor, ("FP32",), InvalidFieldError)
-        return np.array(tensor.data.floats(name, element_count(tensor)), dtype=np.float32)
+            raise tensor.wrong_shape(f"it must be {list(allowed[0])}")
+        return array_of(joined([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
 
 
-class RawData:
-    """Elements as they lie in memory: the binary tensor extension of HTTP, and gRPC's raw contents.
-
-    Little-endian, row-major; a BYTES element is a 4-byte length and its bytes. Source:
-    https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_binary_data.html
-
-    Args:
-        buffer: that the elements are in.
-        start, size_bytes: where.
-    """
-
-    __slots__ = ("_buffer", "_size_bytes", "_start")
-
-    def __init__(self, buffer: Buffer, start: int, size_bytes: int) -> None:
-        self._buffer = buffer
-        self._start = start
-        self._size_bytes = size_bytes
-
-    def integers(self, name: str, datatype: IntegerType, count: int) -> Integers:
-        """As `TensorData`: a view, maybe read-only and not aligned."""
-        return self._numbers(name, datatype, count)
-
-    def floats(self, name: str, count: int) -> Float32Array:
-        """As `TensorData`: a view, maybe read-only and not aligned."""
-        return self._numbers(name, "FP32", count)
-
-    def _numbers(self, name: str, datatype: str, count: int) -> npt.NDArray[Any]:
-        dtype = _DTYPES[datatype]
-        if self._size_bytes != count * dtype.itemsize:
-            wanted = f"{count} elements of {datatype}, {count * dtype.itemsize} bytes"
-            raise CountMismatchError(input_path(name), f"{self._size_bytes} bytes of data; its shape holds {wanted}")
-        return np.frombuffer(self._buffer, dtype, count, self._start)
-
-    def texts(self, name: str, count: int) -> list[str]:
-        """As `TensorData`. Where an element begins only the one before it tells, so they are read one by one."""
-        path, buffer, start = input_path(name), self._buffer, self._start
-        end = start + self._size_bytes
-        texts: list[str] = []
-        while start < end and len(texts) <= count:
-            if end - start < _TEXT_LENGTH.size:
-                raise MalformedRequestError(
-                    path, f"{end - start} bytes are left over after {len(texts)} BYTES elements"
-                )
-            first = start + _TEXT_LENGTH.size
-            start = first + _TEXT_LENGTH.unpack_from(buffer, start)[0]
-            if start > end:
-                raise MalformedRequestError(path, f"BYTES element {len(texts)} is longer than what is left")
-            texts.append(decode_text(path, len(texts), bytes(buffer[first:start])))
-        if len(texts) != count:
-            got = f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}"
-            raise CountMismatchError(path, f"its shape holds {count} elements, its data {got}")
-        return texts
-
-
-class AnswerIds:
-    """Ids of answers whose requests have none, that no other answer has. Thread-safe.
-
-    Args:
-        prefix: 16 hex digits that set this process apart; random by default.
-    """
-
-    def __init__(self, prefix: str | None = None) -> None:
-        self._prefix = secrets.token_hex(8) if prefix is None else prefix
-        self._count = itertools.count()
-
-    def __call__(self) -> str:
-        """32 hex digits."""
-        return f"{self._prefix}{next(self._count):016x}"
-
-
-ANSWER_IDS = AnswerIds()
-"""Those of this process."""
-
-
-def element_count(tensor: Tensor) -> int:
-    """Elements of a tensor of one or two dimensions.
-
-    Raises:
-        CountMismatchError: for another number of dimensions, or one that can't be.
-    """
-    shape = tensor.shape
-    if len(shape) == 1 and 0 <= shape[0] <= MAX_ID:
-        return shape[0]
-    if len(shape) == 2 and 0 <= shape[0] <= MAX_ID and 0 <= shape[1] <= MAX_ID:
-        return shape[0] * shape[1]
-    raise _wrong_shape(tensor, "it must have one or two dimensions, each 0 or more")
-
-
-def input_path(name: str) -> str:
-    """Name an input in errors."""
-    return f"inputs.{name[:MAX_NAME_CHARS]}"
-
-
-def parse_version(text: str) -> int | None:
-    """Read a version as the protocol writes it; "" asks for none.
-
-    Raises:
-        InvalidFieldError: if it is no positive integer.
-    """
-    if not text:
-        return None
-    version = int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_CHARS else 0
-    if not 1 <= version <= MAX_ID:
-        raise InvalidFieldError("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}")
-    return version
-
-
-def decode_text(path: str, position: int, element: bytes) -> str:
-    """Decode a BYTES element. Raises InvalidIdError if it is not UTF-8."""
-    try:
-        return element.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidIdError(f"{path}[{position}]", f"it is not UTF-8: {error.reason}") from None
-
-
-def _by_name(names: InputNames, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Inputs by name: all that the model has, but for optional ones, and no other."""
-    given = {one.name: one for one in inputs}
-    model = names.schema.features.spec.model
-    if len(given) != len(inputs):
-        seen: set[str] = set()
-        twice = next(one.name for one in inputs if one.name in seen or seen.add(one.name))  # type: ignore[func-returns-value]
-        raise InvalidFieldError(input_path(twice), "it is given twice")
-    if given.keys() == names.required:
-        return given
-    known = names.by_name
+def _check_names(names: InputNames, given: dict[str, Tensor]) -> None:
+    """Refuse inputs that the model does not have, and requests without one that it needs."""
+    known, model = names.by_name, names.schema.features.spec.model
     for name in given:
         if name not in known:
             if len(known) > MAX_NAMES_SHOWN or name in names.schema.features.index:
@@ -425,17 +238,341 @@ def _by_name(names: InputNames, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     for name in known:
         if name in names.required and name not in given:
             raise MissingFeatureError(input_path(name), f"model {model!r} needs it")
-    return given
 
 
-def _check_datatype(
-    tensor: Tensor, allowed: tuple[str, ...], error: type[InvalidIdError] | type[InvalidFieldError]
-) -> None:
-    if tensor.datatype not in allowed:
-        raise error(
-            f"{input_path(tensor.name)}.datatype", f"{tensor.datatype[:16]!r}; it must be {' or '.join(allowed)}"
-        )
+def parse_version(text: str) -> int | None:
+    """Read a version as the protocol writes it; "" asks for none. Raises InvalidFieldError."""
+    if not text:
+        return None
+    version = int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_CHARS else 0
+    if not 1 <= version <= MAX_ID:
+        raise InvalidFieldError("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}")
+    return version
 
 
-def _wrong_shape(tensor: Tensor, allowed: str) -> CountMismatchError:
-    return CountMismatchError(f"{input_path(tensor.name)}.shape", f"{list(tensor.shape)[:8]}; {allowed}")
+def _answer_id(answer: Answer) -> str:
+    """The request's own id, or 32 hex digits that no other answer has."""
+    return answer.request_id or f"{_PREFIX}{next(_COUNT):016x}"
+
+
+# HTTP
+
+
+class _Input(msgspec.Struct, gc=False):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: TensorParameters | None = None
+    data: msgspec.Raw | UnsetType = UNSET
+
+
+class _Body(msgspec.Struct, gc=False, kw_only=True):
+    inputs: list[_Input]
+    id: str | None = None
+    outputs: list[Output] | None = None
+    parameters: Parameters | None = None
+
+
+_ENCODER, _BODY = msgspec.json.Encoder(), msgspec.json.Decoder(_Body)
+_BRACE, _BRACKET, _COMMA = (ord(one) for one in "{[,")
+# The objects of an input and of its parameters; of an output, of its parameters, and of the request and its own.
+_MAX_OBJECTS = 2 * MAX_INPUTS + 2 * MAX_OUTPUTS + 2
+_NESTED = re.compile(rb"\s*\[\s*\[")
+_ELEMENTS: dict[str, Any] = {
+    "INT64": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    "INT32": Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)],
+    "FP32": float,
+    "BYTES": str,
+}
+# Of each datatype's elements, flat and nested.
+_DECODERS = {
+    name: (msgspec.json.Decoder(list[kind]), msgspec.json.Decoder(list[list[kind]]))  # type: ignore[valid-type]
+    for name, kind in _ELEMENTS.items()
+}
+
+
+class InferHttpCodec:
+    """Reads `POST /v2/models/{model}[/versions/{version}]/infer`.
+
+    Args:
+        model, version: from the path; version "" for the live one.
+        header_length: the header `Inference-Header-Content-Length`; None without it.
+    """
+
+    api = "oip_http"
+    method: Method = "rank"
+
+    def __init__(self, model: str, version: str, header_length: str | None) -> None:
+        self._model = model
+        self._version = version
+        self._header_length = header_length
+
+    def read(self, body: Buffer, limits: RequestLimits) -> InferRequest:
+        """See `Codec`: read the JSON object."""
+        view = memoryview(body)
+        header = view if self._header_length is None else view[: _header_bytes(self._header_length, len(view))]
+        if len(header) > limits.max_json_bytes:
+            raise BodyTooLargeError("", "max_json_bytes", limits.max_json_bytes, len(header), "bytes of JSON")
+        if count_above(header, _BRACE, _MAX_OBJECTS):
+            problem = f"more than {_MAX_OBJECTS} objects; at most {MAX_INPUTS} inputs are taken"
+            raise InvalidFieldError("inputs", problem)
+        try:
+            decoded = _BODY.decode(header)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise InvalidFieldError("", str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedRequestError("", f"the request is not JSON: {error}") from None
+        return _HttpRequest(
+            self._model, self._version, decoded.id or "", decoded.parameters or _NO_PARAMETERS,
+            _http_inputs(decoded.inputs, view, len(header)), decoded.outputs or [],
+        )  # fmt: skip
+
+
+class _HttpRequest(InferRequest):
+    def encode(self, answer: Answer) -> Encoded:
+        """Write JSON, and binary tensors behind it if any were asked for."""
+        outputs, tensors = list[dict[str, Any]](), list[bytes]()
+        for one, datatype, values in self._answers(answer):
+            is_binary = None if one.parameters is None else one.parameters.binary_data
+            output: dict[str, Any] = {"name": one.name, "datatype": datatype, "shape": values.shape}
+            if self._is_binary if is_binary is None else is_binary:
+                tensors.append(values.tobytes())
+                output["parameters"] = {"binary_data_size": values.nbytes}
+            else:
+                output["data"] = values.tolist()
+            outputs.append(output)
+        document = {"id": _answer_id(answer), "model_name": answer.model, "model_version": str(answer.version)}
+        header = _ENCODER.encode(document | {"outputs": outputs})
+        if not tensors:
+            return Encoded(header)
+        return Encoded(b"".join((header, *tensors)), BINARY, ((HEADER_LENGTH, str(len(header))),))
+
+
+def _header_bytes(text: str, body_bytes: int) -> int:
+    length = int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else -1
+    if not 1 <= length <= body_bytes:
+        problem = f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body"
+        raise InvalidFieldError(HEADER_LENGTH, problem)
+    return length
+
+
+def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dict[str, Tensor]:
+    """Inputs by name; their binary data lie behind one another from `start` to the body's end."""
+    inputs: dict[str, Tensor] = {}
+    total = len(body)
+    for one in decoded:
+        name, shape, parameters = one.name, one.shape, one.parameters
+        size = None
+        if parameters is not None:
+            size = parameters.binary_data_size
+            if parameters.shared_memory_region is not None or parameters.classification:
+                parameters.check(input_path(name))
+        data: memoryview | JsonData
+        if size is None:
+            if isinstance(one.data, UnsetType):
+                raise InvalidFieldError(input_path(name), "it has neither data nor parameters.binary_data_size")
+            data = JsonData(one.data, shape)
+        else:
+            stop = start + size
+            if not start <= stop <= total:
+                raise InvalidFieldError(
+                    f"{input_path(name)}.parameters.binary_data_size",
+                    f"{size} is not in 0..{total - start}, the bytes left behind the JSON object",
+                )
+            data = body[start:stop]
+            start = stop
+        if name in inputs:
+            raise InvalidFieldError(input_path(name), "it is given twice")
+        inputs[name] = Tensor(name, one.datatype, shape, data)
+    if start != total:
+        raise InvalidFieldError("", f"{total - start} bytes are left behind the last input's binary data")
+    return inputs
+
+
+class JsonData:
+    """Elements as JSON text, the nested or the flat list, not decoded yet."""
+
+    def __init__(self, text: msgspec.Raw, shape: list[int]) -> None:
+        self._text = text
+        self._shape = shape
+
+    def elements(self, path: str, datatype: str, count: int) -> Any:
+        """See `Elements`; what float32 can't hold becomes inf. The decoder refuses lone surrogates."""
+        text, shape = bytes(self._text), self._shape
+        rows = shape[0] if shape else 0
+        # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
+        # elements, before any is decoded. In strings they only add to the count.
+        if commas := count_above(text, _COMMA, count + rows):
+            raise wrong_count(path, count, f"at least {commas - rows}")
+        nested = _NESTED.match(text) is not None
+        if nested and count_above(text, _BRACKET, rows + 1):
+            raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
+        try:
+            found: list[Any] = _DECODERS[datatype][nested].decode(text)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidFieldError(path, f"its data is not what its datatype says: {error}") from None
+        if nested:
+            if [len(found), *set(map(len, found))] != shape:
+                raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
+            found = list(itertools.chain.from_iterable(found))
+        if len(found) != count:
+            raise wrong_count(path, count, str(len(found)))
+        if datatype == "BYTES":
+            return found
+        with np.errstate(over="ignore"):
+            return np.fromiter(found, DTYPES[datatype], count=count).data
+
+
+# gRPC
+
+_NAME = "inference.ModelInferRequest"
+_REQUEST, _CONTENTS = tags_of(inference.ModelInferRequest), tags_of(inference.InferTensorContents)
+_TENSOR = tags_of(inference.ModelInferRequest.InferInputTensor)
+_OUTPUT = tags_of(inference.ModelInferRequest.InferRequestedOutputTensor)
+_PARAMETER = tags_of(inference.InferParameter)
+_CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents", "BYTES": "bytes_contents"}
+_NO_DATA = memoryview(b"")
+_MAX_SHAPE_DIMS = 8
+
+
+class InferGrpcCodec:
+    """Reads `ModelInferRequest` and writes `ModelInferResponse`, always with raw contents."""
+
+    api = "oip_grpc"
+    method: Method = "rank"
+
+    def read(self, body: Buffer, limits: RequestLimits) -> InferRequest:
+        """See `Codec`: read a message up to its tensors' elements."""
+        message = Message(body, _NAME, limits.max_message_fields)
+        texts = {"model_name": "", "model_version": "", "id": ""}
+        parameters, inputs = dict[str, object](), dict[str, Tensor]()
+        raw, outputs = list[memoryview](), list[Output]()
+        for tag, start, end in message.fields():
+            name = _REQUEST.get(tag)
+            if name == "inputs":
+                tensor = _tensor(message, start, end)
+                if tensor.name in inputs:
+                    raise InvalidFieldError(input_path(tensor.name), "it is given twice")
+                inputs[tensor.name] = tensor
+            elif name == "raw_input_contents":
+                raw.append(message.view[start:end])
+            elif name == "outputs":
+                outputs.append(_output(message, start, end))
+            elif name == "parameters":
+                parameters |= _parameter(message, start, end)
+            elif name is not None:
+                texts[name] = message.text(start, end, name)
+        if not texts["model_name"]:
+            raise InvalidFieldError("model", "it is empty; it must be the name of a served model")
+        if raw:
+            if len(raw) != len(inputs):
+                problem = f"{len(raw)} of them; there must be one for each of {len(inputs)} inputs"
+                raise InvalidFieldError("raw_input_contents", problem)
+            for tensor, own in zip(inputs.values(), raw, strict=True):
+                if tensor.data is not _NO_DATA:
+                    path = f"{input_path(tensor.name)}.contents"
+                    raise InvalidFieldError(path, "it is given beside raw_input_contents")
+                tensor.data = own
+        model, version, request_id = texts.values()
+        return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
+
+
+class _GrpcRequest(InferRequest):
+    def encode(self, answer: Answer) -> Encoded:
+        """Write a message, whose raw contents are in the order of its outputs."""
+        parts = [encode_message(answer.model.encode(), str(answer.version).encode(), _answer_id(answer).encode())]
+        raw = []
+        for one, datatype, values in self._answers(answer):
+            tensor = encode_message(one.name.encode(), datatype.encode(), encode_varint(values.size))
+            parts.append(encode_field(5, tensor))
+            raw.append(encode_field(6, values.tobytes()))
+        return Encoded(b"".join((*parts, *raw)))
+
+
+class ContentsData:
+    """Elements in the typed fields of `InferTensorContents`. Raw contents are faster."""
+
+    def __init__(self, message: Message, start: int, end: int) -> None:
+        self._message, self._start, self._end = message, start, end
+
+    def elements(self, path: str, datatype: str, count: int) -> Any:
+        """See `Elements`: however they come, in chunks or one by one, they are decoded together."""
+        message, field, found = self._message, _CONTENTS_OF[datatype], list[Buffer]()
+        for tag, start, end in message.fields(self._start, self._end):
+            if _CONTENTS.get(tag) == field:
+                # A varint by itself has a value, but no end.
+                found.append(message.view[start:end] if end else encode_varint(start))
+                if datatype in INTEGERS and found[-1] and found[-1][-1] > 127:
+                    raise message.malformed("a packed field that breaks off")
+        path = f"{path}.contents"
+        if datatype == "BYTES":
+            got = len(found)
+        else:
+            data = joined(found)
+            numbers = array_of(data, "<f4" if datatype == "FP32" else "<u1", path)
+            got = numbers.size if datatype == "FP32" else count_varints(numbers)
+        if got != count:
+            raise wrong_count(path, count, str(got))
+        if datatype == "BYTES":
+            return [text_of(path, position, one) for position, one in enumerate(found)]
+        if datatype == "FP32":
+            return data
+        return decode_varints(numbers).astype(DTYPES[datatype]).data
+
+
+def _tensor(message: Message, start: int, end: int) -> Tensor:
+    """Read the layout of an input; where its raw contents lie is said elsewhere."""
+    tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
+    for tag, at, stop in message.fields(start, end):
+        name = _TENSOR.get(tag)
+        if name == "name":
+            tensor.name = message.text(at, stop, "inputs")
+        elif name == "datatype":
+            tensor.datatype = message.text(at, stop, "inputs")
+        elif name == "shape":
+            if stop - at > _MAX_SHAPE_DIMS * MAX_VARINT_BYTES or len(tensor.shape) > _MAX_SHAPE_DIMS:
+                raise tensor.wrong_shape("more dimensions than any tensor here has")
+            tensor.shape += message.varints(at, stop) if stop else (signed(at),)
+        elif name == "contents":
+            if tensor.data is not _NO_DATA:
+                raise MalformedRequestError(f"{input_path(tensor.name)}.contents", "it is there twice")
+            tensor.data = ContentsData(message, at, stop)
+        elif name == "parameters":
+            parameters |= _parameter(message, at, stop)
+    if parameters:
+        _converted(parameters, TensorParameters).check(input_path(tensor.name))
+    return tensor
+
+
+def _output(message: Message, start: int, end: int) -> Output:
+    """Read an output that is asked for."""
+    name, parameters = "", dict[str, object]()
+    for tag, at, stop in message.fields(start, end):
+        field = _OUTPUT.get(tag)
+        if field == "name":
+            name = message.text(at, stop, "outputs")
+        elif field == "parameters":
+            parameters |= _parameter(message, at, stop)
+    return Output(name, _converted(parameters, TensorParameters))
+
+
+def _parameter(message: Message, start: int, end: int) -> dict[str, object]:
+    """Read an entry of a map of parameters."""
+    name, (first, last) = message.entry(start, end, "parameters")
+    value: object = None
+    for tag, at, stop in message.fields(first, last):
+        kind = _PARAMETER.get(tag)
+        if kind == "string_param":
+            value = message.text(at, stop, "parameters")
+        elif kind == "double_param":
+            value = unpack_from("<d", message.data, at)[0]
+        elif kind is not None:
+            value = {"bool_param": bool(at), "int64_param": signed(at)}.get(kind, at)
+    return {name: value}
+
+
+def _converted(parameters: dict[str, object], kind: type[_Parameters]) -> _Parameters:
+    try:
+        return msgspec.convert(parameters, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("parameters", str(error)) from None

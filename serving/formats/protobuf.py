@@ -13,34 +13,33 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message as Generated
 
 from serving.errors import LimitExceededError, MalformedRequestError
+from serving.formats.requests import Buffer
 from shard_node.bags import Int64Array
 
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+VARINT, LENGTH = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+# Of fields that are not varints: double, float, fixed64, fixed32, string, message, bytes, sfixed32, sfixed64.
+_WIRE_TYPES = {1: 1, 2: 5, 6: 1, 7: 5, 9: LENGTH, 11: LENGTH, 12: LENGTH, 15: 5, 16: 1}
 MAX_VARINT_BYTES = 10
+MAX_TEXT_BYTES = 4096
 _UINT64 = (1 << 64) - 1
 _INT64_SIGN = 1 << 63
 _MAX_TAG = (1 << 32) - 1
 
 
 class Message:
-    """One message and what may still be read of it.
+    """One message of a type, and what may still be read of it: `max_fields` in it and all messages inside."""
 
-    Args:
-        data: the whole message.
-        name: of its type, for errors.
-        max_fields: fields that may be met in it and in all messages inside, unknown ones too.
-        limit: name of the setting that `max_fields` comes from.
-    """
+    __slots__ = ("_left", "_max_fields", "_name", "data", "view")
 
-    __slots__ = ("_left", "_limit", "_max_fields", "_name", "data")
-
-    def __init__(self, data: bytes | bytearray, name: str, max_fields: int, limit: str) -> None:
-        self.data = data
+    def __init__(self, body: Buffer, name: str, max_fields: int) -> None:
+        self.data = bytes(body) if isinstance(body, memoryview) else body
+        self.view = memoryview(self.data)
         self._name = name
         self._left = self._max_fields = max_fields
-        self._limit = limit
 
     def fields(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Walk over the fields between two positions.
@@ -48,17 +47,13 @@ class Message:
         Yields:
             The tag (`number << 3 | wire type`), and two numbers: where the content begins and ends; for a varint its
             value as an unsigned integer, and 0.
-
-        Raises:
-            MalformedRequestError: the bytes are no message.
-            LimitExceededError: more fields than allowed, in this walk and all others over the message.
         """
         data, at, end = self.data, start, len(self.data) if end is None else end
         while at < end:
             self._left -= 1
             if self._left < 0:
-                got = f"more than {self._max_fields}"
-                raise LimitExceededError("", self._limit, self._max_fields, got, "fields in the message")
+                most = self._max_fields
+                raise LimitExceededError("", "max_message_fields", most, f"more than {most}", "fields in the message")
             tag = data[at]
             at += 1
             if tag > 127:
@@ -67,12 +62,7 @@ class Message:
             if not 8 <= tag <= _MAX_TAG:
                 raise self.malformed("a field has a number that there is not")
             if kind == LENGTH:
-                if at >= end:
-                    raise self.malformed(f"it ends within field {tag >> 3}")
-                size = data[at]
-                at += 1
-                if size > 127:
-                    size, at = self._varint(at - 1, end)
+                size, at = (data[at], at + 1) if at < end and data[at] < 128 else self._varint(at, end)
                 stop = at + size
                 if stop > end:
                     raise self.malformed(f"field {tag >> 3} is longer than what is left")
@@ -81,8 +71,8 @@ class Message:
             elif kind == VARINT:
                 value, at = self._varint(at, end)
                 yield tag, value, 0
-            elif kind in (FIXED32, FIXED64):
-                stop = at + (4 if kind == FIXED32 else 8)
+            elif kind in _FIXED_BYTES:
+                stop = at + _FIXED_BYTES[kind]
                 if stop > end:
                     raise self.malformed(f"it ends within field {tag >> 3}")
                 yield tag, at, stop
@@ -98,8 +88,22 @@ class Message:
             values.append(signed(value))
         return values
 
+    def entry(self, start: int, end: int, field: str) -> tuple[str, tuple[int, int]]:
+        """Read an entry of a map to messages: its key, and where its value lies. The library would merge two values."""
+        key, value = "", None
+        for tag, at, stop in self.fields(start, end):
+            if tag == 1 << 3 | LENGTH:
+                key = self.text(at, stop, field)
+            elif tag == 2 << 3 | LENGTH:
+                if value is not None:
+                    raise MalformedRequestError(field, f"the value of {key[:80]!r} is there twice")
+                value = at, stop
+        return key, value or (0, 0)
+
     def text(self, start: int, end: int, field: str) -> str:
-        """Decode a string. Raises MalformedRequestError if it is not UTF-8."""
+        """Decode a text that is no id."""
+        if end - start > MAX_TEXT_BYTES:
+            raise LimitExceededError(field, "text", MAX_TEXT_BYTES, end - start, "bytes")
         try:
             return self.data[start:end].decode()
         except UnicodeDecodeError as error:
@@ -121,6 +125,16 @@ class Message:
         raise self.malformed("a varint that does not end")
 
 
+def tags_of(message: type[Generated]) -> dict[int, str]:
+    """Names of a message's fields by tag; numbers that are repeated have two, because they may be packed or not."""
+    tags = {}
+    for field in message.DESCRIPTOR.fields:
+        tags[field.number << 3 | _WIRE_TYPES.get(field.type, VARINT)] = field.name
+        if field.is_repeated:
+            tags[field.number << 3 | LENGTH] = field.name
+    return tags
+
+
 def signed(value: int) -> int:
     """An int64 from the unsigned integer that a varint gives."""
     return value - (1 << 64) if value & _INT64_SIGN else value
@@ -132,20 +146,16 @@ def count_varints(packed: npt.NDArray[np.uint8]) -> int:
 
 
 def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
-    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before.
-
-    Raises:
-        ValueError: the last varint does not end, or one has more than 10 bytes.
-    """
+    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before. Raises MalformedRequestError."""
     if not packed.size:
         return np.empty(0, np.int64)
     ends = np.flatnonzero(packed < 128)
     if not ends.size or ends[-1] != packed.size - 1:
-        raise ValueError("the last number does not end")
+        raise MalformedRequestError("", "the last number of a packed field does not end")
     sizes = np.diff(ends, prepend=-1)
     shortest, longest = int(sizes.min()), int(sizes.max())
     if longest > MAX_VARINT_BYTES:
-        raise ValueError(f"a number of more than {MAX_VARINT_BYTES} bytes")
+        raise MalformedRequestError("", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field")
     values = np.empty(ends.size, np.uint64)
     for size in range(shortest, longest + 1):
         # All numbers of one size at once.
@@ -178,6 +188,16 @@ def encode_field(number: int, content: bytes | memoryview) -> bytes:
 def encode_integer(number: int, value: int) -> bytes:
     """Encode a varint field of a value that is not negative; nothing for 0, as proto3 has it."""
     return encode_varint(number << 3) + encode_varint(value) if value else b""
+
+
+def encode_message(*contents: bytes | int) -> bytes:
+    """Encode the fields of a message, numbered from 1."""
+    return b"".join(
+        [
+            encode_integer(number, content) if isinstance(content, int) else encode_field(number, content)
+            for number, content in enumerate(contents, 1)
+        ]
+    )
 
 
 def packed_bytes(values: npt.NDArray[Any], dtype: str) -> bytes:

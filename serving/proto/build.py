@@ -7,15 +7,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OPEN_INFERENCE = Path("serving/proto/inference/open_inference.proto")
-PROTOS = (
-    Path("serving/proto/shardrank/v1/ranking.proto"),
-    OPEN_INFERENCE,
-)
+PROTOS = (Path("serving/proto/shardrank/v1/ranking.proto"), OPEN_INFERENCE)
 # What `serving.proto.inference.pool` is for.
-_OWN_POOL = (
-    ("from google.protobuf import descriptor_pool as", "from serving.proto.inference import pool as"),
-    ("_descriptor_pool.Default()", "_descriptor_pool.POOL"),
-)
+_OWN_POOL = {
+    "from google.protobuf import descriptor_pool as": "from serving.proto.inference import pool as",
+    "_descriptor_pool.Default()": "_descriptor_pool.POOL",
+}
 
 
 def build(output: Path) -> list[Path]:
@@ -29,42 +26,19 @@ def build(output: Path) -> list[Path]:
     """
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
-    arguments = [
-        "protoc",
-        f"--proto_path={REPOSITORY}",
-        f"--python_out={output}",
-        f"--grpc_python_out={output}",
-        f"--mypy_out=quiet:{output}",
-        f"--mypy_grpc_out=quiet:{output}",
-        *(str(REPOSITORY / path) for path in PROTOS),
-    ]
+    arguments = ["protoc", f"--proto_path={REPOSITORY}", *(str(REPOSITORY / path) for path in PROTOS)]
+    for plugin in ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:"):
+        arguments.append(f"--{plugin}{output}")
     if protoc.main(arguments) != 0:
         raise RuntimeError("protoc failed")
-    for path in PROTOS:
-        if not _has_service(REPOSITORY / path):
-            for suffix in ("_pb2_grpc.py", "_pb2_grpc.pyi"):
-                _generated(output, path, suffix).unlink(missing_ok=True)
-    _use_own_pool(_generated(output, OPEN_INFERENCE, "_pb2.py"))
-    folders = sorted({path.parent for path in PROTOS})
-    found = (path for folder in folders for path in (output / folder).glob("*_pb2*.py*") if path.is_file())
-    return sorted(path.relative_to(output) for path in found)
-
-
-def _generated(output: Path, proto: Path, suffix: str) -> Path:
-    return output / proto.parent / proto.name.replace(".proto", suffix)
-
-
-def _has_service(proto: Path) -> bool:
-    return "\nservice " in proto.read_text(encoding="utf-8")
-
-
-def _use_own_pool(module: Path) -> None:
+    module = output / OPEN_INFERENCE.with_name(f"{OPEN_INFERENCE.stem}_pb2.py")
     code = module.read_text(encoding="utf-8")
-    for default, own in _OWN_POOL:
+    for default, own in _OWN_POOL.items():
         if code.count(default) != 1:
             raise RuntimeError(f"{module.name} was expected to have {default!r} once")
         code = code.replace(default, own)
     module.write_text(code, encoding="utf-8")
+    return sorted(one.relative_to(output) for path in PROTOS for one in (output / path.parent).glob("*_pb2*.py*"))
 
 
 if __name__ == "__main__":

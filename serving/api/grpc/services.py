@@ -34,7 +34,7 @@ from serving.errors import (
     ServingError,
     UnknownIdError,
 )
-from serving.formats.infer_grpc import InferGrpcCodec
+from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
 from serving.limits import RequestLimits

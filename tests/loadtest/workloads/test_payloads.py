@@ -17,8 +17,7 @@ from loadtest.workloads import grpc_payload, json_payload, oip_payload
 from loadtest.workloads.errors import AnswerError, WorkloadError
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads, changing_headers
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import rank_document
 from serving.formats.json_writer import encode
 from serving.formats.messages import MessageCodec, encode_rank

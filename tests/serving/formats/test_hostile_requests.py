@@ -13,8 +13,7 @@ import pytest
 
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_varint
@@ -140,25 +139,33 @@ MESSAGES = [
         "a packed digest of 16 MB", RANK, lambda: HEAD + field(10, field(1, b"x" * (SIZE - 99))), "schema_digest: "
     ),
     Hostile("packed empty strings", RANK, packed_with(string_ids=[""] * 8_000_000), FIELDS, 4 * MIB),
-    Hostile("8 M empty outputs", INFER, full(field(6, b"")), "17 outputs, more than the limit"),
-    Hostile("8 M empty inputs", INFER, full(field(5, b"")), "more than the limit", 4 * MIB),
+    Hostile("8 M empty outputs", INFER, full(field(6, b"")), FIELDS, 4 * MIB),
+    Hostile("17 outputs", INFER, lambda: HEAD + field(6, field(1, b"scores")) * 17, "17 outputs, more than the limit"),
+    Hostile("8 M empty inputs", INFER, full(field(5, b"")), "inputs.: it is given twice"),
+    Hostile(
+        "a million inputs",
+        INFER,
+        lambda: HEAD + b"".join(field(5, field(1, b"%d" % number)) for number in range(1_000_000)),
+        FIELDS,
+        4 * MIB,
+    ),
     Hostile("8 M empty parameters", INFER, full(field(4, b"")), FIELDS),
     Hostile("8 M empty raw contents", INFER, full(field(7, b"")), "more than the limit", 4 * MIB),
-    Hostile("outputs of parameters", INFER, full(field(6, field(2, b""))), "17 outputs"),
+    Hostile("outputs of parameters", INFER, full(field(6, field(2, b""))), FIELDS, 4 * MIB),
     Hostile(
         "16 M shape dims",
         INFER,
         lambda: HEAD + field(5, field(1, b"film") + field(3, bytes(SIZE - 99))),
-        "film.shape: more dimensions",
+        "more dimensions",
     ),
-    Hostile("8 M unpacked shape dims", INFER, shape_of(b"\x18\x01"), "film.shape: more dimensions"),
+    Hostile("8 M unpacked shape dims", INFER, shape_of(b"\x18\x01"), "more dimensions"),
     Hostile(
         "16 M varints of 5",
         INFER,
         lambda: (
             infer_with(Tensor("x", "INT64", np.arange(1)))().replace(b"\x0a\x01x", b"\x0a\x01y")
             + field(
-                5, field(1, b"film") + field(3, b"\x05") + field(2, b"INT64") + field(5, field(3, bytes(SIZE - 999)))
+                5, field(1, b"film2") + field(3, b"\x05") + field(2, b"INT64") + field(5, field(3, bytes(SIZE - 999)))
             )
         ),
         "raw_input_contents",
@@ -305,7 +312,7 @@ def test_a_limit_of_typed_contents_is_met_before_they_are_decoded():
     tracemalloc.start()
     try:
         case = Hostile("", INFER, bytes, "")
-        assert "elements or more; the tensor's shape holds 5" in refuse(case, body)
+        assert "its shape holds 5 elements, its data 16767217" in refuse(case, body)
         assert tracemalloc.get_traced_memory()[1] < 3 * SIZE
     finally:
         tracemalloc.stop()

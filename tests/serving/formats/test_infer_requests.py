@@ -25,9 +25,7 @@ from serving.errors import (
     UnknownFeatureError,
     UnsupportedExtensionError,
 )
-from serving.formats.infer import parse_version
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec, parse_version
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
@@ -172,7 +170,7 @@ def test_parameters_set_deadline_order_and_key():
         (changed("genre.lengths", array=np.array([1, 1, 1, 1, -1])), InvalidFieldError, r"genre\.lengths\[4\]: -1"),
         (changed("genre.lengths", array=np.array([2**62] * 5)), InvalidFieldError, r"genre\.lengths\[0\]"),
         (changed("genre.lengths", array=np.zeros(5, np.int64)), CountMismatchError, "add up to 0"),
-        (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"inputs\.genre has 4"),
+        (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"candidates, expected 4"),
         (changed("liked-tag.weights", array=np.ones(2, np.float32)), CountMismatchError, "that of its ids"),
         (changed("liked-tag.weights", array=np.full(3, np.nan, np.float32)), InvalidFieldError, "finite"),
         (changed("candidates.dense", array=np.full((5, 3), np.inf, np.float32)), InvalidFieldError, r"dense\[0\]\[0\]"),
@@ -257,7 +255,7 @@ def test_too_many_candidates_are_refused_before_anything_is_made_of_them():
     ("raw", "message"),
     [
         (b"\x05\x00\x00\x00Oslo", "longer than what is left"),
-        (b"\x04\x00\x00\x00Oslo\x01", "1 bytes are left over after 1"),
+        (b"\x04\x00\x00\x00Oslo\x01", "BYTES element 1 is longer than what is left"),
         (bytes_tensor(["Oslo"]), "2 elements, its data 1"),
         (bytes_tensor(["Oslo"] * 3), "2 elements, its data at least 3"),
         (struct.pack("<I", 2) + b"\xff\xfe" + bytes_tensor(["Oslo"]), r"city\[0\]: it is not UTF-8"),
@@ -276,7 +274,7 @@ def test_broken_bytes_elements_are_refused(raw, message):
     [
         ("film", [1, 2, 3, 4, 5.5], "not what its datatype says"),
         ("film", [1, 2, 3, 4, True], "not what its datatype says"),
-        ("film", [1, 2, 3, 4, 2**63], r"film\[4\]: 9223372036854775808 is not an INT64"),
+        ("film", [1, 2, 3, 4, 2**63], r"inputs\.film: .*Expected `int` <= 9223372036854775807 - at `\$\[4\]`"),
         ("film", [1, 2, 3, 4], "5 elements, its data 4"),
         ("film", list(range(1000)), "5 elements, its data at least 9"),
         ("film", [[1, 2, 3, 4, 5]], "does not have the shape"),
@@ -358,6 +356,31 @@ def test_a_model_whose_inputs_have_the_same_name_can_not_be_called():
     schema = RequestSchema(FeatureSchema.of(spec), LIMITS)
     with pytest.raises(AmbiguousInputsError, match=r"two inputs named 'x\.lengths'"):
         parse(http_request(tensors()), schema)
+
+
+def test_a_feature_whose_name_ends_like_weights_is_a_feature():
+    spec = ModelSpec(
+        model="named",
+        tables=(TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("x", "x.weights", "y")),),
+        features=(
+            FeatureSpec(name="x", side="candidate"),
+            FeatureSpec(name="x.weights", side="candidate"),
+            FeatureSpec(name="y", side="candidate", weighted=True),
+        ),
+        dense_inputs=DenseInputs(context=0, candidate=0),
+        dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
+    )
+    schema = RequestSchema(FeatureSchema.of(spec), LIMITS)
+    given_tensors = [
+        Tensor("x", "INT64", np.array([1, 2])),
+        Tensor("x.weights", "INT64", np.array([3, 4])),
+        Tensor("y", "INT64", np.array([5, 6])),
+        Tensor("y.weights", "FP32", np.array([0.5, 2], np.float32)),
+    ]
+    for request in (http_request(given_tensors), grpc_request(given_tensors), grpc_request(given_tensors, raw=False)):
+        parsed = parse(request, schema)
+        assert parsed.bags.values.tolist() == [1, 2, 3, 4, 5, 6]
+        assert parsed.bags.weights.tolist() == [1, 1, 1, 1, 0.5, 2]
 
 
 _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})

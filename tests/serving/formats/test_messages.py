@@ -192,7 +192,7 @@ def test_what_is_there_twice_is_refused():
     with pytest.raises(InvalidFieldError, match=r"context\.sparse\.user: it is given twice"):
         parse_message(SCHEMA, start + field(3, context + user) + field(4, candidates))
     twice = field(1, field(1, b"user") + field(2, b"") + field(2, b""))
-    with pytest.raises(MalformedRequestError, match=r"context\.sparse: a feature's value is there twice"):
+    with pytest.raises(MalformedRequestError, match=r"context\.sparse: the value of .user. is there twice"):
         parse_message(SCHEMA, start + field(3, twice) + field(4, candidates))
 
 

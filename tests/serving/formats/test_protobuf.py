@@ -19,6 +19,7 @@ from serving.formats.protobuf import (
     encode_integer,
     encode_varint,
     signed,
+    tags_of,
 )
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -27,7 +28,7 @@ INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300)
 
 
 def message(data: bytes, max_fields: int = 1000) -> Message:
-    return Message(data, "a.Message", max_fields, "max_message_fields")
+    return Message(data, "a.Message", max_fields)
 
 
 def as_array(data: bytes) -> Any:
@@ -61,7 +62,7 @@ def test_a_varint_is_read_where_it_lies_and_padded_ones_too(number, padding):
 
 @pytest.mark.parametrize("data", [b"\x80", b"\x01\xff", b"\xff" * 10 + b"\x01", b"\x01" + b"\x80" * 11 + b"\x00"])
 def test_a_varint_that_does_not_end_is_refused(data):
-    with pytest.raises(ValueError, match="number"):
+    with pytest.raises(MalformedRequestError, match="number"):
         decode_varints(as_array(data))
     with pytest.raises(MalformedRequestError, match="a varint that does not end"):
         list(message(b"\x08" + data.replace(b"\x01", b"", 1) if data[0] == 1 else b"\x08" + data).fields())
@@ -152,7 +153,7 @@ def test_a_damaged_message_is_walked_over_within_its_bytes_or_refused(made, posi
         (b"\x00", "a number that there is not"),
         (b"\x07", "a number that there is not"),
         (b"\xf8\xff\xff\xff\xff\x01\x01", "a number that there is not"),
-        (b"\x0a", "it ends within field 1"),
+        (b"\x0a", "a varint that does not end"),
         (b"\x0a\x05abc", "field 1 is longer than what is left"),
         (b"\x0d\x01\x02", "it ends within field 1"),
         (b"\x09\x01\x02", "it ends within field 1"),
@@ -191,3 +192,29 @@ def test_what_is_written_is_what_the_library_writes(number, content, value):
     written.clear()
     encoder.UInt64Encoder(number, False, False)(written.append, value, True)
     assert encode_integer(number, value) == (b"".join(written) if value else b"")
+
+
+def test_tags_are_those_that_the_library_writes_packed_or_one_by_one():
+    contents = open_inference_pb2.InferTensorContents
+    written = contents(
+        bool_contents=[True],
+        int_contents=[1],
+        int64_contents=[1],
+        fp32_contents=[1.0],
+        fp64_contents=[1.0],
+        bytes_contents=[b"x"],
+    )
+    names = [tags_of(contents)[tag] for tag, _, _ in message(written.SerializeToString()).fields()]
+    assert names == [field.name for field, _ in written.ListFields()]
+    one_by_one = b"".join([b"\x10\x01", b"\x35" + bytes(4), b"\x39" + bytes(8)])
+    names = [tags_of(contents)[tag] for tag, _, _ in message(one_by_one).fields()]
+    assert names == ["int_contents", "fp32_contents", "fp64_contents"]
+    # A number that is not repeated has no packed form.
+    assert sorted(tags_of(ranking_pb2.LookupRequest)) == [
+        1 << 3 | 2,
+        2 << 3,
+        3 << 3 | 2,
+        4 << 3,
+        5 << 3 | 2,
+        6 << 3 | 2,
+    ]

@@ -11,8 +11,7 @@ import pytest
 
 from router.feature_schema import FeatureSchema
 from serving.embedded import Ranker
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from serving.formats.infer_grpc import InferGrpcCodec
-from serving.formats.infer_http import InferHttpCodec
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec, Method, Request
