@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -31,39 +28,44 @@ from loader.registry.typed import FleetRegistry
 from loader.rollout.record import decode_rollout
 from loader.store import Store
 from router.plan import Plan
-from serving.errors import ChildFailedError, FleetError
-from serving.fleet.probes import lock_probe, node_probe
-from serving.fleet.supervisor import Child, ChildSpec, SupervisionConfig, Supervisor, shardrank_command
-from serving.fleet.workers import WorkerPorts, WorkersConfig, connectable_host, held_ports, socket_path, start_workers
-from shard_node.address import Address
-
-logger = logging.getLogger(__name__)
+from serving.errors import FleetError
+from serving.fleet.supervisor import (
+    ChildSpec,
+    NotYetError,
+    RefusedError,
+    SupervisionConfig,
+    Supervisor,
+    shardrank_command,
+    supervised,
+)
+from serving.fleet.workers import WorkerPorts, connectable_host, held_ports, worker_specs
+from shard_node.address import MAX_UNIX_PATH_BYTES, Address
 
 STORE_REGISTRY = ".registry"
 """Folder in a store that is the registry of a fleet for which no other was named."""
+COORDINATOR = "coordinator"
+REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
+"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
+EXPIRY_S = 5.0
+"""Longer than what a node that was killed announced stays in a registry."""
+_POLL_S = 0.1
 
 
 class FleetConfig(Frozen):
     """A coordinator, shard nodes and serving processes over one store.
 
     Attributes:
-        store: where the versions lie.
-        models: what is served.
         versions: what a model begins with, by model. One that is not named goes on with the version that the registry
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
-        shards: shards; each has the rows that the plan gives it.
         replicas: nodes of each shard.
         cards: cards of each node.
-        sharding: how tables are divided.
         replicate_bytes: tables of at most this size go to every shard.
         workers: serving processes on one HTTP and one gRPC port.
-        host: address of the public ports.
-        http_port, grpc_port: public ports; 0 for any free one.
+        http_port, grpc_port: 0 for any free one.
         memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
         verify: every process compares the SHA-256 of the files that it reads, at each start and for each new version.
         shard_node_arguments, serve_arguments, coordinator_arguments: further flags of those commands.
-        log_level: of every child.
     """
 
     store: Path
@@ -101,21 +103,14 @@ class FleetConfig(Frozen):
         return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
 
     @property
-    def shard_node_names(self) -> tuple[tuple[str, ...], ...]:
-        """By shard and replica; children and nodes have the same names."""
-        return tuple(
-            tuple(f"shard-{shard}-{replica}" for replica in range(self.replicas)) for shard in range(self.shards)
-        )
+    def shard_nodes(self) -> dict[str, int]:
+        """The shard of each node, by name; children and nodes have the same names."""
+        return {f"shard-{shard}-{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
 
     @property
     def worker_names(self) -> tuple[str, ...]:
         """Of the serving processes."""
         return tuple(f"serve-{worker}" for worker in range(self.workers))
-
-
-EXPIRY_S = 5.0
-"""Longer than what a node that was killed announced stays in a registry."""
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +129,17 @@ class Beginning:
     latest: int
 
 
+class _OccupiedError(FleetError):
+    """Announced nodes are in the way."""
+
+
 async def begin(
     fleet: FleetRegistry,
     config: FleetConfig,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[Beginning, ...]:
-    """Makes the registry ready for a fleet of this shape.
-
-    Returns:
-        The models, in the order of `config.models`.
+    """Makes the registry ready for a fleet of this shape. Returns its models, in the order of `config.models`.
 
     Raises:
         FleetError: a fleet with these nodes runs already, nodes of another shape do, or a version was asked for while
@@ -154,19 +150,13 @@ async def begin(
     # What is in the way may be nodes that were killed a moment ago, whose announcements have not expired.
     for _ in range(math.ceil(EXPIRY_S / _POLL_S)):
         with contextlib.suppress(_OccupiedError):
-            return await _begin(fleet, config, await fleet.nodes(), clock)
+            return await _begin(fleet, config, clock)
         await sleep(_POLL_S)
-    return await _begin(fleet, config, await fleet.nodes(), clock)
+    return await _begin(fleet, config, clock)
 
 
-class _OccupiedError(FleetError):
-    """Announced nodes are in the way."""
-
-
-async def _begin(
-    fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord], clock: Callable[[], float]
-) -> tuple[Beginning, ...]:
-    own = {*config.worker_names, *(name for names in config.shard_node_names for name in names)}
+async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], float]) -> tuple[Beginning, ...]:
+    nodes, own = await fleet.nodes(), {*config.worker_names, *config.shard_nodes}
     if taken := sorted(node.node_id for node in nodes if node.node_id in own):
         raise _OccupiedError(
             f"a fleet with nodes {taken} runs with registry {fleet.name} already: "
@@ -228,9 +218,43 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
     await fleet.registry.put(FLEET, record.model_dump_json().encode(), 0 if entry is None else entry.revision)
 
 
-COORDINATOR = "coordinator"
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
+async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int) -> None:
+    """Finds out from what a node announces whether it has the live version of each model; a `Probe` of `process_id`.
+
+    A model of which no version is live yet asks for nothing.
+    """
+    record = next((node for node in await fleet.nodes() if node.node_id == node_id), None)
+    wanted = await fleet.wanted()
+    if record is None or record.process_id != process_id:
+        raise NotYetError(f"{node_id} has not announced itself yet")
+    for model in models:
+        if model in wanted:
+            _check_live(record, wanted[model])
+
+
+def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
+    """Raises NotYetError or RefusedError unless the node does what is wanted of it for one model."""
+    model, version = wanted.model, wanted.live
+    if record.kind == "shard":
+        held = wanted.held_by(record.node_id)
+        # In a rollout by replica this node's turn may have come: then it shall hold the new version alone.
+        version = version if version in held else next(iter(held), None)
+    if version is None:
+        return
+    report = record.report(model, version)
+    if report is not None and report.state == "refused":
+        raise RefusedError(f"version {version} of {model!r}: {report.reason}")
+    if report is None or report.state != "ready":
+        told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
+        raise NotYetError(f"version {version} of {model!r} is {told}")
+    if record.kind == "serving" and record.live.get(model) != version:
+        raise NotYetError(f"version {version} of {model!r} is not live yet")
+
+
+async def ask_lock(fleet: FleetRegistry, key: str, process_id: int) -> None:
+    """Finds out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
+    if await fleet.registry.holder(key) is None:
+        raise NotYetError(f"nobody holds {key} yet")
 
 
 @dataclass(frozen=True)
@@ -239,9 +263,9 @@ class LocalFleet:
 
     Attributes:
         host, http_port, grpc_port: where it answers.
-        supervisor: keeps the children running; its run directory has their sockets and logs.
+        supervisor: keeps `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>` running; its run directory has
+            their sockets and logs.
         registry: open for as long as the fleet runs.
-        beginnings: what it began with.
     """
 
     host: str
@@ -249,20 +273,14 @@ class LocalFleet:
     grpc_port: int
     supervisor: Supervisor
     registry: FleetRegistry
-    beginnings: tuple[Beginning, ...]
-
-    @property
-    def children(self) -> dict[str, Child]:
-        """The processes by name: `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>`."""
-        return self.supervisor.children
 
 
 @contextlib.asynccontextmanager
 async def running_fleet(
     config: FleetConfig,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] = lambda name: None,
     held: WorkerPorts | None = None,
-    on_begin: Callable[[Sequence[Beginning]], None] | None = None,
+    on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
     """Starts a fleet, waits until all of it serves, and stops it when the block ends.
 
@@ -282,75 +300,42 @@ async def running_fleet(
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
-        beginnings = await begin(fleet, config)
-        if on_begin is not None:
-            on_begin(beginnings)
+        on_begin(await begin(fleet, config))
         supervisor = await stack.enter_async_context(supervised(config.supervision))
-        nodes = shard_node_specs(config, fleet, supervisor.run_directory)
-        await supervisor.start([coordinator_spec(config, fleet, supervisor.run_directory), *nodes], on_ready)
-        await start_workers(_workers(config, fleet), ports, supervisor, on_ready)
-        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet, beginnings)
+        folder, environment = supervisor.run_directory, {REGISTRY_VARIABLE: config.registry_url}
+        first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
+        await supervisor.start(first, on_ready)
+        arguments = [(*_store_arguments(config), *config.serve_arguments, "--node-id", name) for name in workers]
+        probes = [partial(ask_node, fleet, name, config.models) for name in workers]
+        await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
+        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
 
 
-@contextlib.asynccontextmanager
-async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """A supervisor with a private run directory; all its children are stopped when the block ends.
-
-    The directory is removed at the end, but kept when the block fails: it has the children's logs.
-    """
-    run_directory = Path(tempfile.mkdtemp(prefix="shardrank-"))
-    supervisor = Supervisor(run_directory, config)
-    try:
-        try:
-            yield supervisor
-        finally:
-            await supervisor.stop()
-    except ChildFailedError:
-        raise  # its message ends with the path of the log
-    except Exception:
-        logger.error("the logs of the child processes are kept in %s", run_directory)
-        raise
-    except BaseException:
-        shutil.rmtree(run_directory, ignore_errors=True)
-        raise
-    shutil.rmtree(run_directory, ignore_errors=True)
-
-
-def coordinator_spec(config: FleetConfig, fleet: FleetRegistry, run_directory: Path) -> ChildSpec:
-    """The coordinator.
-
-    Its processes, one after another, are the same owner of its lock, so that none waits for the last one's to expire.
-    """
-    owner = f"{COORDINATOR}-{run_directory.name}"
-    return ChildSpec(
-        name=COORDINATOR,
-        command=shardrank_command(
-            *("--log-level", config.log_level, "coordinator", "--owner", owner), *config.coordinator_arguments
-        ),
-        probe=lock_probe(fleet, COORDINATOR_LOCK),
-        environment={REGISTRY_VARIABLE: config.registry_url},
-    )
-
-
-def shard_node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path) -> list[ChildSpec]:
-    """One child for each replica of each shard. Raises FleetError if a socket's path is too long."""
+def _node_specs(
+    config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
+) -> list[ChildSpec]:
+    """The coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     budget = () if config.memory_budget_gb is None else ("--memory-budget-gb", str(config.memory_budget_gb))
-    return [
+    # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
+    coordinator = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
+    specs = [
         ChildSpec(
-            name=name,
-            command=shardrank_command(
-                *("--log-level", config.log_level, "shard-node", *_store_arguments(config), "--node-id", name),
-                *("--shard", f"{shard}/{config.shards}", "--cards", str(config.cards)),
-                *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
-                *("--listen", str(Address(path=str(socket_path(run_directory, f"{name}.sock")))), *budget),
-                *config.shard_node_arguments,
-            ),
-            probe=node_probe(fleet, name, config.models),
-            environment={REGISTRY_VARIABLE: config.registry_url},
+            COORDINATOR,
+            shardrank_command("--log-level", config.log_level, *coordinator),
+            partial(ask_lock, fleet, COORDINATOR_LOCK),
+            environment,
         )
-        for shard, names in enumerate(config.shard_node_names)
-        for name in names
     ]
+    for name, shard in config.shard_nodes.items():
+        command = shardrank_command(
+            *("--log-level", config.log_level, "shard-node", *_store_arguments(config), "--node-id", name),
+            *("--shard", f"{shard}/{config.shards}", "--cards", str(config.cards)),
+            *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
+            *("--listen", str(Address(path=socket_path(run_directory, f"{name}.sock"))), *budget),
+            *config.shard_node_arguments,
+        )
+        specs.append(ChildSpec(name, command, partial(ask_node, fleet, name, config.models), environment))
+    return specs
 
 
 def _store_arguments(config: FleetConfig) -> tuple[str, ...]:
@@ -359,13 +344,12 @@ def _store_arguments(config: FleetConfig) -> tuple[str, ...]:
     return ("--store", str(config.store.resolve()), *models, "--verify" if config.verify else "--no-verify")
 
 
-def _workers(config: FleetConfig, fleet: FleetRegistry) -> WorkersConfig:
-    return WorkersConfig(
-        arguments=(*_store_arguments(config), *config.serve_arguments),
-        own_arguments=tuple(("--node-id", name) for name in config.worker_names),
-        environment={REGISTRY_VARIABLE: config.registry_url},
-        workers=config.workers,
-        host=config.host,
-        log_level=config.log_level,
-        probes=tuple(node_probe(fleet, name, config.models) for name in config.worker_names),
-    )
+def socket_path(directory: Path, name: str) -> str:
+    """The path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
+    path = str(directory / name)
+    if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
+        raise FleetError(
+            f"socket path {path!r} has {size} bytes, at most {MAX_UNIX_PATH_BYTES} are possible; "
+            "set TMPDIR to a shorter folder"
+        )
+    return path
