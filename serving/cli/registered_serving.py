@@ -80,7 +80,7 @@ def run_registered(
     node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
 
     def on_listening(listening: Listening) -> None:
-        node.actions.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
+        node.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
 
     if options["probe_port"] is None:
         # One that stands alone must not share the ports of another server.

@@ -6,20 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from loader.errors import ShardrankError, SnapshotCorruptError
+from loader.errors import ShardrankError
 from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
-from loader.registry.records import PublishedVersion
-from loader.store import Store
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from router.replica_directory import ReplicaDirectory
 from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
 from serving.errors import ServingError
@@ -31,7 +27,7 @@ from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
 from shard_node.loading import load_tables
 from shard_node.node import LocalShard, Sharding, ShardNode
-from shard_node.tls import ReloadingContext, TlsClientConfig, client_context
+from shard_node.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
@@ -182,57 +178,17 @@ def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
     return lambda on_retry: [LocalShard(node) for node in nodes]
 
 
-def fleet_shards(
-    snapshot: Snapshot,
-    plan: Plan,
-    directory: ReplicaDirectory,
-    clock: Callable[[], float],
-    tls: ReloadingContext | None = None,
-) -> ShardsFactory:
-    """The shards of a fleet whose nodes come and go: whoever tells that it has the version ready is asked."""
-
-    def connect(address: Address) -> ShardClient:
-        return ShardClient(address, clock=clock, tls=tls)
-
-    def replicas(index: int) -> ReplicaSource:
-        return ReplicaSource(partial(directory.current, snapshot.spec.model, snapshot.version, index), connect)
-
-    return _replicated_shards(snapshot, plan, replicas, clock)
-
-
-def _replicated_shards(
+def replicated_shards(
     snapshot: Snapshot,
     plan: Plan,
     replicas: Callable[[int], ReplicaSource | list[ShardClient]],
     clock: Callable[[], float],
 ) -> ShardsFactory:
+    """Shards on nodes; `replicas` gives those of a shard by its index."""
     return lambda on_retry: [
         ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
         for index in range(plan.num_shards)
     ]
-
-
-def open_published(
-    store: Path, published: PublishedVersion, *, verify: bool = True, progress: Progress = no_progress
-) -> Snapshot:
-    """Opens a published version for ranking: row files are the shard nodes' to check.
-
-    Args:
-        store: where versions lie.
-        published: what the registry says of it.
-        verify: compare the SHA-256 of all files but those of rows.
-        progress: told bytes checked.
-
-    Raises:
-        SnapshotError: it is not in the store, is not what its manifest says, or is not what was published.
-    """
-    folder = Store(store).snapshot_path(published.model, published.version)
-    snapshot = Snapshot.open(folder, verify=verify, files="other", progress=progress)
-    if snapshot.identity != published.identity:
-        raise SnapshotCorruptError(
-            f"{folder}: its manifest has SHA-256 {snapshot.identity}, but {published.identity} was published"
-        )
-    return snapshot
 
 
 def _remote_shards(source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService) -> ShardsFactory:
@@ -241,4 +197,4 @@ def _remote_shards(source: ModelSource, snapshot: Snapshot, plan: Plan, service:
     def replicas(index: int) -> list[ShardClient]:
         return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
 
-    return _replicated_shards(snapshot, plan, replicas, clock)
+    return replicated_shards(snapshot, plan, replicas, clock)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -35,19 +35,13 @@ ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
 INFO_TIMEOUT_S = 2.0
-_DTYPE_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {
-    torch.float32: "float32", torch.bfloat16: "bfloat16",
-}  # fmt: skip
 
 
 class ServedModel:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     Attributes:
-        model, version: its name and number.
-        schema: what a request looks like.
         submit: queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's.
-        description: what it tells of itself.
         counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
     """
@@ -106,9 +100,8 @@ class ServedModel:
                 requests come from. It runs in another thread than this one.
 
         Raises:
-            GoldenMismatchError: as `check_version`.
+            GoldenMismatchError, RouterError, ShardNodeError: as `check_version`.
             RankingModelError: if the dense model does not fit its description.
-            RouterError, ShardNodeError: if the shards can't be asked.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -142,7 +135,9 @@ class ServedModel:
             takers = [on_loop]
             _stop(checked_with, replicas)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
-        description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[checked.dtype], checked.fallback)
+        description = ModelDescription.of(
+            snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
+        )
         return cls(schema, description, batcher, takers, on_close, counter, checked)
 
     @property

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +30,10 @@ from shard_node.bags import Float32Array, KeyedBags
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 
 CONNECT_TIMEOUT_S = 5.0
+GOLDEN_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,168 +86,141 @@ def check_version(
         RankingModelError: bfloat16 was asked for where the device has none.
         RouterError, ShardNodeError: its rows can't be looked up.
     """
-    check = _Check(snapshot, parts, replicas, clock)
     deadline = clock() + CONNECT_TIMEOUT_S
-    check.on_all(lambda ranking: ranking.connect(deadline))
-    wanted, golden = choose_dtype(asked, check.device()), snapshot.golden()
+
+    async def connect(ranking: Ranking) -> torch.device:
+        await ranking.connect(deadline)
+        return ranking.device
+
+    wanted, golden = choose_dtype(asked, _on_all(replicas, connect)[0]), snapshot.golden()
     if golden is not None and snapshot.manifest.golden is not None:
-        checked = check.golden(golden, snapshot.manifest.golden.tolerance, wanted)
-    elif wanted is torch.float32 or asked != "auto":
-        if wanted is not torch.float32:
-            check.use(ranking_parts(snapshot, parts.schema, wanted))
-        checked = CheckedVersion(wanted)
-    else:
+        check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
+        checked = check.run(wanted)
+    elif wanted is torch.bfloat16 and asked == "auto":
         checked = CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
+    else:
+        checked = CheckedVersion(wanted)
+        if wanted is not torch.float32:
+            _use(replicas, ranking_parts(snapshot, parts.schema, wanted))
 
     async def warm(ranking: Ranking) -> None:
         ranking.warm(golden)
 
-    check.on_all(warm)
+    _on_all(replicas, warm)
     return checked
 
 
-class _Check:
-    def __init__(
-        self, snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], clock: Callable[[], float]
-    ) -> None:
-        self._snapshot = snapshot
-        self._parts = parts
-        self._replicas = replicas
-        self._clock = clock
-        self._name = f"model {snapshot.spec.model!r} version {snapshot.version}"
+def _on_all(replicas: Sequence[Replica], work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
+    return [future.result() for future in [replica.call(work) for replica in replicas]]
 
-    def on_all(self, work: Callable[[Ranking], Coroutine[Any, Any, None]]) -> None:
-        for future in [replica.call(work) for replica in self._replicas]:
-            future.result()
 
-    def device(self) -> torch.device:
-        async def ask(ranking: Ranking) -> torch.device:
-            return ranking.device
+def _use(replicas: Sequence[Replica], parts: RankingParts) -> None:
+    for replica in replicas:
+        replica.use(parts)
 
-        return self._replicas[0].call(ask).result()
 
-    def golden(self, golden: GoldenRequests, tolerance: float, wanted: torch.dtype) -> CheckedVersion:
-        difference = self._difference(self._replicas[0], self._parts, golden)
-        as_exported = self._is_as_exported(difference, tolerance)
-        dtype, fallback = torch.float32, ""
+@dataclass(frozen=True, slots=True)
+class _GoldenCheck:
+    snapshot: Snapshot
+    parts: RankingParts
+    replicas: Sequence[Replica]
+    golden: GoldenRequests
+    tolerance: float
+    clock: Callable[[], float]
+
+    @property
+    def name(self) -> str:
+        return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
+
+    def run(self, wanted: torch.dtype) -> CheckedVersion:
+        first, dtype, fallback = self.replicas[0], torch.float32, ""
+        difference = self.difference(first)
+        as_exported = self.is_as_exported(difference)
         if wanted is not torch.float32:
-            parts = ranking_parts(self._snapshot, self._parts.schema, wanted)
-            fallback = self._why_not(parts, golden, tolerance)
+            parts = ranking_parts(self.snapshot, self.parts.schema, wanted)
+            fallback = self.why_not(parts)
             if not fallback:
                 dtype = wanted
-                self.use(parts)
-        for replica in self._replicas:
-            difference = max(difference, self._difference(replica, None, golden))
-        as_exported = as_exported and self._is_as_exported(difference, tolerance)
-        return CheckedVersion(dtype, fallback, difference if as_exported else None, tolerance)
+                _use(self.replicas, parts)
+        # One after the other: others serve meanwhile.
+        difference = max(difference, *map(self.difference, self.replicas))
+        as_exported = as_exported and self.is_as_exported(difference)
+        return CheckedVersion(dtype, fallback, difference if as_exported else None, self.tolerance)
 
-    def use(self, parts: RankingParts) -> None:
-        for replica in self._replicas:
-            replica.use(parts)
-
-    def _is_as_exported(self, difference: float, tolerance: float) -> bool:
+    def is_as_exported(self, difference: float) -> bool:
         """Whether the difference is within the tolerance. Raises GoldenMismatchError if no delta accounts for that."""
-        if difference <= tolerance:
+        if difference <= self.tolerance:
             return True
         # Asked after the scores: what was applied before them is surely seen.
-        if not self._has_deltas():
+        if not self.has_deltas():
             raise GoldenMismatchError(
-                f"{self._name}: golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
+                f"{self.name}: golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
             )
         after = "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)"
-        logger.warning(after, self._name, difference, tolerance)
+        logger.warning(after, self.name, difference, self.tolerance)
         return False
 
-    def _why_not(self, parts: RankingParts, golden: GoldenRequests, tolerance: float) -> str:
+    def why_not(self, parts: RankingParts) -> str:
         """Why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
-        difference = self._difference(self._replicas[0], parts, golden)
-        if difference > tolerance and self._has_deltas():
-            check = partial(dtype_difference, other=parts, golden=golden, clock=self._clock)
-            difference = self._replicas[0].call(check).result()
-        if difference <= tolerance:
+        difference = self.difference(self.replicas[0], parts)
+        if difference > self.tolerance and self.has_deltas():
+            difference = self.difference(self.replicas[0], parts, to_own=True)
+        if difference <= self.tolerance:
             return ""
-        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {tolerance:.3g}"
-        logger.warning("%s serves in float32: %s", self._name, reason)
+        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
+        logger.warning("%s serves in float32: %s", self.name, reason)
         return reason
 
-    def _difference(self, replica: Replica, parts: RankingParts | None, golden: GoldenRequests) -> float:
-        async def check(ranking: Ranking) -> float:
-            return await golden_difference(ranking if parts is None else ranking.using(parts), golden, self._clock)
+    def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
+        """The largest difference between a replica's scores and the golden ones.
 
-        return replica.call(check).result()
+        Between batches it rests for as long as the last one took: others serve meanwhile.
 
-    def _has_deltas(self) -> bool:
+        Args:
+            replica: what serves.
+            other: another dense model to score with; None for the replica's own.
+            to_own: compare to the scores of the replica's own dense model, and not to golden ones. Both score the very
+                same rows: where deltas are applied meanwhile, a second lookup would give others.
+        """
+        name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
+
+        async def check(own: Ranking) -> float:
+            ranking, largest = own if other is None else own.using(other), 0.0
+            for batch, exported in golden_batches(self.parts.schema, self.golden):
+                began = clock()
+                deadline = began + GOLDEN_TIMEOUT_S
+                if to_own:
+                    embeddings = await own.router.lookup(name, version, batch.bags, deadline)
+                    scores, rejected = ranking.score_rows(batch, embeddings), embeddings.rejected
+                    expected = own.score_rows(batch, embeddings)
+                else:
+                    expected = exported
+                    scores, rejected = await ranking.score(batch, deadline)
+                largest = max(largest, self.batch_difference(scores, expected, rejected))
+                await asyncio.sleep(clock() - began)
+            return largest
+
+        return _on_all([replica], check)[0]
+
+    def batch_difference(self, scores: Float32Array, expected: Float32Array, rejected: RejectedIds) -> float:
+        if len(rejected):
+            feature = self.parts.schema.features.features[int(rejected.feature[0])].name
+            raise GoldenMismatchError(f"{self.name}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
+        differences = np.abs(scores - expected)
+        if not np.isfinite(differences).all():
+            raise GoldenMismatchError(f"{self.name}: a golden request got a score that is not finite")
+        return float(differences.max())
+
+    def has_deltas(self) -> bool:
         async def ask(ranking: Ranking) -> bool:
-            model, version = self._snapshot.spec.model, self._snapshot.version
             served = [one for _, info in await ranking.nodes() for one in info.versions]
             return any(
-                (one.model, one.version) == (model, version) and one.delta_sequence > one.last_delta for one in served
+                (one.model, one.version) == (self.snapshot.spec.model, self.snapshot.version)
+                and one.delta_sequence > one.last_delta
+                for one in served
             )
 
-        return self._replicas[0].call(ask).result()
-
-
-GOLDEN_TIMEOUT_S = 30.0
-
-
-async def golden_difference(ranking: Ranking, golden: GoldenRequests, clock: Callable[[], float]) -> float:
-    """The largest |served - expected| over all golden scores.
-
-    Between batches it rests for as long as the last one took: others serve meanwhile.
-
-    Args:
-        ranking: what serves.
-        golden: requests with expected scores.
-        clock: monotonic seconds.
-
-    Raises:
-        GoldenMismatchError: if an id of a golden request has no row, or a score is not finite.
-        RouterError, ShardNodeError: if the rows can't be looked up.
-    """
-    largest = 0.0
-    async for batch, expected in _paced(ranking.parts.schema, golden, clock):
-        scores, rejected = await ranking.score(batch, clock() + GOLDEN_TIMEOUT_S)
-        _check(ranking.parts, scores, rejected)
-        largest = max(largest, float(np.abs(scores - expected).max()))
-    return largest
-
-
-async def dtype_difference(
-    ranking: Ranking, other: RankingParts, golden: GoldenRequests, clock: Callable[[], float]
-) -> float:
-    """The largest difference that another dense model makes to the scores of the golden requests.
-
-    Both score the very same rows: where deltas are applied meanwhile, a second lookup would give others. Arguments and
-    errors as `golden_difference`.
-    """
-    largest, name = 0.0, ranking.parts.schema.features.spec.model
-    async for batch, _ in _paced(ranking.parts.schema, golden, clock):
-        deadline = clock() + GOLDEN_TIMEOUT_S
-        embeddings = await ranking.router.lookup(name, ranking.parts.version, batch.bags, deadline)
-        scores, others = ranking.score_rows(batch, embeddings), ranking.using(other).score_rows(batch, embeddings)
-        for one in (scores, others):
-            _check(ranking.parts, one, embeddings.rejected)
-        largest = max(largest, float(np.abs(others - scores).max()))
-    return largest
-
-
-def _check(parts: RankingParts, scores: Float32Array, rejected: RejectedIds) -> None:
-    features = parts.schema.features
-    model = f"model {features.spec.model!r} version {parts.version}"
-    if len(rejected):
-        feature = features.features[int(rejected.feature[0])].name
-        raise GoldenMismatchError(f"{model}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
-    if not np.isfinite(scores).all():
-        raise GoldenMismatchError(f"{model}: a golden request got a score that is not finite")
-
-
-async def _paced(
-    schema: RequestSchema, golden: GoldenRequests, clock: Callable[[], float]
-) -> AsyncIterator[tuple[MergedBatch, np.ndarray]]:
-    for one in golden_batches(schema, golden):
-        began = clock()
-        yield one
-        await asyncio.sleep(clock() - began)
+        return _on_all(self.replicas[:1], ask)[0]
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
