@@ -215,7 +215,7 @@ class RankingService:
             ModelNotFoundError: naming what is served instead.
             NotReadyError: for a model that is configured but not loaded yet.
         """
-        lease = self.versions.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
+        lease = self.versions.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
         generation = call.generation = lease.generation
         call.model, call.version = generation.model, generation.version
         call.counter, call.leased = generation.payload.counter, self.clock()

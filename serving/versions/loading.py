@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +32,6 @@ from shard_node.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
-
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
@@ -44,9 +44,8 @@ class ModelSource(Frozen):
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
         node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
-        cards: cards of each shard.
-        sharding: how tables are divided; all nodes must have been given the same.
-        replicate_bytes: tables of at most this size are on every shard; all nodes must have been given the same.
+        cards: of each shard.
+        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
@@ -108,28 +107,37 @@ def load_served_model(
     if source.num_replicas == 0 and loop is None:
         raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
     snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
-    count = len(source.shards) or source.local_shards
+    count, clock = len(source.shards) or source.local_shards, service.clock
     plan = Plan.make(snapshot.spec, count, source.sharding, source.cards, source.replicate_bytes)
-    nodes: list[ShardNode] = []
+    nodes, closing = list[ShardNode](), ExitStack()
     try:
-        if not source.shards:
-            nodes.extend(_load_node(snapshot, plan, index, source, progress) for index in range(count))
-        factory = local_shards(nodes) if nodes else _remote_shards(source, snapshot, plan, service)
+        if source.shards:
+            tls = None if source.node_tls is None else client_context(source.node_tls)
+
+            def replicas(index: int) -> list[ShardClient]:
+                return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
+
+            shards = replicated_shards(snapshot, plan, replicas, clock)
+        else:
+            for index in range(count):
+                nodes.append(_load_node(snapshot, plan, index, source, progress))
+                closing.callback(nodes[-1].close)
+            shards = local_shards(nodes)
         return ServedModel.load(
             snapshot,
             plan,
-            factory,
+            shards,
             limits=service.limits,
             num_replicas=max(1, source.num_replicas),
             dtype=source.dtype,
             card_graphs=source.card_graphs,
             metrics=service.metrics,
-            clock=service.clock,
-            on_close=lambda: _close_nodes(nodes),
+            clock=clock,
+            on_close=closing.close,
             loop=loop if source.num_replicas == 0 else None,
         )
     except BaseException:
-        _close_nodes(nodes)
+        closing.close()
         raise
 
 
@@ -157,20 +165,18 @@ async def load_when_possible(
 
 
 def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, progress: Progress) -> ShardNode:
-    budget = source.memory_budget_bytes
-    partition, card_set = plan.partition(index), source.card_set
     tables = load_tables(
-        snapshot, partition, plan.digest, memory_budget_bytes=budget, card_set=card_set, progress=progress
+        snapshot,
+        plan.partition(index),
+        plan.digest,
+        memory_budget_bytes=source.memory_budget_bytes,
+        card_set=source.card_set,
+        progress=progress,
     )
     node = ShardNode(plan.identity(index))
     node.stage(snapshot.spec.model, snapshot.version, tables)
     node.flip(snapshot.spec.model, snapshot.version)
     return node
-
-
-def _close_nodes(nodes: Sequence[ShardNode]) -> None:
-    for node in nodes:
-        node.close()
 
 
 def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
@@ -189,12 +195,3 @@ def replicated_shards(
         ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
         for index in range(plan.num_shards)
     ]
-
-
-def _remote_shards(source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService) -> ShardsFactory:
-    clock, tls = service.clock, None if source.node_tls is None else client_context(source.node_tls)
-
-    def replicas(index: int) -> list[ShardClient]:
-        return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
-
-    return replicated_shards(snapshot, plan, replicas, clock)

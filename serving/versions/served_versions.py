@@ -61,11 +61,7 @@ class ServedVersions:
         on_freed: told each version that has been freed, on a thread of its own.
     """
 
-    def __init__(
-        self,
-        expected_models: Sequence[str] | None = (),
-        on_freed: Callable[[str, int], None] = lambda model, version: None,
-    ) -> None:
+    def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
         self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
         self._on_freed = on_freed
         self._expected = frozenset(expected_models or ())
@@ -141,41 +137,20 @@ class ServedVersions:
                 return one.payload.counter.stats()
         raise GenerationNotFoundError(f"version {version} of model {model!r} is not here")
 
-    def lease(self, model: str, version: int | None = None) -> Lease[ServedModel]:
-        """A lease on the live version, or on the given one.
+    def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
+        """A lease on the given version; without one, on the canary or the live one.
+
+        Args:
+            model: the name in the request.
+            version: what the request asks for; None leaves the choice to us.
+            key: gives the request's key, or "" for one without; only asked while there is a canary. None for what is no
+                request: it gets the live version.
 
         Raises:
             ModelNotFoundError: naming what is served instead.
             NotReadyError: for a model that is configured but not loaded yet.
         """
-        try:
-            return self.generations.lease(model, version)
-        except GenerationNotFoundError as error:
-            if version is None and model in self._expected:
-                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
-            here = [f"{one.model} {one.version}" for one in self.generations.all()]
-            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
-            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
-
-    def lease_for(self, model: str, version: int | None, key: Callable[[], str]) -> Lease[ServedModel]:
-        """A lease on the version that answers a request: the one it asks for, the canary, or the live one.
-
-        Args:
-            model: the name in the request.
-            version: what the request asks for; None leaves the choice to us.
-            key: gives the request's key, or "" for one without; only asked while there is a canary.
-
-        Raises:
-            ModelNotFoundError, NotReadyError: as `lease`.
-        """
-        if version is None and model not in self._canaries:
-            try:
-                return self.generations.lease(model)
-            except GenerationNotFoundError:
-                return self.lease(model)
-        if version is not None:
-            return self.lease(model, version)
-        while (choice := self._canaries.get(model)) is not None:
+        while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
             # A request without a key is anybody's: numbering them gives the canary its share of them.
             if not choice.takes(model, key() or str(next(self._keyless))):
                 break
@@ -184,7 +159,14 @@ class ServedVersions:
             except GenerationNotFoundError:
                 # It was withdrawn since the pointer was read.
                 self._end_canary(model, choice.version)
-        return self.lease(model)
+        try:
+            return self.generations.lease(model, version)
+        except GenerationNotFoundError as error:
+            if version is None and model in self._expected:
+                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
+            here = [f"{one.model} {one.version}" for one in self.generations.all()]
+            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
+            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
 
     def _free(self, served: ServedModel) -> None:
         try:

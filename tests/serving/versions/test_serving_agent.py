@@ -11,7 +11,7 @@ import numpy as np
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.records import Canary
 from serving.rank.replica import Replica
-from serving.versions.version_check import check_version
+from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, write_api_model
 
