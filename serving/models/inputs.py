@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +86,7 @@ class InputShapes:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """First column of each pooled feature within the embeddings."""
-        offsets, column = {}, 0
-        for name, dim in zip(self.features, self.dims, strict=True):
-            offsets[name] = column
-            column += dim
-        return offsets
+        return dict(zip(self.features, accumulate(self.dims, initial=0), strict=False))
 
     def embedding_columns(self, feature: str) -> slice:
         """The columns of a pooled feature within `RankingInputs.embeddings`. Raises KeyError."""
@@ -162,12 +159,14 @@ class RankingInputs:
         """The same inputs on another device; themselves if they are there."""
         if self.columns.device == device:
             return self
-        sequences = {
-            name: SequenceInput(sequence.rows.to(device), sequence.mask.to(device))
-            for name, sequence in self.sequences.items()
-        }
-        owner = self.request_of_candidate.to(device)
-        return RankingInputs(self.columns.to(device), self.dense_width, self.embedding_width, sequences, owner)
+        return replace(
+            self,
+            columns=self.columns.to(device),
+            sequences={
+                name: SequenceInput(one.rows.to(device), one.mask.to(device)) for name, one in self.sequences.items()
+            },
+            request_of_candidate=self.request_of_candidate.to(device),
+        )
 
 
 # A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
@@ -219,6 +218,7 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+@dataclass(slots=True)
 class ColumnBuffer:
     """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
 
@@ -226,8 +226,7 @@ class ColumnBuffer:
         memory: [most candidates so far, padded width], zero behind what the inputs carry.
     """
 
-    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
-        self.memory = torch.empty(0, shapes.padded_width, dtype=dtype)
+    memory: Tensor
 
 
 class InputAssembler:
@@ -251,7 +250,7 @@ class InputAssembler:
 
     def buffer(self) -> ColumnBuffer:
         """A buffer for `assemble`."""
-        return ColumnBuffer(self.shapes, self.dtype)
+        return ColumnBuffer(torch.empty(0, self.shapes.padded_width, dtype=self.dtype))
 
     def assemble(
         self,
@@ -303,16 +302,7 @@ class InputAssembler:
 
 
 def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:
-    """Lays out ragged sequences side by side.
-
-    Args:
-        rows: float32 [lengths.sum(), D], sequence after sequence.
-        lengths: int64 [R].
-        dtype: of the result.
-
-    Returns:
-        Rows [R, max(lengths), D] that end in zeros, and their mask.
-    """
+    """Lays out ragged sequences, float32 [lengths.sum(), D], side by side: [R, max(lengths), D], ending in zeros."""
     num_requests, dim = lengths.size, rows.shape[1]
     longest = int(lengths.max(initial=0))
     mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
