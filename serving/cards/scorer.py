@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from serving.limits import RequestLimits
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
 from serving.rank.merge import MergedBatch
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Graph
 from shard_node.cuda.lane import Lane
@@ -31,44 +29,6 @@ from shard_node.node import LocalShard, Shard
 logger = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Extra:
-    """The host's side of what is sent along with the ids: views of pinned memory, of the class's size."""
-
-    owner: Int64Array
-    context_dense: Float32Array
-    candidate_dense: Float32Array
-    sequences: Int64Array
-
-    @classmethod
-    def of(cls, array: npt.NDArray[np.uint8], layout: CardLayout, most: BatchClass) -> _Extra:
-        places, shapes = layout.extra_places(most), layout.shapes
-        requests, candidates = most.num_requests, most.num_candidates
-
-        def view(first: int, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            return array[first : first + size].view(dtype).reshape(shape)
-
-        return cls(
-            view(0, np.int64, candidates),
-            view(places.context_dense, np.float32, requests, shapes.context_dense_width),
-            view(places.candidate_dense, np.float32, candidates, shapes.candidate_dense_width),
-            view(places.sequences, np.int64, len(layout.sequences), 2, requests),
-        )
-
-    def fill(self, batch: MergedBatch, bags: KeyedBags, layout: CardLayout) -> None:
-        """What lies behind the batch stays as it was: candidates that nobody reads, each of some request."""
-        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        self.owner[:num_candidates] = batch.request_of_candidate
-        self.context_dense[:num_requests] = batch.context_dense
-        self.candidate_dense[:num_candidates] = batch.candidate_dense
-        bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
-        for target, (index, _, _) in zip(self.sequences, layout.sequences, strict=True):
-            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
-            np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
-            np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
 
 class CardBatch:
@@ -81,7 +41,6 @@ class CardBatch:
         most: the class.
 
     Attributes:
-        most: as given.
         size_bytes: of its buffers on the card.
         num_uses: batches so far.
         can_capture: whether its work may be recorded; False once that failed.
@@ -110,7 +69,7 @@ class CardBatch:
             self._host_scores: Float32Array = self._down.array.view(np.float32)
             # Candidates behind a batch's last are of some request too.
             self._slot.extra.fill(0)
-            self._extra = _Extra.of(self._slot.extra, layout, most)
+            self._host_extra = tuple(one.numpy() for one in layout.extra(most, torch.from_numpy(self._slot.extra)))
             self._views()
             with self._card.torch_stream(lane.stream), torch.inference_mode():
                 # Columns of padding must be zeros, and no other may ever hold NaN.
@@ -129,17 +88,22 @@ class CardBatch:
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags) -> None:
-        """Packs a batch into pinned memory. Nothing of the last one may be under way.
+        """Packs a batch into pinned memory; its bags have rows for ids. Nothing of the last one may be under way.
 
-        Args:
-            batch: at most of the class's size.
-            bags: its bags, with rows for ids.
-
-        Raises:
-            InvalidBagsError: for a row outside its table.
+        Raises InvalidBagsError for a row outside its table.
         """
         self._slot.fill(bags)
-        self._extra.fill(batch, bags, self._layout)
+        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
+        owner, context_dense, candidate_dense, sequences = self._host_extra
+        # What lies behind the batch stays as it was: candidates that nobody reads, each of some request.
+        owner[:num_candidates] = batch.request_of_candidate
+        context_dense[:num_requests] = batch.context_dense
+        candidate_dense[:num_candidates] = batch.candidate_dense
+        bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
+        for target, (index, _, _) in zip(sequences, self._layout.sequences, strict=True):
+            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
+            np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
+            np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
     def run_empty(self) -> None:
         """Runs the work of the whole class without a batch, so that what it needs once is there.
@@ -175,13 +139,9 @@ class CardBatch:
         self._ranking = ranking
 
     def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
-        """Scores what was filled in. Blocks, without the interpreter lock, until the scores are here.
+        """Scores what was filled in: float32 [N], a copy. Blocks, without the interpreter lock, until they are here.
 
-        Returns:
-            float32 [N], a copy.
-
-        Raises:
-            MemoryBudgetError: the card has no room for the dense model's work.
+        Raises MemoryBudgetError: the card has no room for the dense model's work.
         """
         stream = self._lane.stream
         self._lane.launch(partial(self._pool, bags))
@@ -212,14 +172,14 @@ class CardBatch:
     def _rank_class(self) -> None:
         """Puts the dense model's work on the stream, for as many candidates as the class has."""
         with self._dense_work(self.most.num_candidates):
-            self._score(self._inputs, self._owner)
+            self._score(self._inputs, self._extra.owner)
         self._send_scores(self.most.num_candidates)
 
     def _rank(self, batch: MergedBatch) -> None:
         """Puts the dense model's work on the stream, for the batch's own size."""
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
         with self._dense_work(num_candidates):
-            columns, owner = self._columns[:num_candidates], self._owner[:num_candidates]
+            columns, owner = self._columns[:num_candidates], self._extra.owner[:num_candidates]
             inputs = self._ranking_inputs(columns, owner, self._padded_sequences(num_requests))
             self._score(inputs, owner)
         self._send_scores(num_candidates)
@@ -241,10 +201,10 @@ class CardBatch:
         num_candidates = columns.shape[0]
         if shapes.context_dense_width:
             first = self._layout.context_dense_column
-            self._context[:, first : first + shapes.context_dense_width].copy_(self._context_dense)
+            self._context[:, first : first + shapes.context_dense_width].copy_(self._extra.context_dense)
         if shapes.candidate_dense_width:
             target = columns[:, shapes.context_dense_width : shapes.dense_width]
-            target.copy_(self._candidate_dense[:num_candidates])
+            target.copy_(self._extra.candidate_dense[:num_candidates])
         for one in self._layout.expansions:
             shared = self._context[:, one.source : one.source + one.width]
             torch.index_select(shared, 0, owner, out=columns[:, one.column : one.column + one.width])
@@ -258,8 +218,8 @@ class CardBatch:
         """Lays ragged rows side by side, [R, longest, D], ending in zeros."""
         sequences = {}
         for number, (_, name, dim) in enumerate(self._layout.sequences):
-            longest = int(self._extra.sequences[number, 1, :num_requests].max(initial=0))
-            starts, lengths = self._sequence_bounds[number, :, :num_requests].unbind(0)
+            longest = int(self._host_extra[3][number, 1, :num_requests].max(initial=0))
+            starts, lengths = self._extra.sequences[number, :, :num_requests].unbind(0)
             within = torch.arange(longest, device=starts.device)
             mask = within < lengths[:, None]
             # Behind the end of a sequence any row may be read: it is overwritten.
@@ -275,28 +235,19 @@ class CardBatch:
     def _views(self) -> None:
         """Tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
-        output, extra = layout.output_places(most), layout.extra_places(most)
-        shapes, requests, candidates = layout.shapes, most.num_requests, most.num_candidates
+        output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
         out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
         self._columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
-        context = out[output.context : output.context + requests * layout.context_stride]
-        self._context = context.view(requests, layout.context_stride)
+        context = out[output.context : output.context + most.num_requests * layout.context_stride]
+        self._context = context.view(most.num_requests, layout.context_stride)
         self._sequence_rows = [
             out[first : first + most.num_values * dim].view(most.num_values, dim)
             for first, (_, _, dim) in zip(output.sequences, layout.sequences, strict=True)
         ]
-
-        sent_bytes = card.tensor(slot.batch, slot.extra_at, (extra.size_bytes,), torch.uint8)
-
-        def sent(first: int, dtype: torch.dtype, *shape: int) -> Tensor:
-            return sent_bytes[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-        self._owner = sent(0, torch.int64, candidates)
-        self._context_dense = sent(extra.context_dense, torch.float32, requests, shapes.context_dense_width)
-        self._candidate_dense = sent(extra.candidate_dense, torch.float32, candidates, shapes.candidate_dense_width)
-        self._sequence_bounds = sent(extra.sequences, torch.int64, len(layout.sequences), 2, requests)
+        sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
+        self._extra = layout.extra(most, sent)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
-        self._inputs = self._ranking_inputs(self._columns, self._owner, {})
+        self._inputs = self._ranking_inputs(self._columns, self._extra.owner, {})
 
 
 MAX_BATCHES = 64
@@ -310,12 +261,7 @@ USES_BEFORE_CAPTURE = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CardModel:
-    """A dense model on a card.
-
-    Attributes:
-        layout: where its inputs lie.
-        model: on the card's device, in the layout's dtype.
-    """
+    """A dense model on a card's device, in the dtype of its layout."""
 
     layout: CardLayout
     model: RankingModel
@@ -343,13 +289,10 @@ class CardScorer:
     """Scores batches on one card. Belongs to one thread; the least recently used buffers go first.
 
     Attributes:
-        engine: the rows.
-        lane: of the engine; where the work goes; closed by `close`.
-        on_close: called when that is done.
+        lane: of the engine; closed by `close`, which then calls `on_close`.
         limits: of batches; one beyond them gets buffers, but no graph.
         max_batches, max_bytes: how many classes' buffers are kept, and of what size together.
         use_graphs: whether work that is the same for all batches of a class is recorded.
-        counts: what it has done.
     """
 
     engine: CardEngine
@@ -373,12 +316,7 @@ class CardScorer:
         return [most for _, most in self._batches]
 
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags) -> CardBatch:
-        """Finds or makes the buffers for a batch, and packs it.
-
-        Args:
-            model: that will score it.
-            batch: as merged.
-            bags: its bags, all features, with rows for ids.
+        """Finds or makes the buffers for a batch, and packs it with bags of all features that have rows for ids.
 
         Raises:
             InvalidBagsError: for a row outside its table.
@@ -396,13 +334,8 @@ class CardScorer:
     def warm(self, model: CardModel, context_ids: float, candidate_ids: float) -> None:
         """Makes buffers and graphs for all classes of one request, and lets go of those of other models.
 
-        Args:
-            model: that will score from now on.
-            context_ids: ids of a request's context, as many as are usual.
-            candidate_ids: ids of one candidate.
-
-        Raises:
-            MemoryBudgetError: not even the smallest class has room.
+        A request's context, and one candidate, usually have as many ids as is said. Raises MemoryBudgetError: not even
+        the smallest class has room.
         """
         for key in [key for key in self._batches if key[0] is not model]:
             self._batches.pop(key).free()
@@ -487,29 +420,15 @@ def scorer_on_card(
 ) -> CardScorer | None:
     """A scorer for one replica of a version, if its rows are all in this process and on cards; else None.
 
-    The rows are leased until it is closed. Replicas take turns over the cards.
-
-    Args:
-        shards: of the version.
-        model: its name.
-        version: its number.
-        replica: number of the replica.
-        limits: of batches.
-        use_graphs: as of `CardScorer`.
-
-    Raises:
-        GenerationNotFoundError: the rows are not here.
+    The rows are leased until it is closed. Replicas, by number, take turns over the cards. Raises
+    GenerationNotFoundError: the rows are not here.
     """
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
-    lease = shards[0].node.generations.lease(model, version)
-    try:
+    with ExitStack() as undo:
+        lease = undo.enter_context(shards[0].node.generations.lease(model, version))
         engine = lease.payload.engine
-        if isinstance(engine, CardEngine):
-            lane = engine.lane(replica % len(engine.card_set.cards.cards))
-            return CardScorer(engine, lane, lease.release, limits, use_graphs=use_graphs)
-    except BaseException:
-        lease.release()
-        raise
-    lease.release()
-    return None
+        if not isinstance(engine, CardEngine):
+            return None
+        lane = engine.lane(replica % len(engine.card_set.cards.cards))
+        return CardScorer(engine, lane, undo.pop_all().close, limits, use_graphs=use_graphs)
