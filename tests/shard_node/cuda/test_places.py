@@ -12,16 +12,8 @@ from shard_node.cuda import places as places_module
 from shard_node.cuda.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.kernel_params import MAPPED, MAX_CARDS, NOT_HERE
-from shard_node.cuda.places import (
-    Placer,
-    encode_places,
-    hot_owner,
-    max_slots,
-    owner_bits,
-    owners_of,
-    pinned_owner,
-    slots_of,
-)
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import encode_places, hot_owner, max_slots, owner_bits, owners_of, pinned_owner, slots_of
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import Partition
 from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, round_robin, strides
