@@ -34,9 +34,6 @@ class BatchClass:
 
     Candidates in steps of a quarter, for they are what the dense model multiplies; the others, which cost next to
     nothing where they are not used, in powers of four and of two.
-
-    Attributes:
-        num_candidates, num_requests, num_values: the most that a batch of this class has.
     """
 
     num_candidates: int
@@ -78,10 +75,7 @@ class Expansion(NamedTuple):
 class OutputPlaces(NamedTuple):
     """Where the parts of the output begin, in elements, behind the input matrix [N, padded width].
 
-    Attributes:
-        context: [R, context stride].
-        sequences: of each sequence feature, [values, dim].
-        total: all of it.
+    The context is [R, context stride], each sequence feature [values, dim].
     """
 
     context: int
@@ -90,13 +84,9 @@ class OutputPlaces(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """The section that is sent along.
+    """What is sent along with the ids: each candidate's request, int64 [N], dense inputs float32 [R, Kc] and [N, Kd].
 
-    Attributes:
-        owner: int64 [N], each candidate's request.
-        context_dense: float32 [R, Kc].
-        candidate_dense: float32 [N, Kd].
-        sequences: int64 [sequence features, 2, R], where each request's rows begin, and how many there are.
+    `sequences` is int64 [sequence features, 2, R]: where each request's rows begin, and how many there are.
     """
 
     owner: Tensor
@@ -106,12 +96,7 @@ class Extra(NamedTuple):
 
 
 class CardLayout:
-    """Places and runs of one model in one number format. Immutable.
-
-    Args:
-        spec: the model.
-        schema: its features in flat order.
-        dtype: the ranking model's number format, float32 or bfloat16.
+    """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
         num_features: F, the keys of a batch.

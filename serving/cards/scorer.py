@@ -31,14 +31,16 @@ logger = logging.getLogger(__name__)
 FLOAT_BYTES = 4
 
 
-class CardBatch:
-    """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the lane's thread.
+@dataclass(frozen=True, slots=True, eq=False)
+class CardModel:
+    """A dense model on a card's device, in the dtype of its layout."""
 
-    Args:
-        lane: where the work goes. Outlives this.
-        layout: of the model.
-        model: on the lane's card, in the layout's dtype.
-        most: the class.
+    layout: CardLayout
+    model: RankingModel
+
+
+class CardBatch:
+    """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the thread of its lane.
 
     Attributes:
         size_bytes: of its buffers on the card.
@@ -49,14 +51,14 @@ class CardBatch:
         MemoryBudgetError: the card or the host has no room; nothing is kept then.
     """
 
-    def __init__(self, lane: Lane, layout: CardLayout, model: RankingModel, most: BatchClass) -> None:
+    def __init__(self, lane: Lane, model: CardModel, most: BatchClass) -> None:
         self.most = most
         self.num_uses = 0
         self.can_capture = True
         self._lane = lane
         self._card = lane.card
-        self._layout = layout
-        self._model = model
+        self._layout = layout = model.layout
+        self._model = model.model
         self._pooling: Graph | None = None
         self._ranking: Graph | None = None
         with ExitStack() as undo:
@@ -124,10 +126,8 @@ class CardBatch:
         """Records its work as graphs, after it has run once.
 
         Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
-        out as long as a batch has them, so a model with some has only the first.
-
-        Raises:
-            CardError, MemoryBudgetError: it can't be recorded; batches are scored as before.
+        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError:
+        it can't be recorded; batches are scored as before.
         """
         stream = self._lane.stream
         try:
@@ -259,23 +259,11 @@ USES_BEFORE_CAPTURE = 1
 """A class that came once may be the only one of its kind; one that comes again is worth a graph."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CardModel:
-    """A dense model on a card's device, in the dtype of its layout."""
-
-    layout: CardLayout
-    model: RankingModel
-
-
 @dataclass(slots=True)
 class ScorerCounts:
-    """What a scorer has done; only its own thread adds to it.
+    """What a scorer has done: classes that were recorded, could not be, or were given up, and batches of recorded ones.
 
-    Attributes:
-        graphs: classes that were captured.
-        failed_captures: classes whose work could not be recorded, and is launched piece by piece.
-        replays: batches of such classes.
-        evicted: classes whose buffers were given up for others.
+    Only its own thread adds to it.
     """
 
     graphs: int = 0
@@ -318,9 +306,7 @@ class CardScorer:
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags) -> CardBatch:
         """Finds or makes the buffers for a batch, and packs it with bags of all features that have rows for ids.
 
-        Raises:
-            InvalidBagsError: for a row outside its table.
-            MemoryBudgetError: the card or the host has no room for a batch of that size.
+        Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
         """
         most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], bags.num_values)
         found = self._batches.get((model, most)) or self._make_room_for(model, most)
@@ -371,7 +357,7 @@ class CardScorer:
             self._capture(found)
 
     def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
-        made = self._batches[model, most] = CardBatch(self.lane, model.layout, model.model, most)
+        made = self._batches[model, most] = CardBatch(self.lane, model, most)
         return made
 
     def _make_room_for(self, model: CardModel, most: BatchClass) -> CardBatch:

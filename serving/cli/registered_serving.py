@@ -16,7 +16,7 @@ from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from serving.cli.devices import device_arguments, num_replicas, open_card_set
-from serving.fleet.workers import held_ports
+from serving.fleet.local_fleet import held_ports
 from serving.limits import RequestLimits
 from serving.observe.profile import profiled
 from serving.rank.service import RankingService

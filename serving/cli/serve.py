@@ -300,7 +300,7 @@ def _run(
     profile: Path | None,
     say: Callable[[Listening], None],
 ) -> None:
-    from serving.fleet.workers import held_ports
+    from serving.fleet.local_fleet import held_ports
     from serving.observe.profile import profiled
     from serving.rank.service import RankingService
     from serving.server import serve_until_signalled
@@ -339,9 +339,9 @@ def _worker_arguments(options: dict[str, Any], folder: Path) -> list[str]:
 def _run_workers(
     ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str] | None = None
 ) -> None:
+    from serving.fleet.local_fleet import held_ports, worker_specs
     from serving.fleet.process import StopRequestedError, run_until_signalled
     from serving.fleet.supervisor import SupervisionConfig, supervised
-    from serving.fleet.workers import held_ports, worker_specs
 
     host, log_level = ctx.params["host"], ctx.find_root().params["log_level"]
 

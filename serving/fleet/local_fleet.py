@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
+import httpx
+from prometheus_client.multiprocess import mark_process_dead
 from pydantic import Field, model_validator
 
 from loader.manifest import Frozen
@@ -32,15 +36,16 @@ from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
     NotYetError,
+    Probe,
     RefusedError,
     SupervisionConfig,
     Supervisor,
     shardrank_command,
     supervised,
 )
-from serving.fleet.workers import WorkerPorts, connectable_host, held_ports, worker_specs
 from shard_node.address import MAX_UNIX_PATH_BYTES, Address
 
+LOOPBACK = "127.0.0.1"
 STORE_REGISTRY = ".registry"
 """Folder in a store that is the registry of a fleet for which no other was named."""
 COORDINATOR = "coordinator"
@@ -115,13 +120,7 @@ class FleetConfig(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """One model at the start of a fleet.
-
-    Attributes:
-        model, version: what is live.
-        plan: who holds which of its rows.
-        latest: the store's highest version, which may be another one.
-    """
+    """One model at the start of a fleet: what is live, who holds which rows, and the store's highest version."""
 
     model: str
     version: int
@@ -257,15 +256,122 @@ async def ask_lock(fleet: FleetRegistry, key: str, process_id: int) -> None:
         raise NotYetError(f"nobody holds {key} yet")
 
 
+@contextlib.contextmanager
+def shared_port(host: str, port: int) -> Iterator[int]:
+    """Holds a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
+
+    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
+    take the port, not even between the death of the last worker and its restart.
+
+    Raises:
+        FleetError: if the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        try:
+            if port:
+                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    # Connections of a server that has just ended must not keep the port from its successor.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+        except OSError as error:
+            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
+            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
+        yield held.getsockname()[1]
+
+
+def connectable_host(host: str) -> str:
+    """The address at which a server that is bound to `host` answers on this machine."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Ports that are held for workers.
+
+    HTTP and gRPC are public and shared by all workers. `probes` has a private port on loopback for each: at the shared
+    port, whichever worker the kernel picks would answer the question whether this one is ready.
+    """
+
+    host: str
+    http: int
+    grpc: int
+    probes: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+    """Holds the ports, and a private one for each worker, while the block runs; 0 is any free one.
+
+    Raises FleetError if a port is taken.
+    """
+    with contextlib.ExitStack() as held:
+        http = held.enter_context(shared_port(host, http_port))
+        grpc = held.enter_context(shared_port(host, grpc_port))
+        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
+        yield WorkerPorts(host, http, grpc, probes)
+
+
+def worker_specs(
+    run_directory: Path,
+    ports: WorkerPorts,
+    arguments: Sequence[Sequence[str]],
+    log_level: str,
+    environment: Mapping[str, str],
+    probes: Sequence[Probe] = (),
+) -> list[ChildSpec]:
+    """One child for each probe port; what several workers count is added up by files in `run_directory`.
+
+    `arguments` has each worker's flags of `shardrank serve` that say what to serve, without ports; `probes`, unless it
+    is empty, what else each must say before it is ready.
+    """
+    on_exit = None
+    if len(ports.probes) > 1:
+        metrics = run_directory / "metrics"
+        metrics.mkdir(mode=0o700, exist_ok=True)
+        environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        # A dead process' gauges must not be added up with those of the living.
+        on_exit = partial(mark_process_dead, path=str(metrics))
+    return [
+        ChildSpec(
+            name=f"serve-{worker}",
+            command=shardrank_command(
+                *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
+                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
+            ),
+            probe=partial(_ask_worker, (*probes[worker : worker + 1], partial(_ask_over_http, probe_port))),
+            environment=environment,
+            on_exit=on_exit,
+        )
+        for worker, probe_port in enumerate(ports.probes)
+    ]
+
+
+async def _ask_worker(probes: Sequence[Probe], process_id: int) -> None:
+    for probe in probes:
+        await probe(process_id)
+
+
+async def _ask_over_http(port: int, process_id: int) -> None:
+    url = f"http://{LOOPBACK}:{port}/readyz"
+    try:
+        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+            answer = await client.get(url)
+    except httpx.HTTPError as error:
+        raise NotYetError(f"{url}: {error}") from error
+    if not answer.is_success:
+        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+
+
 @dataclass(frozen=True)
 class LocalFleet:
     """A fleet that serves.
 
-    Attributes:
-        host, http_port, grpc_port: where it answers.
-        supervisor: keeps `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>` running; its run directory has
-            their sockets and logs.
-        registry: open for as long as the fleet runs.
+    The supervisor keeps `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>` running; its run directory has
+    their sockets and logs. The registry is open for as long as the fleet runs.
     """
 
     host: str

@@ -49,8 +49,6 @@ class ChildSpec:
 
     Attributes:
         name: unique in its fleet; names the log file.
-        command: the whole argument list.
-        probe: asked until it returns.
         environment: variables added to the supervisor's own.
         on_exit: told the id of each process that ended before the supervisor was stopped.
     """
@@ -172,13 +170,8 @@ class Supervisor:
 
     Children are started in groups, each group ready before the next is started, and stopped in reverse. A child that
     ends before it was first ready fails the start; one that ends later is started again after a pause that doubles
-    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`.
-
-    Args:
-        run_directory: where the logs go; must exist.
-        config: times.
-        clock: monotonic seconds.
-        sleep: how to wait.
+    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`. Logs go to the
+    run directory, which must exist.
     """
 
     def __init__(

@@ -19,11 +19,7 @@ LayerSizes = Annotated[tuple[LayerSize, ...], Field(max_length=MAX_LAYERS)]
 
 
 class MlpConfig(Frozen):
-    """logit = MLP(concat(dense, embeddings)).
-
-    Attributes:
-        hidden: sizes of the hidden layers (ReLU); a last layer of size 1 follows.
-    """
+    """logit = MLP(concat(dense, embeddings)): hidden layers (ReLU) of these sizes, and a last one of size 1."""
 
     kind: Literal["mlp"] = "mlp"
     hidden: LayerSizes = (256, 64)
@@ -32,10 +28,9 @@ class MlpConfig(Frozen):
 class DlrmConfig(Frozen):
     """DLRM (Naumov et al., 2019, arXiv:1906.00091) with dot interaction.
 
-    Attributes:
-        bottom_mlp: layer sizes of the MLP over the dense inputs (ReLU after each); the last is the embedding_dim.
-            Empty if, and only if, the model has no dense inputs.
-        top_mlp: sizes of the hidden layers over the interactions (ReLU); a last layer of size 1 follows.
+    `bottom_mlp` has the layer sizes of the MLP over the dense inputs (ReLU after each), the last of which is the
+    embedding_dim; empty if, and only if, there are no dense inputs. `top_mlp` has those of the hidden layers over the
+    interactions.
     """
 
     kind: Literal["dlrm"] = "dlrm"
@@ -46,12 +41,8 @@ class DlrmConfig(Frozen):
 class DcnV2Config(Frozen):
     """DCN-v2 (Wang et al., 2021, arXiv:2008.13535), stacked: cross layers, then deep layers.
 
-    Attributes:
-        num_cross_layers: how many cross layers.
-        low_rank: rank of each cross layer's two factors, or None for one full matrix.
-        bottom_mlp: layer sizes of an MLP over the dense inputs (ReLU after each), whose output takes their place; this
-            is MLPerf's DLRM-v2. Empty: the dense inputs enter the cross layers as they are.
-        deep: sizes of the deep layers (ReLU); a last layer of size 1 follows.
+    `low_rank` is the rank of each cross layer's two factors, or None for one full matrix. `bottom_mlp` has the sizes of
+    an MLP over the dense inputs (ReLU after each), whose output takes their place; this is MLPerf's DLRM-v2.
     """
 
     kind: Literal["dcn_v2"] = "dcn_v2"
@@ -64,12 +55,8 @@ class DcnV2Config(Frozen):
 class TargetAttentionConfig(Frozen):
     """Attention of each candidate over a history, after DIN (Zhou et al., 2018, arXiv:1706.06978).
 
-    Attributes:
-        history_feature: a context feature with pooling none.
-        target_feature: the pooled candidate feature that attends, of the same embedding_dim.
-        attention_hidden: sizes of the hidden layers (ReLU) of the attention MLP over [q, k, q - k, q * k].
-        hidden: sizes of the hidden layers (ReLU) over concat(dense, embeddings, attended history); a last layer of
-            size 1 follows.
+    The pooled candidate feature `target_feature` attends over `history_feature`, a context feature with pooling none,
+    by an MLP over [q, k, q - k, q * k]; the head is over concat(dense, embeddings, attended history).
     """
 
     kind: Literal["target_attention"] = "target_attention"

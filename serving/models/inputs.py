@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -39,54 +38,45 @@ class InputShapes:
     Attributes:
         context_dense_width: Kc, dense inputs that come once a request.
         candidate_dense_width: Kd, dense inputs of each candidate.
-        features: the pooled features, in the order of `spec.features`.
-        dims: embedding_dim of each of them.
+        features, dims: the pooled features, in the order of `spec.features`, and the embedding_dim of each.
+        offsets: first column of each pooled feature within the embeddings.
         sequence_dims: embedding_dim of each feature with pooling none.
+        dense_width: Kc + Kd.
+        embedding_width: W, the sum of `dims`.
+        width: Kc + Kd + W, the columns that carry something.
+        padded_width: the columns of the matrix.
     """
 
     context_dense_width: int
     candidate_dense_width: int
     features: tuple[str, ...]
     dims: tuple[int, ...]
+    offsets: Mapping[str, int]
     sequence_dims: Mapping[str, int]
+    dense_width: int
+    embedding_width: int
+    width: int
+    padded_width: int
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InputShapes:
         """The shapes of a model's inputs."""
         dims = {feature.name: spec.table_of(feature.name).embedding_dim for feature in spec.features}
-        pooled = tuple(name for name in dims if spec.pooling_of(name) != "none")
+        pooled = {name: dim for name, dim in dims.items() if spec.pooling_of(name) != "none"}
+        context, candidate, embeddings = spec.dense_inputs.context, spec.dense_inputs.candidate, sum(pooled.values())
+        width = context + candidate + embeddings
         return cls(
-            context_dense_width=spec.dense_inputs.context,
-            candidate_dense_width=spec.dense_inputs.candidate,
-            features=pooled,
-            dims=tuple(dims[name] for name in pooled),
+            context_dense_width=context,
+            candidate_dense_width=candidate,
+            features=tuple(pooled),
+            dims=tuple(pooled.values()),
+            offsets=dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False)),
             sequence_dims={name: dim for name, dim in dims.items() if name not in pooled},
+            dense_width=context + candidate,
+            embedding_width=embeddings,
+            width=width,
+            padded_width=padded_width(width),
         )
-
-    @cached_property
-    def dense_width(self) -> int:
-        """Kc + Kd."""
-        return self.context_dense_width + self.candidate_dense_width
-
-    @cached_property
-    def embedding_width(self) -> int:
-        """W, the sum of the pooled features' dims."""
-        return sum(self.dims)
-
-    @cached_property
-    def width(self) -> int:
-        """Kc + Kd + W, the columns that carry something."""
-        return self.dense_width + self.embedding_width
-
-    @cached_property
-    def padded_width(self) -> int:
-        """The columns of the matrix."""
-        return padded_width(self.width)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """First column of each pooled feature within the embeddings."""
-        return dict(zip(self.features, accumulate(self.dims, initial=0), strict=False))
 
     def embedding_columns(self, feature: str) -> slice:
         """The columns of a pooled feature within `RankingInputs.embeddings`. Raises KeyError."""
@@ -98,9 +88,8 @@ class InputShapes:
 class SequenceInput:
     """The rows of one sequence feature, one sequence a request.
 
-    Attributes:
-        rows: [R, L, D]; L is the longest sequence of the batch, shorter ones end in zeros.
-        mask: bool [R, L], true where a row is real.
+    `rows` are [R, L, D]; L is the longest sequence of the batch, shorter ones end in zeros. `mask` is bool [R, L], true
+    where a row is real.
     """
 
     rows: Tensor
@@ -114,8 +103,6 @@ class RankingInputs:
     Attributes:
         columns: [N, padded width], each candidate's dense inputs (context, then candidate), its pooled embeddings in
             the order of `InputShapes.features` (context features repeated for each candidate), zeros.
-        dense_width: Kc + Kd.
-        embedding_width: W.
         sequences: the sequence features by name.
         request_of_candidate: int64 [N], which of the R requests a candidate belongs to.
     """
@@ -176,16 +163,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writ", c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pooled features of one side that are neighbours in their block and in the columns.
-
-    Attributes:
-        block: which of the lookup's blocks holds them.
-        side: context features have a bag a request, candidate features a bag a candidate.
-        first_feature: flat index of the first.
-        num_features: how many.
-        dim: embedding_dim of each.
-        column: first column in `RankingInputs.columns`.
-    """
+    """Pooled features of one side and embedding_dim that are neighbours in their block and in the columns."""
 
     block: int
     side: Side
@@ -222,21 +200,14 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
 class ColumnBuffer:
     """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
 
-    Attributes:
-        memory: [most candidates so far, padded width], zero behind what the inputs carry.
+    It is [most candidates so far, padded width], and zero behind what the inputs carry.
     """
 
     memory: Tensor
 
 
 class InputAssembler:
-    """Writes a batch's embeddings and dense floats into a ranking model's inputs.
-
-    Args:
-        spec: the model.
-        schema: its features in flat order.
-        dtype: the ranking model's number format, float32 or bfloat16.
-    """
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs, in its number format."""
 
     def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
         self.shapes = InputShapes.of(spec)

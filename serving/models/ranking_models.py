@@ -56,12 +56,7 @@ def can_pack(weight: Tensor) -> bool:
 class Mlp(nn.Module):
     """Linear layers with ReLU between them.
 
-    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out].
-
-    Args:
-        input_width: columns of the input.
-        sizes: output size of each layer.
-        relu_at_end: whether ReLU follows the last layer too.
+    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out]. `sizes` has the output size of each.
     """
 
     def __init__(self, input_width: int, sizes: Sequence[int], *, relu_at_end: bool) -> None:
@@ -114,10 +109,6 @@ class LogitHead(Mlp):
 
     The last product is made in float32: a bfloat16 logit has 8 significant bits, and candidates whose logits differ by
     less than one part in 256 would tie, which is no order at all. It is one column, so it costs next to nothing.
-
-    Args:
-        input_width: columns of the input.
-        hidden: output size of each layer before the last.
     """
 
     def __init__(self, input_width: int, hidden: Sequence[int]) -> None:

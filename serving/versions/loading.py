@@ -40,7 +40,6 @@ class ModelSource(Frozen):
     """Which version to serve, and where its rows are.
 
     Attributes:
-        snapshot: its folder.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
         node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
@@ -49,10 +48,8 @@ class ModelSource(Frozen):
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
-        verify: check every file's SHA-256.
         num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
             loop that requests come from: only for rows that never have to be waited for.
-        dtype: of the dense model.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -93,11 +90,7 @@ def load_served_model(
 ) -> ServedModel:
     """Opens, loads and checks a version. Blocks; `service.install` makes it live.
 
-    Args:
-        source: what to load.
-        service: whose limits, metrics and clock it uses.
-        progress: told bytes checked and loaded.
-        loop: runs in another thread, and is where requests come from; ranks if `num_replicas` is 0.
+    `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0.
 
     Raises:
         SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.

@@ -54,7 +54,6 @@ class ServedModel:
 
     Attributes:
         submit: queues a request. Raises OverloadedError, ShuttingDownError; then the lease is still the caller's.
-        counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
     """
 
@@ -97,23 +96,14 @@ class ServedModel:
     ) -> ServedModel:
         """Makes a version servable: connects, checks it against its golden requests, warms every replica. Blocks.
 
-        Args:
-            snapshot: the opened snapshot.
-            plan: who owns which rows.
-            shards: makes the connections of one ranking replica.
-            limits: of requests and batches.
-            num_replicas: ranking replicas; each is a thread, and where rows are on cards they take turns over these.
-            dtype: of the dense model; `auto` is bfloat16 where the device has it and the golden requests bear it out.
-            card_graphs: where rows are on cards, rank by CUDA graphs.
-            metrics: where it counts.
-            clock: monotonic seconds.
-            on_close: called when the version is unloaded, after its replicas have ended.
-            loop: ranks in place of threads, for rows in this process that are never waited for: the event loop that
-                requests come from. It runs in another thread than this one.
+        Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
+        `card_graphs`. With a `loop` it ranks in their place, for rows in this process that are never waited for: the
+        event loop that requests come from, which runs in another thread than this one. `on_close` is called when the
+        version is unloaded, after its replicas have ended. Of `dtype`, `auto` is bfloat16 where the device has it and
+        the golden requests bear it out.
 
         Raises:
-            GoldenMismatchError, RouterError, ShardNodeError: as `check_version`.
-            RankingModelError: if the dense model does not fit its description.
+            GoldenMismatchError, RankingModelError, RouterError, ShardNodeError: as `check_version`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -163,7 +153,6 @@ class ServedModel:
         Raises:
             NotReadyError: if a replica has ended, a shard does not answer in time, or no node of a shard has this
                 version any more: the fleet went on without this process, which lost sight of the registry.
-            RouterError, ShardNodeError: if a shard can't be asked.
         """
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
             raise NotReadyError(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
@@ -221,8 +210,7 @@ class CheckedVersion:
     """What the check of a version found.
 
     Attributes:
-        dtype: it serves with.
-        fallback: why that is not the one that was asked for; "" if it is.
+        fallback: why it does not serve with the dtype that was asked for; "" if it does.
         difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
             the version: then its scores are meant to be others.
         tolerance: what the manifest allows; None without golden requests.
@@ -357,13 +345,9 @@ class _GoldenCheck:
     def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
         """The largest difference between a replica's scores and the golden ones.
 
-        Between batches it rests for as long as the last one took: others serve meanwhile.
-
-        Args:
-            replica: what serves.
-            other: another dense model to score with; None for the replica's own.
-            to_own: compare to the scores of the replica's own dense model, and not to golden ones. Both score the very
-                same rows: where deltas are applied meanwhile, a second lookup would give others.
+        Between batches it rests for as long as the last one took: others serve meanwhile. With `to_own` the scores of
+        another dense model are compared to those of the replica's own. Both score the very same rows: where deltas are
+        applied meanwhile, a second lookup would give others.
         """
         name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
 

@@ -56,9 +56,8 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    Args:
-        expected_models: models that are configured, loaded or not; None if that is not known yet.
-        on_freed: told each version that has been freed, on a thread of its own.
+    `expected_models` are configured, loaded or not. `on_freed` is told each version that has been freed, on a thread of
+    its own.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
@@ -108,12 +107,7 @@ class ServedVersions:
         return self.generations.live_versions()
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
-        """Sends a share of a model's requests to a version, or to none.
-
-        Args:
-            model: whose requests.
-            version: is here and not draining; None ends the canary.
-            share: above 0 and below 1; ignored without a version.
+        """Sends a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
 
         Raises:
             GenerationNotFoundError: if the version is not here, or drains.

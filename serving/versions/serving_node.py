@@ -61,10 +61,8 @@ class ServingConfig(Frozen):
 
     Attributes:
         node_id: its name, stable over restarts.
-        store: where versions lie.
         verify: compare the SHA-256 of the files that it reads.
         num_replicas: ranking replicas of each version, each a thread.
-        dtype: of dense models.
         stage_cpu_share: of one core, at most, that checking files takes.
         node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
     """
@@ -80,13 +78,7 @@ class ServingConfig(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class LocalRows:
-    """Rows in this process.
-
-    Attributes:
-        node: holds them.
-        actions: stage them into `node`, apply deltas to them, and retire them.
-        plan_of: who owns what; must be the plan that `actions` stage by.
-    """
+    """Rows in this process: `actions` stage them into `node`, by the plan that `plan_of` gives."""
 
     node: ShardNode
     actions: NodeActions
@@ -110,7 +102,6 @@ class ServingNode:
     Attributes:
         address: where it is asked, HTTP; to be set before `load`.
         directory: the shard nodes of the fleet.
-        agent: makes the process what is wanted of it.
     """
 
     def __init__(
@@ -163,8 +154,7 @@ class ServingNode:
 
     def held(self) -> set[tuple[str, int]]:
         """(model, version) of what could answer requests."""
-        held = {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
-        return held if self._local is None else held & set(self._local.actions.held())
+        return self._here() if self._local is None else self._here() & set(self._local.actions.held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Loads, checks and warms a version, and puts it beside the live one.
@@ -181,7 +171,7 @@ class ServingNode:
             topology = await self._topology(model, version)
         elif (model, version) not in self._local.actions.held():
             await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
-        if self._is_here(model, version):
+        if (model, version) in self._here():
             return  # its rows were staged anew; what ranks with them is still here
         try:
             await self._load(published, topology, tell)
@@ -214,7 +204,7 @@ class ServingNode:
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraws a version; returns when its last request has ended and it is freed."""
-        if self._is_here(model, version):
+        if (model, version) in self._here():
             generation = self._service.retire(model, version)
             deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
             while not generation.retired.is_set():
@@ -343,9 +333,8 @@ class ServingNode:
 
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
 
-    def _is_here(self, model: str, version: int) -> bool:
-        generations = self._service.generations.all()
-        return any((one.model, one.version) == (model, version) and one.state != "draining" for one in generations)
+    def _here(self) -> set[tuple[str, int]]:
+        return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
 
     def _replicas(self, snapshot: Snapshot, index: int) -> ReplicaSource:
         """The nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from serving.errors import FleetError
-from serving.fleet.local_fleet import socket_path
+from serving.fleet.local_fleet import connectable_host, shared_port, socket_path
 from serving.fleet.process import PARENT_PID_VARIABLE, run_until_signalled
-from serving.fleet.workers import connectable_host, shared_port
 from shard_node.address import MAX_UNIX_PATH_BYTES
 
 CHILD = """
