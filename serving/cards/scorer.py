@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
@@ -119,7 +118,7 @@ class CardBatch:
         self._slot.fill(bags)
         self._lane.launch(partial(self._pool, bags))
         if not self._layout.sequences:
-            self._rank_class()
+            self._rank()
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
@@ -131,7 +130,7 @@ class CardBatch:
         """
         stream = self._lane.stream
         try:
-            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank_class)
+            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank)
             self._pooling = self._card.capture(stream, self._slot.enqueue)
         except BaseException:
             self.can_capture = False
@@ -147,10 +146,8 @@ class CardBatch:
         self._lane.launch(partial(self._pool, bags))
         if self._ranking is not None:
             self._ranking.replay(stream)
-        elif self._layout.sequences:
-            self._rank(batch)
         else:
-            self._rank_class()
+            self._rank(batch if self._layout.sequences else None)
         stream.synchronize()
         self.num_uses += 1
         return self._host_scores[: batch.candidate_dense.shape[0]].copy()
@@ -169,35 +166,20 @@ class CardBatch:
             self._pooling.replay(self._lane.stream)
         self._slot.add_mapped(bags)
 
-    def _rank_class(self) -> None:
-        """Puts the dense model's work on the stream, for as many candidates as the class has."""
-        with self._dense_work(self.most.num_candidates):
-            self._score(self._inputs, self._extra.owner)
-        self._send_scores(self.most.num_candidates)
-
-    def _rank(self, batch: MergedBatch) -> None:
-        """Puts the dense model's work on the stream, for the batch's own size."""
-        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        with self._dense_work(num_candidates):
-            columns, owner = self._columns[:num_candidates], self._extra.owner[:num_candidates]
-            inputs = self._ranking_inputs(columns, owner, self._padded_sequences(num_requests))
-            self._score(inputs, owner)
-        self._send_scores(num_candidates)
-
-    @contextmanager
-    def _dense_work(self, num_candidates: int) -> Iterator[None]:
-        """Within it torch works on the lane's stream, and memory that it does not find is a MemoryBudgetError."""
+    def _rank(self, batch: MergedBatch | None = None) -> None:
+        """Puts the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
+        count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
-                yield
+                self._score(self._inputs if batch is None else self._inputs_of(batch))
         except torch.OutOfMemoryError as error:
-            card = self._card.number
             raise MemoryBudgetError(
-                f"card {card} has no room for the dense model's work on {num_candidates} candidates: {error}"
+                f"card {self._card.number} has no room for the dense model's work on {count} candidates: {error}"
             ) from error
+        self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
 
-    def _score(self, inputs: RankingInputs, owner: Tensor) -> None:
-        shapes, columns = self._layout.shapes, inputs.columns
+    def _score(self, inputs: RankingInputs) -> None:
+        shapes, columns, owner = self._layout.shapes, inputs.columns, inputs.request_of_candidate
         num_candidates = columns.shape[0]
         if shapes.context_dense_width:
             first = self._layout.context_dense_column
@@ -208,14 +190,11 @@ class CardBatch:
         for one in self._layout.expansions:
             shared = self._context[:, one.source : one.source + one.width]
             torch.index_select(shared, 0, owner, out=columns[:, one.column : one.column + one.width])
-        torch.sigmoid(self._model(inputs).float(), out=self._scores_on_card[:num_candidates])
+        torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
 
-    def _send_scores(self, num_candidates: int) -> None:
-        size = FLOAT_BYTES * num_candidates
-        self._card.copy_to_host(self._down, 0, self._scores.address, size, self._lane.stream)
-
-    def _padded_sequences(self, num_requests: int) -> dict[str, SequenceInput]:
+    def _inputs_of(self, batch: MergedBatch) -> RankingInputs:
         """Lays ragged rows side by side, [R, longest, D], ending in zeros."""
+        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
         sequences = {}
         for number, (_, name, dim) in enumerate(self._layout.sequences):
             longest = int(self._host_extra[3][number, 1, :num_requests].max(initial=0))
@@ -226,18 +205,19 @@ class CardBatch:
             rows = (starts[:, None] + within).clamp_(max=self.most.num_values - 1).flatten()
             padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
-        return sequences
-
-    def _ranking_inputs(self, columns: Tensor, owner: Tensor, sequences: Mapping[str, SequenceInput]) -> RankingInputs:
-        shapes = self._layout.shapes
-        return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
+        return replace(
+            self._inputs,
+            columns=self._inputs.columns[:num_candidates],
+            sequences=sequences,
+            request_of_candidate=self._extra.owner[:num_candidates],
+        )
 
     def _views(self) -> None:
         """Tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
         output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
         out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
-        self._columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
+        columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
         context = out[output.context : output.context + most.num_requests * layout.context_stride]
         self._context = context.view(most.num_requests, layout.context_stride)
         self._sequence_rows = [
@@ -247,7 +227,7 @@ class CardBatch:
         sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
         self._extra = layout.extra(most, sent)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
-        self._inputs = self._ranking_inputs(self._columns, self._extra.owner, {})
+        self._inputs = RankingInputs(columns, shapes.dense_width, shapes.embedding_width, {}, self._extra.owner)
 
 
 MAX_BATCHES = 64
