@@ -99,13 +99,11 @@ class CardLayout:
     """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
-        num_features: F, the keys of a batch.
         context_width: columns of a request's row that carry something: its pooled features, then its dense inputs.
         context_stride: columns of a request's row.
         context_dense_column: the first of its dense inputs.
         expansions: from a request's row to the input matrix.
         sequences: (flat index, name, dim) of each sequence feature.
-        weighted: whether a batch may have weights.
     """
 
     def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:

@@ -63,14 +63,12 @@ class FleetConfig(Frozen):
         versions: what a model begins with, by model. One that is not named goes on with the version that the registry
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
-        replicas: nodes of each shard.
-        cards: cards of each node.
+        replicas, cards: nodes of each shard, and cards of each node.
         replicate_bytes: tables of at most this size go to every shard.
         workers: serving processes on one HTTP and one gRPC port.
         http_port, grpc_port: 0 for any free one.
         memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
         verify: every process compares the SHA-256 of the files that it reads, at each start and for each new version.
-        shard_node_arguments, serve_arguments, coordinator_arguments: further flags of those commands.
     """
 
     store: Path

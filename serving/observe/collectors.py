@@ -145,7 +145,7 @@ class VersionCollector(Collector):
             state.add_metric([*labels, one.state], 1.0)
             leases.add_metric(labels, one.leases)
         # All as of one moment: a scrape during a flip must not find a model without a live version.
-        for model, version in self._versions.live_versions().items():
+        for model, version in self._versions.generations.live_versions().items():
             live.add_metric([model], version)
             degraded.add_metric([model], float(model in reasons))
             choice = self._versions.canary(model)

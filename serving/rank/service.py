@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from loader.errors import ShardrankError
-from loader.registry.records import VersionStats
 from serving.description import ModelDescription
 from serving.errors import ClientGoneError, OverloadedError
 from serving.formats.requests import Answer, Unparsed
@@ -119,10 +118,6 @@ class RankingService:
             CanaryShareError: if the share is not above 0 and below 1.
         """
         self.versions.set_canary(model, version, share)
-
-    def stats(self, model: str, version: int) -> VersionStats:
-        """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
-        return self.versions.stats(model, version)
 
     @contextlib.contextmanager
     def call(self, api: str, method: str) -> Iterator[Call]:

@@ -243,14 +243,8 @@ def check_version(
     for: every id has one, scores are finite, and bfloat16 is close to float32.
 
     Golden requests go through every replica, in the number format that it will serve with. What that needs once is done
-    then: connections, checks of the nodes, buffers, kernels chosen for shapes.
-
-    Args:
-        snapshot: the version.
-        parts: its dense model in float32; what the replicas use now.
-        replicas: started, and without requests.
-        asked: the number format that was configured.
-        clock: monotonic seconds.
+    then: connections, checks of the nodes, buffers, kernels chosen for shapes. The replicas are started, have no
+    requests yet, and use `parts`, which are in float32.
 
     Raises:
         GoldenMismatchError: it must not serve.

@@ -15,7 +15,6 @@ from math import isfinite
 
 import xxhash
 
-from loader.registry.records import VersionStats
 from serving.errors import CanaryShareError, ModelNotFoundError, NotReadyError
 from serving.versions.served_model import ServedModel
 from shard_node.errors import GenerationNotFoundError
@@ -100,11 +99,7 @@ class ServedVersions:
 
     def live(self, model: str) -> int | None:
         """The version that answers requests; None if there is none."""
-        return self.live_versions().get(model)
-
-    def live_versions(self) -> dict[str, int]:
-        """The live version of every model that has one."""
-        return self.generations.live_versions()
+        return self.generations.live_versions().get(model)
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
         """Sends a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
@@ -124,21 +119,11 @@ class ServedVersions:
         """The model's canary; None if there is none."""
         return self._canaries.get(model)
 
-    def stats(self, model: str, version: int) -> VersionStats:
-        """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
-        for one in self.generations.all():
-            if (one.model, one.version) == (model, version):
-                return one.payload.counter.stats()
-        raise GenerationNotFoundError(f"version {version} of model {model!r} is not here")
-
     def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
         """A lease on the given version; without one, on the canary or the live one.
 
-        Args:
-            model: the name in the request.
-            version: what the request asks for; None leaves the choice to us.
-            key: gives the request's key, or "" for one without; only asked while there is a canary. None for what is no
-                request: it gets the live version.
+        `key` gives a request's key, or "" for one without; it is only asked while there is a canary. What is no request
+        has none, and gets the live version.
 
         Raises:
             ModelNotFoundError: naming what is served instead.

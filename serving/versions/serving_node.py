@@ -88,13 +88,8 @@ class LocalRows:
 class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
-    Args:
-        fleet: the registry; closed by `leave`.
-        service: what answers requests. If no models are named in `agent_config`, those that are wanted at the start are
-            the ones without which the process is not ready.
-        config: of the process.
-        agent_config: intervals, limits, and which models.
-        local: rows in this process; None if they are on shard nodes.
+    If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
+    is not ready. Without `local` rows they are on shard nodes.
 
     Raises:
         TlsConfigError: a file of `config.node_tls` can't be read or does not fit.
@@ -254,7 +249,7 @@ class ServingNode:
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=self._memory[1],
             applied=dict(applied),
-            live=self._service.versions.live_versions(),
+            live=self._service.generations.live_versions(),
             versions=tuple(reports),
         )
 
@@ -348,7 +343,7 @@ class ServingNode:
         if not expected:
             return False
         self._service.expect(expected)
-        return self._service.versions.live_versions().keys() >= set(expected)
+        return self._service.generations.live_versions().keys() >= set(expected)
 
     async def _watch_nodes(self) -> None:
         is_silent = False

@@ -13,7 +13,16 @@ from loader.registry.records import Canary
 from serving.rank.replica import Replica
 from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
-from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, write_api_model
+from shardrank_testing.serving_api import (
+    FILMS,
+    MODEL,
+    ApiModel,
+    api_request,
+    run,
+    running_api,
+    stats_of,
+    write_api_model,
+)
 
 
 def test_a_version_waits_with_a_reason_until_every_shard_has_a_node_that_has_it(versions, store, folder):
@@ -139,7 +148,7 @@ def test_every_ranking_replica_is_warm_and_connected_before_the_version_is_ready
             connections = [running.server.num_connections for running in fleet.nodes.values()]
             assert connections == [2, 2, 2, 2]
             assert all(lookups.values())
-            assert service.stats(MODEL, 1).requests == 0
+            assert stats_of(service, 1).requests == 0
 
     run(main())
 
