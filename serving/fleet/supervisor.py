@@ -129,12 +129,9 @@ class Child:
 
     def failure(self, what: str) -> ChildFailedError:
         """The error for a child that does not serve: with the error that its log ends with, or its last lines."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                lines = log.read().decode("utf-8", "replace").splitlines()
-        except FileNotFoundError:
-            lines = []
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            lines = log.read().decode("utf-8", "replace").splitlines()
         if lines and lines[-1].startswith(_ERROR_PREFIX):
             reason = f": {lines[-1].removeprefix(_ERROR_PREFIX)}"
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,24 +10,23 @@ from torch import Tensor
 
 from loader.manifest import ModelSpec
 from serving.errors import RankingModelError
-from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, parse_dense_model
+from serving.models.config import parse_dense_model
 from serving.models.inputs import InputShapes
-from serving.models.ranking_models import DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
+from serving.models.ranking_models import CPU, DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
 
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
-_CPU = torch.device("cpu")
+_MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
+    "mlp": MlpRanking,
+    "dlrm": Dlrm,
+    "dcn_v2": DcnV2,
+    "target_attention": TargetAttention,
+}
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
     """An untrained model in float32, as its description says. Raises RankingModelError if that is not valid."""
-    config, shapes = parse_dense_model(spec), InputShapes.of(spec)
-    if isinstance(config, MlpConfig):
-        return MlpRanking(config, shapes)
-    if isinstance(config, DlrmConfig):
-        return Dlrm(config, shapes)
-    if isinstance(config, DcnV2Config):
-        return DcnV2(config, shapes)
-    return TargetAttention(config, shapes)
+    config = parse_dense_model(spec)
+    return _MODELS[config.kind](config, InputShapes.of(spec))
 
 
 def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> RankingModel:
@@ -79,7 +78,7 @@ def bfloat16_is_native(capabilities: Mapping[str, Any] | None = None) -> bool:
     return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
 
 
-def choose_dtype(choice: DtypeChoice, device: torch.device = _CPU, *, native: bool | None = None) -> torch.dtype:
+def choose_dtype(choice: DtypeChoice, device: torch.device = CPU, *, native: bool | None = None) -> torch.dtype:
     """The number format of the ranking model on a device: `auto` is bfloat16 where that has it.
 
     `native` says whether it has; None asks it: GPUs of compute capability 8.0 and above do. Raises RankingModelError

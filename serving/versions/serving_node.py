@@ -263,8 +263,8 @@ class ServingNode:
         count = topology.num_shards
         missing = [str(index) for index in range(count) if not self.directory.replicas(model, version, index)]
         if missing:
-            shown = ("shard " if len(missing) == 1 else "shards ") + ", ".join(missing[:8]) + ", …" * (len(missing) > 8)
-            raise NotReadyError(f"no node of {shown} of {count} has version {version} of model {model!r} ready")
+            shards = ", ".join(missing)
+            raise NotReadyError(f"no node of shard {shards} of {count} has version {version} of model {model!r} ready")
         return topology
 
     async def _load(
