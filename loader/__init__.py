@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.checkpoint import Checkpoint, open_checkpoint
+    from loader.checkpoint import open_checkpoint
     from loader.checkpoint_match import match_checkpoint
     from loader.codecs import RowCodec, codec_for
     from loader.deltas.publisher import DeltaPublisher
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TableSpec,
         VocabularyMapping,
     )
+    from loader.named_tensors import Checkpoint
     from loader.progress import Progress, no_progress
     from loader.reader import Snapshot
     from loader.row_source import (
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 # Found when asked for: a coordinator needs no PyTorch, and importing that takes longer than all else that it does at a
 # start.
 _MODULE_OF = {
-    "Checkpoint": "loader.checkpoint",
+    "Checkpoint": "loader.named_tensors",
     "open_checkpoint": "loader.checkpoint",
     "match_checkpoint": "loader.checkpoint_match",
     "RowCodec": "loader.codecs",

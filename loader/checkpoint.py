@@ -6,7 +6,6 @@ Three forms are understood: safetensors (a file, or a folder of them), a plain `
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,35 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from loader.errors import CheckpointError, ExportError
 from loader.metadata_unpickler import UnpicklingError
+from loader.named_tensors import Checkpoint
 from loader.row_source import RowSource, SafetensorsRows, TensorRows
 
 _STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
-
-class Checkpoint(ABC):
-    """Named tensors that are read only when asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it. Raises CheckpointError if there is no such tensor."""
-
-    @abstractmethod
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in memory. Raises CheckpointError if there is none or it can't be read."""
-
-    @abstractmethod
-    def rows(self, name: str) -> RowSource:
-        """A matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
-
-    def _unknown(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: has no tensor {name!r}; it has {shortened(self.names())}")
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -176,9 +150,3 @@ def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, t
             yield name, value
         elif isinstance(value, Mapping):
             yield from _flattened(value, f"{name}.")
-
-
-def shortened(names: list[str], limit: int = 20) -> str:
-    """The first names as text, for a message."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{names[:limit]}{more}"

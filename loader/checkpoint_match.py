@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from loader.checkpoint import Checkpoint, shortened
 from loader.errors import CheckpointError
 from loader.manifest import ModelSpec, TableSpec
+from loader.named_tensors import Checkpoint, shortened
 from loader.row_source import RowSource
 
 # TorchRec: EmbeddingBagCollection and EmbeddingCollection keep a table's rows under these, whatever wraps them.

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from loader.checkpoint import Checkpoint
 from loader.chunk_coverage import check_chunks
 from loader.codecs import Float32Array
 from loader.errors import CheckpointError, cut
 from loader.metadata_unpickler import UnpicklingError, load_metadata
+from loader.named_tensors import Checkpoint
 from loader.row_fingerprint import file_fingerprint
 from loader.row_source import FLOAT_DTYPES, RowSource, ShapedRows
 

@@ -15,10 +15,20 @@ from shard_node.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, TablePl
 from shard_node.bags import Int64Array
 from shard_node.cpu_engine import CpuEngine
 from shard_node.engine import Tier
-from shard_node.errors import MemoryBudgetError
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.row_copy import RowCopy
 from shard_node.table_layout import TableLayout
+
+
+def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
+    """The layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
+    layout = TableLayout.of(snapshot.spec)
+    if partition.card_of_bucket.shape[0] != len(layout.tables):
+        raise InvalidBagsError(
+            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+        )
+    return layout
 
 
 @dataclass(slots=True)

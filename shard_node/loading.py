@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
-from shard_node.arena_builder import ArenaBuilder
+from shard_node.arena_builder import ArenaBuilder, layout_for
 from shard_node.delta_position import DeltaPosition
 from shard_node.engine import Tier
-from shard_node.errors import InvalidBagsError
 from shard_node.node import LoadedTables, Partition
 from shard_node.row_copy import RowCopy
 from shard_node.row_memory import Claim, MemoryClaim, RowMemory
-from shard_node.table_layout import TableLayout
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
-    from shard_node.cuda.hotness import RowCounts
-
-ObservedCounts: TypeAlias = "Mapping[str, RowCounts]"
-"""By table, uint32 [num_embeddings]: how often each row was seen to be looked up."""
+    from shard_node.cuda.hotness import ObservedCounts
 
 
 class Load(Protocol):
@@ -142,16 +137,6 @@ def load_tables(
     """
     load = prepare_load(snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set)
     return load.run(load.take(RowMemory()), progress)
-
-
-def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
-    """The layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
-    layout = TableLayout.of(snapshot.spec)
-    if partition.card_of_bucket.shape[0] != len(layout.tables):
-        raise InvalidBagsError(
-            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
-        )
-    return layout
 
 
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:

@@ -26,10 +26,10 @@ from loader.registry.records import (
 from loader.registry.typed import FleetRegistry
 from loader.store import Store
 from shard_node.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.cuda.hotness import ObservedCounts
 from shard_node.errors import FleetMismatchError
 from shard_node.followers import Followers, catch_up
 from shard_node.generation import Generation
-from shard_node.loading import ObservedCounts
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.row_memory import RowMemory
 from shard_node.stager import PlanOf, share_of, stage_tables

@@ -12,7 +12,8 @@ from loader.pace import Pace
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.registry.records import PublishedVersion
-from shard_node.loading import ObservedCounts, prepare_load
+from shard_node.cuda.hotness import ObservedCounts
+from shard_node.loading import prepare_load
 from shard_node.node import LoadedTables, Partition
 from shard_node.row_memory import RowMemory
 

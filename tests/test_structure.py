@@ -55,8 +55,7 @@ def imported_modules(tree: ast.AST, modules: set[str]) -> set[str]:
     return names & modules
 
 
-# loader and shard_node have circles of two files that are to go as well.
-@pytest.mark.parametrize("package", ["router", "serving", "loadtest"])
+@pytest.mark.parametrize("package", ORDER)
 def test_no_file_imports_itself_by_way_of_others(package):
     files = {
         relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path

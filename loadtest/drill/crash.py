@@ -97,7 +97,7 @@ async def run_crash_drill(
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
         load = await stack.enter_async_context(running_load(fleet.load_config(folder / "crash.answers")))
-        names = list(fleet.local.children)
+        names = list(fleet.local.supervisor.children)
         cases = config.cases([n for n in names if n.startswith("shard-")], [n for n in names if n.startswith("serve-")])
         await asyncio.sleep(config.warmup_s)
         courses: list[CrashCourse] = []
@@ -186,7 +186,7 @@ async def _kill(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -
         await asyncio.sleep(config.redis_down_s)
         await fleet.redis.restart(empty=case.victim == "redis-emptied")
         return
-    child = fleet.local.children[case.child]
+    child = fleet.local.supervisor.children[case.child]
     killed = child.pid
     if killed is None:
         raise DrillError(f"{case}: it does not run")

@@ -104,7 +104,7 @@ class OracleFleet:
 
     def process_ids(self) -> dict[str, int]:
         """Of all processes that run now, by child name."""
-        return {name: child.pid for name, child in self.local.children.items() if child.pid is not None}
+        return {name: child.pid for name, child in self.local.supervisor.children.items() if child.pid is not None}
 
     def node_process_ids(self) -> dict[str, int]:
         """Likewise, of the shard nodes and serving processes."""

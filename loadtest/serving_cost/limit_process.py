@@ -34,7 +34,7 @@ from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.merge import MergedBatch, merge_bags
 from serving.rank.ranking import Ranking
-from serving.versions.version_check import ranking_parts
+from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
 from shard_node.loading import load_tables
 from shard_node.node import LocalShard, ShardNode

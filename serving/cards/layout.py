@@ -6,11 +6,13 @@ of sequences as they come. One section behind the batch's ids holds dense inputs
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from loader.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
@@ -32,9 +34,6 @@ class BatchClass:
 
     Candidates in steps of a quarter, for they are what the dense model multiplies; the others, which cost next to
     nothing where they are not used, in powers of four and of two.
-
-    Attributes:
-        num_candidates, num_requests, num_values: the most that a batch of this class has.
     """
 
     num_candidates: int
@@ -65,29 +64,18 @@ def candidate_classes(most: int) -> list[int]:
     return classes
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """Columns that all candidates of a request share: neighbours in the request's row and in the input matrix.
-
-    Attributes:
-        source: first column of the request's row.
-        column: first column of the input matrix.
-        width: how many.
-    """
+class Expansion(NamedTuple):
+    """Columns that all candidates of a request share, from `source` of the request's row to `column` of the input."""
 
     source: int
     column: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPlaces:
+class OutputPlaces(NamedTuple):
     """Where the parts of the output begin, in elements, behind the input matrix [N, padded width].
 
-    Attributes:
-        context: [R, context stride].
-        sequences: of each sequence feature, [values, dim].
-        total: all of it.
+    The context is [R, context stride], each sequence feature [values, dim].
     """
 
     context: int
@@ -95,41 +83,27 @@ class OutputPlaces:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraPlaces:
-    """Where the parts of the section that is sent along begin, in bytes, behind int64 [N], each candidate's request.
+class Extra(NamedTuple):
+    """What is sent along with the ids: each candidate's request, int64 [N], dense inputs float32 [R, Kc] and [N, Kd].
 
-    Attributes:
-        context_dense: float32 [R, Kc].
-        candidate_dense: float32 [N, Kd].
-        sequences: int64 [sequence features, 2, R], where each request's rows begin, and how many there are.
-        size_bytes: all of it.
+    `sequences` is int64 [sequence features, 2, R]: where each request's rows begin, and how many there are.
     """
 
-    context_dense: int
-    candidate_dense: int
-    sequences: int
-    size_bytes: int
+    owner: Tensor
+    context_dense: Tensor
+    candidate_dense: Tensor
+    sequences: Tensor
 
 
 class CardLayout:
-    """Places and runs of one model in one number format. Immutable.
-
-    Args:
-        spec: the model.
-        schema: its features in flat order.
-        dtype: the ranking model's number format, float32 or bfloat16.
+    """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
-        shapes: of the model's inputs.
-        dtype: as given.
-        num_features: F, the keys of a batch.
         context_width: columns of a request's row that carry something: its pooled features, then its dense inputs.
         context_stride: columns of a request's row.
         context_dense_column: the first of its dense inputs.
         expansions: from a request's row to the input matrix.
         sequences: (flat index, name, dim) of each sequence feature.
-        weighted: whether a batch may have weights.
     """
 
     def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
@@ -142,19 +116,17 @@ class CardLayout:
             for index, feature in enumerate(schema.features)
             if feature.name in self.shapes.sequence_dims
         )
-        is_context = {feature.name: feature.side == "context" for feature in schema.features}
-        in_row: dict[str, int] = {}
+        self._schema = schema
+        self._in_row: dict[str, int] = {}
         width = 0
         for name, dim in zip(self.shapes.features, self.shapes.dims, strict=True):
-            if is_context[name]:
-                in_row[name] = width
+            if spec.feature(name).side == "context":
+                self._in_row[name] = width
                 width += dim
         self.context_dense_column = width
         self.context_width = width + self.shapes.context_dense_width
         self.context_stride = padded_width(self.context_width)
-        self.expansions = self._find_expansions(in_row)
-        self._schema = schema
-        self._in_row = in_row
+        self.expansions = self._find_expansions()
         self._tables = schema.table_index.astype(np.int64)
         self._modes = np.where(
             schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"])
@@ -163,7 +135,7 @@ class CardLayout:
     def size(self, most: BatchClass) -> BatchSize:
         """What the largest batch of a class takes."""
         bags = np.where(self._schema.is_context, most.num_requests, most.num_candidates).astype(np.int64)
-        return BatchSize(bags, most.num_values, self.weighted, self.extra_places(most).size_bytes)
+        return BatchSize(bags, most.num_values, self.weighted, self.extra_bytes(most))
 
     def runs(self, most: BatchClass) -> OutputRuns:
         """Where each feature's bags go."""
@@ -181,8 +153,8 @@ class CardLayout:
                 offsets.append(dense + self.shapes.offsets[feature.name])
                 strides.append(self.shapes.padded_width)
         out_dtype = OUT_DTYPES[self.dtype]
-        numbers = np.array([offsets, strides], np.int64)
-        return OutputRuns(self._tables, self._modes, numbers[0], numbers[1], out_dtype, places.total)
+        starts, steps = np.array([offsets, strides], np.int64)
+        return OutputRuns(self._tables, self._modes, starts, steps, out_dtype, places.total)
 
     def output_places(self, most: BatchClass) -> OutputPlaces:
         """Places for the largest batch of a class."""
@@ -194,25 +166,37 @@ class CardLayout:
             end += _round_up(most.num_values * dim, ALIGNED_ELEMENTS)
         return OutputPlaces(context, tuple(sequences), end)
 
-    def extra_places(self, most: BatchClass) -> ExtraPlaces:
-        """Places for the largest batch of a class."""
-        context_dense = _round_up(8 * most.num_candidates, ALIGNED_BYTES)
-        size = 4 * most.num_requests * self.shapes.context_dense_width
-        candidate_dense = context_dense + _round_up(size, ALIGNED_BYTES)
-        size = 4 * most.num_candidates * self.shapes.candidate_dense_width
-        sequences = candidate_dense + _round_up(size, ALIGNED_BYTES)
-        size = 8 * 2 * len(self.sequences) * most.num_requests
-        return ExtraPlaces(context_dense, candidate_dense, sequences, sequences + _round_up(size, ALIGNED_BYTES))
+    def extra_bytes(self, most: BatchClass) -> int:
+        """What the section takes that is sent along with the largest batch of a class."""
+        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(most))
+        return sum(_round_up(size, ALIGNED_BYTES) for size in sizes)
 
-    def _find_expansions(self, in_row: dict[str, int]) -> tuple[Expansion, ...]:
+    def extra(self, most: BatchClass, sent: Tensor) -> Extra:
+        """The parts of the section as views of its bytes, uint8 [extra bytes]."""
+        views, first = [], 0
+        for dtype, shape in self._extra_parts(most):
+            size = math.prod(shape) * dtype.itemsize
+            views.append(sent[first : first + size].view(dtype).view(shape))
+            first += _round_up(size, ALIGNED_BYTES)
+        return Extra(*views)
+
+    def _extra_parts(self, most: BatchClass) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        requests, candidates = most.num_requests, most.num_candidates
+        return [
+            (torch.int64, (candidates,)),
+            (torch.float32, (requests, self.shapes.context_dense_width)),
+            (torch.float32, (candidates, self.shapes.candidate_dense_width)),
+            (torch.int64, (len(self.sequences), 2, requests)),
+        ]
+
+    def _find_expansions(self) -> tuple[Expansion, ...]:
         shapes = self.shapes
         parts = [Expansion(self.context_dense_column, 0, shapes.context_dense_width)]
-        for name, source in in_row.items():
+        for name, source in self._in_row.items():
             columns = shapes.embedding_columns(name)
-            column, width = shapes.dense_width + columns.start, columns.stop - columns.start
-            last = parts[-1]
+            column, width, last = shapes.dense_width + columns.start, columns.stop - columns.start, parts[-1]
             if (last.source + last.width, last.column + last.width) == (source, column):
-                parts[-1] = Expansion(last.source, last.column, last.width + width)
+                parts[-1] = last._replace(width=last.width + width)
             else:
                 parts.append(Expansion(source, column, width))
         return tuple(part for part in parts if part.width)

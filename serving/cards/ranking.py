@@ -30,16 +30,7 @@ class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
     The stage `lookup` is the host's share of a batch: ids to rows, and packing. The stage `rank` is the time from there
-    until the scores are back: pooling and the dense model.
-
-    Args:
-        parts: the model.
-        router: maps ids, and looks up what the API asks for.
-        shards: the router's shards, to ask what they serve.
-        metrics: told how long each stage took.
-        counter: told the scores that are answered.
-        scorer: on the replica's card; closed by `close`.
-        clock: monotonic seconds.
+    until the scores are back: pooling and the dense model. Arguments as of `Ranking`; the scorer is closed by `close`.
     """
 
     def __init__(
@@ -53,13 +44,8 @@ class CardRanking(Ranking):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(parts, router, shards, metrics, counter, clock, scorer.device)
-        self._scorer = scorer
+        self.scorer = scorer
         self._model = self._on_card(parts)
-
-    @property
-    def scorer(self) -> CardScorer:
-        """What scores."""
-        return self._scorer
 
     def use(self, parts: RankingParts) -> None:
         """Goes on with another dense model."""
@@ -77,7 +63,7 @@ class CardRanking(Ranking):
         """
         began = self._clock()
         mapped = self.router.map(batch.bags)
-        packed = self._scorer.pack(self._model, batch, mapped.bags)
+        packed = self.scorer.pack(self._model, batch, mapped.bags)
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
@@ -88,25 +74,21 @@ class CardRanking(Ranking):
         return scores, mapped.rejected
 
     def warm(self, golden: GoldenRequests | None) -> None:
-        """Makes buffers and graphs for the usual classes of batches.
-
-        Args:
-            golden: tell how many ids are usual; None if there are none, then one for each feature.
-        """
+        """Makes buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
         context_ids, candidate_ids = usual_ids(self.parts, golden)
-        self._scorer.warm(self._model, context_ids, candidate_ids)
+        self.scorer.warm(self._model, context_ids, candidate_ids)
 
     async def close(self) -> None:
         """Frees the lane, gives the rows back, and closes the router."""
         try:
-            self._scorer.close()
+            self.scorer.close()
         finally:
             await super().close()
 
     def _on_card(self, parts: RankingParts) -> CardModel:
         features = parts.schema.features
         layout = CardLayout(features.spec, features, parts.assembler.dtype)
-        return CardModel(layout, parts.models.on(self._scorer.device))
+        return CardModel(layout, parts.models.on(self.scorer.device))
 
 
 def usual_ids(parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:

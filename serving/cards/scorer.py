@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
 from serving.rank.merge import MergedBatch
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Graph
 from shard_node.cuda.lane import Lane
@@ -34,54 +31,17 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Extra:
-    """The host's side of what is sent along with the ids: views of pinned memory, of the class's size."""
+class CardModel:
+    """A dense model on a card's device, in the dtype of its layout."""
 
-    owner: Int64Array
-    context_dense: Float32Array
-    candidate_dense: Float32Array
-    sequences: Int64Array
-
-    @classmethod
-    def of(cls, array: npt.NDArray[np.uint8], layout: CardLayout, most: BatchClass) -> _Extra:
-        places, shapes = layout.extra_places(most), layout.shapes
-        requests, candidates = most.num_requests, most.num_candidates
-
-        def view(first: int, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            return array[first : first + size].view(dtype).reshape(shape)
-
-        return cls(
-            view(0, np.int64, candidates),
-            view(places.context_dense, np.float32, requests, shapes.context_dense_width),
-            view(places.candidate_dense, np.float32, candidates, shapes.candidate_dense_width),
-            view(places.sequences, np.int64, len(layout.sequences), 2, requests),
-        )
-
-    def fill(self, batch: MergedBatch, bags: KeyedBags, layout: CardLayout) -> None:
-        """What lies behind the batch stays as it was: candidates that nobody reads, each of some request."""
-        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        self.owner[:num_candidates] = batch.request_of_candidate
-        self.context_dense[:num_requests] = batch.context_dense
-        self.candidate_dense[:num_candidates] = batch.candidate_dense
-        bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
-        for target, (index, _, _) in zip(self.sequences, layout.sequences, strict=True):
-            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
-            np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
-            np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
+    layout: CardLayout
+    model: RankingModel
 
 
 class CardBatch:
-    """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the lane's thread.
-
-    Args:
-        lane: where the work goes. Outlives this.
-        layout: of the model.
-        model: on the lane's card, in the layout's dtype.
-        most: the class.
+    """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the thread of its lane.
 
     Attributes:
-        most: as given.
         size_bytes: of its buffers on the card.
         num_uses: batches so far.
         can_capture: whether its work may be recorded; False once that failed.
@@ -90,14 +50,14 @@ class CardBatch:
         MemoryBudgetError: the card or the host has no room; nothing is kept then.
     """
 
-    def __init__(self, lane: Lane, layout: CardLayout, model: RankingModel, most: BatchClass) -> None:
+    def __init__(self, lane: Lane, model: CardModel, most: BatchClass) -> None:
         self.most = most
         self.num_uses = 0
         self.can_capture = True
         self._lane = lane
         self._card = lane.card
-        self._layout = layout
-        self._model = model
+        self._layout = layout = model.layout
+        self._model = model.model
         self._pooling: Graph | None = None
         self._ranking: Graph | None = None
         with ExitStack() as undo:
@@ -110,7 +70,7 @@ class CardBatch:
             self._host_scores: Float32Array = self._down.array.view(np.float32)
             # Candidates behind a batch's last are of some request too.
             self._slot.extra.fill(0)
-            self._extra = _Extra.of(self._slot.extra, layout, most)
+            self._host_extra = tuple(one.numpy() for one in layout.extra(most, torch.from_numpy(self._slot.extra)))
             self._views()
             with self._card.torch_stream(lane.stream), torch.inference_mode():
                 # Columns of padding must be zeros, and no other may ever hold NaN.
@@ -129,17 +89,22 @@ class CardBatch:
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags) -> None:
-        """Packs a batch into pinned memory. Nothing of the last one may be under way.
+        """Packs a batch into pinned memory; its bags have rows for ids. Nothing of the last one may be under way.
 
-        Args:
-            batch: at most of the class's size.
-            bags: its bags, with rows for ids.
-
-        Raises:
-            InvalidBagsError: for a row outside its table.
+        Raises InvalidBagsError for a row outside its table.
         """
         self._slot.fill(bags)
-        self._extra.fill(batch, bags, self._layout)
+        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
+        owner, context_dense, candidate_dense, sequences = self._host_extra
+        # What lies behind the batch stays as it was: candidates that nobody reads, each of some request.
+        owner[:num_candidates] = batch.request_of_candidate
+        context_dense[:num_requests] = batch.context_dense
+        candidate_dense[:num_candidates] = batch.candidate_dense
+        bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
+        for target, (index, _, _) in zip(sequences, self._layout.sequences, strict=True):
+            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
+            np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
+            np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
     def run_empty(self) -> None:
         """Runs the work of the whole class without a batch, so that what it needs once is there.
@@ -153,21 +118,19 @@ class CardBatch:
         self._slot.fill(bags)
         self._lane.launch(partial(self._pool, bags))
         if not self._layout.sequences:
-            self._rank_class()
+            self._rank()
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
         """Records its work as graphs, after it has run once.
 
         Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
-        out as long as a batch has them, so a model with some has only the first.
-
-        Raises:
-            CardError, MemoryBudgetError: it can't be recorded; batches are scored as before.
+        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError:
+        it can't be recorded; batches are scored as before.
         """
         stream = self._lane.stream
         try:
-            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank_class)
+            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank)
             self._pooling = self._card.capture(stream, self._slot.enqueue)
         except BaseException:
             self.can_capture = False
@@ -175,22 +138,16 @@ class CardBatch:
         self._ranking = ranking
 
     def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
-        """Scores what was filled in. Blocks, without the interpreter lock, until the scores are here.
+        """Scores what was filled in: float32 [N], a copy. Blocks, without the interpreter lock, until they are here.
 
-        Returns:
-            float32 [N], a copy.
-
-        Raises:
-            MemoryBudgetError: the card has no room for the dense model's work.
+        Raises MemoryBudgetError: the card has no room for the dense model's work.
         """
         stream = self._lane.stream
         self._lane.launch(partial(self._pool, bags))
         if self._ranking is not None:
             self._ranking.replay(stream)
-        elif self._layout.sequences:
-            self._rank(batch)
         else:
-            self._rank_class()
+            self._rank(batch if self._layout.sequences else None)
         stream.synchronize()
         self.num_uses += 1
         return self._host_scores[: batch.candidate_dense.shape[0]].copy()
@@ -209,94 +166,68 @@ class CardBatch:
             self._pooling.replay(self._lane.stream)
         self._slot.add_mapped(bags)
 
-    def _rank_class(self) -> None:
-        """Puts the dense model's work on the stream, for as many candidates as the class has."""
-        with self._dense_work(self.most.num_candidates):
-            self._score(self._inputs, self._owner)
-        self._send_scores(self.most.num_candidates)
-
-    def _rank(self, batch: MergedBatch) -> None:
-        """Puts the dense model's work on the stream, for the batch's own size."""
-        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        with self._dense_work(num_candidates):
-            columns, owner = self._columns[:num_candidates], self._owner[:num_candidates]
-            inputs = self._ranking_inputs(columns, owner, self._padded_sequences(num_requests))
-            self._score(inputs, owner)
-        self._send_scores(num_candidates)
-
-    @contextmanager
-    def _dense_work(self, num_candidates: int) -> Iterator[None]:
-        """Within it torch works on the lane's stream, and memory that it does not find is a MemoryBudgetError."""
+    def _rank(self, batch: MergedBatch | None = None) -> None:
+        """Puts the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
+        count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
-                yield
+                self._score(self._inputs if batch is None else self._inputs_of(batch))
         except torch.OutOfMemoryError as error:
-            card = self._card.number
             raise MemoryBudgetError(
-                f"card {card} has no room for the dense model's work on {num_candidates} candidates: {error}"
+                f"card {self._card.number} has no room for the dense model's work on {count} candidates: {error}"
             ) from error
+        self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
 
-    def _score(self, inputs: RankingInputs, owner: Tensor) -> None:
-        shapes, columns = self._layout.shapes, inputs.columns
+    def _score(self, inputs: RankingInputs) -> None:
+        shapes, columns, owner = self._layout.shapes, inputs.columns, inputs.request_of_candidate
         num_candidates = columns.shape[0]
         if shapes.context_dense_width:
             first = self._layout.context_dense_column
-            self._context[:, first : first + shapes.context_dense_width].copy_(self._context_dense)
+            self._context[:, first : first + shapes.context_dense_width].copy_(self._extra.context_dense)
         if shapes.candidate_dense_width:
             target = columns[:, shapes.context_dense_width : shapes.dense_width]
-            target.copy_(self._candidate_dense[:num_candidates])
+            target.copy_(self._extra.candidate_dense[:num_candidates])
         for one in self._layout.expansions:
             shared = self._context[:, one.source : one.source + one.width]
             torch.index_select(shared, 0, owner, out=columns[:, one.column : one.column + one.width])
-        torch.sigmoid(self._model(inputs).float(), out=self._scores_on_card[:num_candidates])
+        torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
 
-    def _send_scores(self, num_candidates: int) -> None:
-        size = FLOAT_BYTES * num_candidates
-        self._card.copy_to_host(self._down, 0, self._scores.address, size, self._lane.stream)
-
-    def _padded_sequences(self, num_requests: int) -> dict[str, SequenceInput]:
+    def _inputs_of(self, batch: MergedBatch) -> RankingInputs:
         """Lays ragged rows side by side, [R, longest, D], ending in zeros."""
+        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
         sequences = {}
         for number, (_, name, dim) in enumerate(self._layout.sequences):
-            longest = int(self._extra.sequences[number, 1, :num_requests].max(initial=0))
-            starts, lengths = self._sequence_bounds[number, :, :num_requests].unbind(0)
+            longest = int(self._host_extra[3][number, 1, :num_requests].max(initial=0))
+            starts, lengths = self._extra.sequences[number, :, :num_requests].unbind(0)
             within = torch.arange(longest, device=starts.device)
             mask = within < lengths[:, None]
             # Behind the end of a sequence any row may be read: it is overwritten.
             rows = (starts[:, None] + within).clamp_(max=self.most.num_values - 1).flatten()
             padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
-        return sequences
-
-    def _ranking_inputs(self, columns: Tensor, owner: Tensor, sequences: Mapping[str, SequenceInput]) -> RankingInputs:
-        shapes = self._layout.shapes
-        return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
+        return replace(
+            self._inputs,
+            columns=self._inputs.columns[:num_candidates],
+            sequences=sequences,
+            request_of_candidate=self._extra.owner[:num_candidates],
+        )
 
     def _views(self) -> None:
         """Tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
-        output, extra = layout.output_places(most), layout.extra_places(most)
-        shapes, requests, candidates = layout.shapes, most.num_requests, most.num_candidates
+        output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
         out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
-        self._columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
-        context = out[output.context : output.context + requests * layout.context_stride]
-        self._context = context.view(requests, layout.context_stride)
+        columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
+        context = out[output.context : output.context + most.num_requests * layout.context_stride]
+        self._context = context.view(most.num_requests, layout.context_stride)
         self._sequence_rows = [
             out[first : first + most.num_values * dim].view(most.num_values, dim)
             for first, (_, _, dim) in zip(output.sequences, layout.sequences, strict=True)
         ]
-
-        sent_bytes = card.tensor(slot.batch, slot.extra_at, (extra.size_bytes,), torch.uint8)
-
-        def sent(first: int, dtype: torch.dtype, *shape: int) -> Tensor:
-            return sent_bytes[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-        self._owner = sent(0, torch.int64, candidates)
-        self._context_dense = sent(extra.context_dense, torch.float32, requests, shapes.context_dense_width)
-        self._candidate_dense = sent(extra.candidate_dense, torch.float32, candidates, shapes.candidate_dense_width)
-        self._sequence_bounds = sent(extra.sequences, torch.int64, len(layout.sequences), 2, requests)
+        sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
+        self._extra = layout.extra(most, sent)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
-        self._inputs = self._ranking_inputs(self._columns, self._owner, {})
+        self._inputs = RankingInputs(columns, shapes.dense_width, shapes.embedding_width, {}, self._extra.owner)
 
 
 MAX_BATCHES = 64
@@ -308,28 +239,11 @@ USES_BEFORE_CAPTURE = 1
 """A class that came once may be the only one of its kind; one that comes again is worth a graph."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CardModel:
-    """A dense model on a card.
-
-    Attributes:
-        layout: where its inputs lie.
-        model: on the card's device, in the layout's dtype.
-    """
-
-    layout: CardLayout
-    model: RankingModel
-
-
 @dataclass(slots=True)
 class ScorerCounts:
-    """What a scorer has done; only its own thread adds to it.
+    """What a scorer has done: classes that were recorded, could not be, or were given up, and batches of recorded ones.
 
-    Attributes:
-        graphs: classes that were captured.
-        failed_captures: classes whose work could not be recorded, and is launched piece by piece.
-        replays: batches of such classes.
-        evicted: classes whose buffers were given up for others.
+    Only its own thread adds to it.
     """
 
     graphs: int = 0
@@ -343,13 +257,10 @@ class CardScorer:
     """Scores batches on one card. Belongs to one thread; the least recently used buffers go first.
 
     Attributes:
-        engine: the rows.
-        lane: of the engine; where the work goes; closed by `close`.
-        on_close: called when that is done.
+        lane: of the engine; closed by `close`, which then calls `on_close`.
         limits: of batches; one beyond them gets buffers, but no graph.
         max_batches, max_bytes: how many classes' buffers are kept, and of what size together.
         use_graphs: whether work that is the same for all batches of a class is recorded.
-        counts: what it has done.
     """
 
     engine: CardEngine
@@ -373,16 +284,9 @@ class CardScorer:
         return [most for _, most in self._batches]
 
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags) -> CardBatch:
-        """Finds or makes the buffers for a batch, and packs it.
+        """Finds or makes the buffers for a batch, and packs it with bags of all features that have rows for ids.
 
-        Args:
-            model: that will score it.
-            batch: as merged.
-            bags: its bags, all features, with rows for ids.
-
-        Raises:
-            InvalidBagsError: for a row outside its table.
-            MemoryBudgetError: the card or the host has no room for a batch of that size.
+        Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
         """
         most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], bags.num_values)
         found = self._batches.get((model, most)) or self._make_room_for(model, most)
@@ -396,13 +300,8 @@ class CardScorer:
     def warm(self, model: CardModel, context_ids: float, candidate_ids: float) -> None:
         """Makes buffers and graphs for all classes of one request, and lets go of those of other models.
 
-        Args:
-            model: that will score from now on.
-            context_ids: ids of a request's context, as many as are usual.
-            candidate_ids: ids of one candidate.
-
-        Raises:
-            MemoryBudgetError: not even the smallest class has room.
+        A request's context, and one candidate, usually have as many ids as is said. Raises MemoryBudgetError: not even
+        the smallest class has room.
         """
         for key in [key for key in self._batches if key[0] is not model]:
             self._batches.pop(key).free()
@@ -438,7 +337,7 @@ class CardScorer:
             self._capture(found)
 
     def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
-        made = self._batches[model, most] = CardBatch(self.lane, model.layout, model.model, most)
+        made = self._batches[model, most] = CardBatch(self.lane, model, most)
         return made
 
     def _make_room_for(self, model: CardModel, most: BatchClass) -> CardBatch:
@@ -487,29 +386,15 @@ def scorer_on_card(
 ) -> CardScorer | None:
     """A scorer for one replica of a version, if its rows are all in this process and on cards; else None.
 
-    The rows are leased until it is closed. Replicas take turns over the cards.
-
-    Args:
-        shards: of the version.
-        model: its name.
-        version: its number.
-        replica: number of the replica.
-        limits: of batches.
-        use_graphs: as of `CardScorer`.
-
-    Raises:
-        GenerationNotFoundError: the rows are not here.
+    The rows are leased until it is closed. Replicas, by number, take turns over the cards. Raises
+    GenerationNotFoundError: the rows are not here.
     """
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
-    lease = shards[0].node.generations.lease(model, version)
-    try:
+    with ExitStack() as undo:
+        lease = undo.enter_context(shards[0].node.generations.lease(model, version))
         engine = lease.payload.engine
-        if isinstance(engine, CardEngine):
-            lane = engine.lane(replica % len(engine.card_set.cards.cards))
-            return CardScorer(engine, lane, lease.release, limits, use_graphs=use_graphs)
-    except BaseException:
-        lease.release()
-        raise
-    lease.release()
-    return None
+        if not isinstance(engine, CardEngine):
+            return None
+        lane = engine.lane(replica % len(engine.card_set.cards.cards))
+        return CardScorer(engine, lane, undo.pop_all().close, limits, use_graphs=use_graphs)

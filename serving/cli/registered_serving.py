@@ -16,7 +16,7 @@ from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from serving.cli.devices import device_arguments, num_replicas, open_card_set
-from serving.fleet.workers import SharedPort
+from serving.fleet.local_fleet import held_ports
 from serving.limits import RequestLimits
 from serving.observe.profile import profiled
 from serving.rank.service import RankingService
@@ -80,12 +80,12 @@ def run_registered(
     node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
 
     def on_listening(listening: Listening) -> None:
-        node.actions.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
+        node.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
 
     if options["probe_port"] is None:
-        for port in (config.http_port, config.grpc_port):
-            # One that stands alone must not share the ports of another server.
-            SharedPort(config.host, port).close()
+        # One that stands alone must not share the ports of another server.
+        with held_ports(config.host, config.http_port, config.grpc_port, workers=0):
+            pass
     with profiled(options["profile"], service.metrics):
         serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
 

@@ -44,7 +44,6 @@ from serving.cli.protection import (
 from serving.cli.snapshots import SnapshotChoice
 
 if TYPE_CHECKING:
-    from serving.fleet.workers import WorkersConfig
     from serving.limits import RequestLimits
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
@@ -193,12 +192,9 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
 
         if options["workers"] > 1:
             profiles = _worker_profiles(options["profile"], options["workers"])
-            own = tuple(
-                ("--node-id", one, *profile) for one, profile in zip(worker_node_ids(options), profiles, strict=True)
-            )
-            environment = {REGISTRY_VARIABLE: options["registry"]}
-            config = _workers_config(ctx, worker_arguments(options) + arguments, own, environment)
-            _run_workers(config, options["http_port"], options["grpc_port"], protection.scheme)
+            same, names = worker_arguments(options) + arguments, worker_node_ids(options)
+            workers = [[*same, "--node-id", one, *own] for one, own in zip(names, profiles, strict=True)]
+            _run_workers(ctx, workers, protection.scheme, {REGISTRY_VARIABLE: options["registry"]})
         else:
             run_registered(options, limits, server_config, protection.node_tls, say)
         return
@@ -208,9 +204,9 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
 
         # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
         Snapshot.open(folder, verify=False)
-        own = _worker_profiles(options["profile"], options["workers"])
-        config = _workers_config(ctx, _worker_arguments(options, folder) + arguments, own)
-        _run_workers(config, options["http_port"], options["grpc_port"], protection.scheme)
+        same = _worker_arguments(options, folder) + arguments
+        profiles = _worker_profiles(options["profile"], options["workers"])
+        _run_workers(ctx, [[*same, *own] for own in profiles], protection.scheme)
         return
     source = _source(options, folder, protection.node_tls)
     _run(source, limits, server_config, options["probe_port"], options["profile"], say)
@@ -304,7 +300,7 @@ def _run(
     profile: Path | None,
     say: Callable[[Listening], None],
 ) -> None:
-    from serving.fleet.workers import SharedPort
+    from serving.fleet.local_fleet import held_ports
     from serving.observe.profile import profiled
     from serving.rank.service import RankingService
     from serving.server import serve_until_signalled
@@ -313,9 +309,9 @@ def _run(
     # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
     service = RankingService(limits, expected_models=[source.snapshot.parent.name])
     if probe_port is None:
-        for port in (config.http_port, config.grpc_port):
-            # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
-            SharedPort(config.host, port).close()
+        # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
+        with held_ports(config.host, config.http_port, config.grpc_port, workers=0):
+            pass
     with profiled(profile, service.metrics):
         serve_until_signalled(service, config, lambda: load_when_possible(source, service), say, probe_port)
 
@@ -340,39 +336,23 @@ def _worker_arguments(options: dict[str, Any], folder: Path) -> list[str]:
     return arguments if options["shards"] else arguments + device_arguments(options)
 
 
-def _workers_config(
-    ctx: click.Context,
-    arguments: list[str],
-    own_arguments: tuple[tuple[str, ...], ...] = (),
-    environment: dict[str, str] | None = None,
-) -> WorkersConfig:
-    from serving.fleet.workers import WorkersConfig
-
-    return WorkersConfig.model_validate(
-        {
-            "workers": ctx.params["workers"],
-            "host": ctx.params["host"],
-            "arguments": tuple(arguments),
-            "own_arguments": own_arguments,
-            "environment": environment or {},
-            "log_level": ctx.find_root().params["log_level"],
-        }
-    )
-
-
-def _run_workers(config: WorkersConfig, http_port: int, grpc_port: int, scheme: str) -> None:
-    from serving.fleet.local_fleet import supervised
+def _run_workers(
+    ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str] | None = None
+) -> None:
+    from serving.fleet.local_fleet import held_ports, worker_specs
     from serving.fleet.process import StopRequestedError, run_until_signalled
-    from serving.fleet.supervisor import SupervisionConfig
-    from serving.fleet.workers import held_ports, start_workers
+    from serving.fleet.supervisor import SupervisionConfig, supervised
+
+    host, log_level = ctx.params["host"], ctx.find_root().params["log_level"]
 
     async def program() -> None:
-        with held_ports(config.host, http_port, grpc_port, config.workers) as ports:
+        with held_ports(host, ctx.params["http_port"], ctx.params["grpc_port"], len(workers)) as ports:
             async with supervised(SupervisionConfig()) as supervisor:
-                await start_workers(config, ports, supervisor)
-                click.echo(f"logs: {supervisor.run_directory}")
-                click.echo(f"HTTP: {scheme}://{config.host}:{ports.http}/docs")
-                click.echo(f"gRPC: {config.host}:{ports.grpc}")
+                folder = supervisor.run_directory
+                await supervisor.start(worker_specs(folder, ports, workers, log_level, environment or {}))
+                click.echo(f"logs: {folder}")
+                click.echo(f"HTTP: {scheme}://{host}:{ports.http}/docs")
+                click.echo(f"gRPC: {host}:{ports.grpc}")
                 await asyncio.Event().wait()
 
     try:

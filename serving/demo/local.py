@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loader.progress import Progress
 from serving.demo.config import DemoConfig
-from serving.fleet.workers import WorkerPorts, connectable_host
+from serving.fleet.local_fleet import WorkerPorts, connectable_host
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model

@@ -45,9 +45,8 @@ from serving.demo.top_films import (
     rank_top_films,
     short_request,
 )
-from serving.fleet.local_fleet import FleetConfig, running_fleet
+from serving.fleet.local_fleet import FleetConfig, WorkerPorts, held_ports, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.fleet.workers import WorkerPorts, held_ports
 from serving.training.requests import evaluation_json
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.device_choice import DeviceChoice

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import errno
 import math
-import shutil
-import tempfile
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
+import httpx
+from prometheus_client.multiprocess import mark_process_dead
 from pydantic import Field, model_validator
 
 from loader.manifest import Frozen
@@ -31,39 +32,43 @@ from loader.registry.typed import FleetRegistry
 from loader.rollout.record import decode_rollout
 from loader.store import Store
 from router.plan import Plan
-from serving.errors import ChildFailedError, FleetError
-from serving.fleet.probes import lock_probe, node_probe
-from serving.fleet.supervisor import Child, ChildSpec, SupervisionConfig, Supervisor, shardrank_command
-from serving.fleet.workers import WorkerPorts, WorkersConfig, connectable_host, held_ports, socket_path, start_workers
-from shard_node.address import Address
+from serving.errors import FleetError
+from serving.fleet.supervisor import (
+    ChildSpec,
+    NotYetError,
+    Probe,
+    RefusedError,
+    SupervisionConfig,
+    Supervisor,
+    shardrank_command,
+    supervised,
+)
+from shard_node.address import MAX_UNIX_PATH_BYTES, Address
 
-logger = logging.getLogger(__name__)
-
+LOOPBACK = "127.0.0.1"
 STORE_REGISTRY = ".registry"
 """Folder in a store that is the registry of a fleet for which no other was named."""
+COORDINATOR = "coordinator"
+REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
+"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
+EXPIRY_S = 5.0
+"""Longer than what a node that was killed announced stays in a registry."""
+_POLL_S = 0.1
 
 
 class FleetConfig(Frozen):
     """A coordinator, shard nodes and serving processes over one store.
 
     Attributes:
-        store: where the versions lie.
-        models: what is served.
         versions: what a model begins with, by model. One that is not named goes on with the version that the registry
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
-        shards: shards; each has the rows that the plan gives it.
-        replicas: nodes of each shard.
-        cards: cards of each node.
-        sharding: how tables are divided.
+        replicas, cards: nodes of each shard, and cards of each node.
         replicate_bytes: tables of at most this size go to every shard.
         workers: serving processes on one HTTP and one gRPC port.
-        host: address of the public ports.
-        http_port, grpc_port: public ports; 0 for any free one.
+        http_port, grpc_port: 0 for any free one.
         memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
         verify: every process compares the SHA-256 of the files that it reads, at each start and for each new version.
-        shard_node_arguments, serve_arguments, coordinator_arguments: further flags of those commands.
-        log_level: of every child.
     """
 
     store: Path
@@ -101,11 +106,9 @@ class FleetConfig(Frozen):
         return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
 
     @property
-    def shard_node_names(self) -> tuple[tuple[str, ...], ...]:
-        """By shard and replica; children and nodes have the same names."""
-        return tuple(
-            tuple(f"shard-{shard}-{replica}" for replica in range(self.replicas)) for shard in range(self.shards)
-        )
+    def shard_nodes(self) -> dict[str, int]:
+        """The shard of each node, by name; children and nodes have the same names."""
+        return {f"shard-{shard}-{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
 
     @property
     def worker_names(self) -> tuple[str, ...]:
@@ -113,25 +116,18 @@ class FleetConfig(Frozen):
         return tuple(f"serve-{worker}" for worker in range(self.workers))
 
 
-EXPIRY_S = 5.0
-"""Longer than what a node that was killed announced stays in a registry."""
-_POLL_S = 0.1
-
-
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """One model at the start of a fleet.
-
-    Attributes:
-        model, version: what is live.
-        plan: who holds which of its rows.
-        latest: the store's highest version, which may be another one.
-    """
+    """One model at the start of a fleet: what is live, who holds which rows, and the store's highest version."""
 
     model: str
     version: int
     plan: Plan
     latest: int
+
+
+class _OccupiedError(FleetError):
+    """Announced nodes are in the way."""
 
 
 async def begin(
@@ -140,10 +136,7 @@ async def begin(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[Beginning, ...]:
-    """Makes the registry ready for a fleet of this shape.
-
-    Returns:
-        The models, in the order of `config.models`.
+    """Makes the registry ready for a fleet of this shape. Returns its models, in the order of `config.models`.
 
     Raises:
         FleetError: a fleet with these nodes runs already, nodes of another shape do, or a version was asked for while
@@ -154,19 +147,13 @@ async def begin(
     # What is in the way may be nodes that were killed a moment ago, whose announcements have not expired.
     for _ in range(math.ceil(EXPIRY_S / _POLL_S)):
         with contextlib.suppress(_OccupiedError):
-            return await _begin(fleet, config, await fleet.nodes(), clock)
+            return await _begin(fleet, config, clock)
         await sleep(_POLL_S)
-    return await _begin(fleet, config, await fleet.nodes(), clock)
+    return await _begin(fleet, config, clock)
 
 
-class _OccupiedError(FleetError):
-    """Announced nodes are in the way."""
-
-
-async def _begin(
-    fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord], clock: Callable[[], float]
-) -> tuple[Beginning, ...]:
-    own = {*config.worker_names, *(name for names in config.shard_node_names for name in names)}
+async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], float]) -> tuple[Beginning, ...]:
+    nodes, own = await fleet.nodes(), {*config.worker_names, *config.shard_nodes}
     if taken := sorted(node.node_id for node in nodes if node.node_id in own):
         raise _OccupiedError(
             f"a fleet with nodes {taken} runs with registry {fleet.name} already: "
@@ -228,20 +215,161 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
     await fleet.registry.put(FLEET, record.model_dump_json().encode(), 0 if entry is None else entry.revision)
 
 
-COORDINATOR = "coordinator"
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
+async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int) -> None:
+    """Finds out from what a node announces whether it has the live version of each model; a `Probe` of `process_id`.
+
+    A model of which no version is live yet asks for nothing.
+    """
+    record = next((node for node in await fleet.nodes() if node.node_id == node_id), None)
+    wanted = await fleet.wanted()
+    if record is None or record.process_id != process_id:
+        raise NotYetError(f"{node_id} has not announced itself yet")
+    for model in models:
+        if model in wanted:
+            _check_live(record, wanted[model])
+
+
+def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
+    """Raises NotYetError or RefusedError unless the node does what is wanted of it for one model."""
+    model, version = wanted.model, wanted.live
+    if record.kind == "shard":
+        held = wanted.held_by(record.node_id)
+        # In a rollout by replica this node's turn may have come: then it shall hold the new version alone.
+        version = version if version in held else next(iter(held), None)
+    if version is None:
+        return
+    report = record.report(model, version)
+    if report is not None and report.state == "refused":
+        raise RefusedError(f"version {version} of {model!r}: {report.reason}")
+    if report is None or report.state != "ready":
+        told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
+        raise NotYetError(f"version {version} of {model!r} is {told}")
+    if record.kind == "serving" and record.live.get(model) != version:
+        raise NotYetError(f"version {version} of {model!r} is not live yet")
+
+
+async def ask_lock(fleet: FleetRegistry, key: str, process_id: int) -> None:
+    """Finds out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
+    if await fleet.registry.holder(key) is None:
+        raise NotYetError(f"nobody holds {key} yet")
+
+
+@contextlib.contextmanager
+def shared_port(host: str, port: int) -> Iterator[int]:
+    """Holds a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
+
+    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
+    take the port, not even between the death of the last worker and its restart.
+
+    Raises:
+        FleetError: if the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        try:
+            if port:
+                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    # Connections of a server that has just ended must not keep the port from its successor.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+        except OSError as error:
+            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
+            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
+        yield held.getsockname()[1]
+
+
+def connectable_host(host: str) -> str:
+    """The address at which a server that is bound to `host` answers on this machine."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Ports that are held for workers.
+
+    HTTP and gRPC are public and shared by all workers. `probes` has a private port on loopback for each: at the shared
+    port, whichever worker the kernel picks would answer the question whether this one is ready.
+    """
+
+    host: str
+    http: int
+    grpc: int
+    probes: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+    """Holds the ports, and a private one for each worker, while the block runs; 0 is any free one.
+
+    Raises FleetError if a port is taken.
+    """
+    with contextlib.ExitStack() as held:
+        http = held.enter_context(shared_port(host, http_port))
+        grpc = held.enter_context(shared_port(host, grpc_port))
+        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
+        yield WorkerPorts(host, http, grpc, probes)
+
+
+def worker_specs(
+    run_directory: Path,
+    ports: WorkerPorts,
+    arguments: Sequence[Sequence[str]],
+    log_level: str,
+    environment: Mapping[str, str],
+    probes: Sequence[Probe] = (),
+) -> list[ChildSpec]:
+    """One child for each probe port; what several workers count is added up by files in `run_directory`.
+
+    `arguments` has each worker's flags of `shardrank serve` that say what to serve, without ports; `probes`, unless it
+    is empty, what else each must say before it is ready.
+    """
+    on_exit = None
+    if len(ports.probes) > 1:
+        metrics = run_directory / "metrics"
+        metrics.mkdir(mode=0o700, exist_ok=True)
+        environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        # A dead process' gauges must not be added up with those of the living.
+        on_exit = partial(mark_process_dead, path=str(metrics))
+    return [
+        ChildSpec(
+            name=f"serve-{worker}",
+            command=shardrank_command(
+                *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
+                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
+            ),
+            probe=partial(_ask_worker, (*probes[worker : worker + 1], partial(_ask_over_http, probe_port))),
+            environment=environment,
+            on_exit=on_exit,
+        )
+        for worker, probe_port in enumerate(ports.probes)
+    ]
+
+
+async def _ask_worker(probes: Sequence[Probe], process_id: int) -> None:
+    for probe in probes:
+        await probe(process_id)
+
+
+async def _ask_over_http(port: int, process_id: int) -> None:
+    url = f"http://{LOOPBACK}:{port}/readyz"
+    try:
+        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+            answer = await client.get(url)
+    except httpx.HTTPError as error:
+        raise NotYetError(f"{url}: {error}") from error
+    if not answer.is_success:
+        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
 
 
 @dataclass(frozen=True)
 class LocalFleet:
     """A fleet that serves.
 
-    Attributes:
-        host, http_port, grpc_port: where it answers.
-        supervisor: keeps the children running; its run directory has their sockets and logs.
-        registry: open for as long as the fleet runs.
-        beginnings: what it began with.
+    The supervisor keeps `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>` running; its run directory has
+    their sockets and logs. The registry is open for as long as the fleet runs.
     """
 
     host: str
@@ -249,20 +377,14 @@ class LocalFleet:
     grpc_port: int
     supervisor: Supervisor
     registry: FleetRegistry
-    beginnings: tuple[Beginning, ...]
-
-    @property
-    def children(self) -> dict[str, Child]:
-        """The processes by name: `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>`."""
-        return self.supervisor.children
 
 
 @contextlib.asynccontextmanager
 async def running_fleet(
     config: FleetConfig,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] = lambda name: None,
     held: WorkerPorts | None = None,
-    on_begin: Callable[[Sequence[Beginning]], None] | None = None,
+    on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
     """Starts a fleet, waits until all of it serves, and stops it when the block ends.
 
@@ -282,75 +404,42 @@ async def running_fleet(
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
-        beginnings = await begin(fleet, config)
-        if on_begin is not None:
-            on_begin(beginnings)
+        on_begin(await begin(fleet, config))
         supervisor = await stack.enter_async_context(supervised(config.supervision))
-        nodes = shard_node_specs(config, fleet, supervisor.run_directory)
-        await supervisor.start([coordinator_spec(config, fleet, supervisor.run_directory), *nodes], on_ready)
-        await start_workers(_workers(config, fleet), ports, supervisor, on_ready)
-        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet, beginnings)
+        folder, environment = supervisor.run_directory, {REGISTRY_VARIABLE: config.registry_url}
+        first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
+        await supervisor.start(first, on_ready)
+        arguments = [(*_store_arguments(config), *config.serve_arguments, "--node-id", name) for name in workers]
+        probes = [partial(ask_node, fleet, name, config.models) for name in workers]
+        await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
+        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
 
 
-@contextlib.asynccontextmanager
-async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """A supervisor with a private run directory; all its children are stopped when the block ends.
-
-    The directory is removed at the end, but kept when the block fails: it has the children's logs.
-    """
-    run_directory = Path(tempfile.mkdtemp(prefix="shardrank-"))
-    supervisor = Supervisor(run_directory, config)
-    try:
-        try:
-            yield supervisor
-        finally:
-            await supervisor.stop()
-    except ChildFailedError:
-        raise  # its message ends with the path of the log
-    except Exception:
-        logger.error("the logs of the child processes are kept in %s", run_directory)
-        raise
-    except BaseException:
-        shutil.rmtree(run_directory, ignore_errors=True)
-        raise
-    shutil.rmtree(run_directory, ignore_errors=True)
-
-
-def coordinator_spec(config: FleetConfig, fleet: FleetRegistry, run_directory: Path) -> ChildSpec:
-    """The coordinator.
-
-    Its processes, one after another, are the same owner of its lock, so that none waits for the last one's to expire.
-    """
-    owner = f"{COORDINATOR}-{run_directory.name}"
-    return ChildSpec(
-        name=COORDINATOR,
-        command=shardrank_command(
-            *("--log-level", config.log_level, "coordinator", "--owner", owner), *config.coordinator_arguments
-        ),
-        probe=lock_probe(fleet, COORDINATOR_LOCK),
-        environment={REGISTRY_VARIABLE: config.registry_url},
-    )
-
-
-def shard_node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path) -> list[ChildSpec]:
-    """One child for each replica of each shard. Raises FleetError if a socket's path is too long."""
+def _node_specs(
+    config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
+) -> list[ChildSpec]:
+    """The coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     budget = () if config.memory_budget_gb is None else ("--memory-budget-gb", str(config.memory_budget_gb))
-    return [
+    # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
+    coordinator = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
+    specs = [
         ChildSpec(
-            name=name,
-            command=shardrank_command(
-                *("--log-level", config.log_level, "shard-node", *_store_arguments(config), "--node-id", name),
-                *("--shard", f"{shard}/{config.shards}", "--cards", str(config.cards)),
-                *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
-                *("--listen", str(Address(path=str(socket_path(run_directory, f"{name}.sock")))), *budget),
-                *config.shard_node_arguments,
-            ),
-            probe=node_probe(fleet, name, config.models),
-            environment={REGISTRY_VARIABLE: config.registry_url},
+            COORDINATOR,
+            shardrank_command("--log-level", config.log_level, *coordinator),
+            partial(ask_lock, fleet, COORDINATOR_LOCK),
+            environment,
         )
-        for shard, names in enumerate(config.shard_node_names)
-        for name in names
     ]
+    for name, shard in config.shard_nodes.items():
+        command = shardrank_command(
+            *("--log-level", config.log_level, "shard-node", *_store_arguments(config), "--node-id", name),
+            *("--shard", f"{shard}/{config.shards}", "--cards", str(config.cards)),
+            *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
+            *("--listen", str(Address(path=socket_path(run_directory, f"{name}.sock"))), *budget),
+            *config.shard_node_arguments,
+        )
+        specs.append(ChildSpec(name, command, partial(ask_node, fleet, name, config.models), environment))
+    return specs
 
 
 def _store_arguments(config: FleetConfig) -> tuple[str, ...]:
@@ -359,13 +448,12 @@ def _store_arguments(config: FleetConfig) -> tuple[str, ...]:
     return ("--store", str(config.store.resolve()), *models, "--verify" if config.verify else "--no-verify")
 
 
-def _workers(config: FleetConfig, fleet: FleetRegistry) -> WorkersConfig:
-    return WorkersConfig(
-        arguments=(*_store_arguments(config), *config.serve_arguments),
-        own_arguments=tuple(("--node-id", name) for name in config.worker_names),
-        environment={REGISTRY_VARIABLE: config.registry_url},
-        workers=config.workers,
-        host=config.host,
-        log_level=config.log_level,
-        probes=tuple(node_probe(fleet, name, config.models) for name in config.worker_names),
-    )
+def socket_path(directory: Path, name: str) -> str:
+    """The path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
+    path = str(directory / name)
+    if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
+        raise FleetError(
+            f"socket path {path!r} has {size} bytes, at most {MAX_UNIX_PATH_BYTES} are possible; "
+            "set TMPDIR to a shorter folder"
+        )
+    return path

@@ -21,28 +21,21 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequestedError(Exception):
     """SIGINT or SIGTERM came. Not an error to print: a wish that was fulfilled once it is raised."""
 
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.signal = number
-
 
 def run_until_signalled(
     program: Callable[[], Awaitable[Result]],
     on_second_signal: Callable[[], None] = lambda: None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Result:
-    """Runs an asyncio program; the first SIGINT or SIGTERM cancels it, so that it cleans up.
+    """Runs an asyncio program; the first SIGINT or SIGTERM cancels it, so that its `finally` blocks clean up.
 
     Args:
-        program: what to run; its `finally` blocks do the cleaning.
+        program: what to run.
         on_second_signal: called for every further signal, to make the cleaning shorter.
         loop_factory: makes the event loop, such as `uvloop.new_event_loop`; None for asyncio's own.
 
-    Returns:
-        What the program returns when it ends by itself.
-
     Raises:
-        StopRequestedError: when it ended because of a signal.
+        StopRequestedError: when it ended because of a signal, with the signal's name.
     """
     received: list[signal.Signals] = []
 
@@ -71,7 +64,7 @@ def run_until_signalled(
     except asyncio.CancelledError:
         if not received:
             raise
-        raise StopRequestedError(received[0]) from None
+        raise StopRequestedError(received[0].name) from None
 
 
 PARENT_PID_VARIABLE = "SHARDRANK_PARENT_PID"
@@ -81,15 +74,9 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(environment: MutableMapping[str, str]) -> None:
     """Asks the kernel to kill this process when its supervisor dies; does nothing outside a fleet.
 
-    The supervisor names itself in `SHARDRANK_PARENT_PID`. The child asks for itself, rather than the parent between
-    fork and exec, because code in that gap can deadlock in a process with threads. The variable is taken out of the
-    environment, so that a grandchild does not look for the wrong parent.
-
-    Args:
-        environment: where to look, `os.environ`.
-
-    Raises:
-        SystemExit: with code 1, if the supervisor is gone already.
+    The supervisor names itself in `SHARDRANK_PARENT_PID`, which is taken out of `environment`, so that a grandchild
+    does not look for the wrong parent. The child asks for itself, rather than the parent between fork and exec, because
+    code in that gap can deadlock in a process with threads. Raises SystemExit(1) if the supervisor is gone already.
     """
     parent = environment.pop(PARENT_PID_VARIABLE, None)
     if parent is None or not sys.platform.startswith("linux"):

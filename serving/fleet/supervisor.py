@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pydantic import Field
 
+from loader.errors import RegistryError
 from loader.manifest import Frozen
 from serving.errors import ChildFailedError, FleetError
 from serving.fleet.process import PARENT_PID_VARIABLE
@@ -23,10 +26,8 @@ from serving.fleet.process import PARENT_PID_VARIABLE
 logger = logging.getLogger(__name__)
 
 Probe: TypeAlias = Callable[[int], Awaitable[None]]
-"""Finds out whether the process of that id serves. Returns when it does; raises `NotYetError` when not yet, and
-`RefusedError` when it will not by itself."""
-
-State: TypeAlias = Literal["starting", "ready", "waiting", "stopped"]
+"""Finds out whether the process of that id serves. Returns when it does; raises `NotYetError` or RegistryError when not
+yet, and `RefusedError` when it will not by itself."""
 
 LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16_384
@@ -48,10 +49,8 @@ class ChildSpec:
 
     Attributes:
         name: unique in its fleet; names the log file.
-        command: the whole argument list.
-        probe: asked until it returns.
         environment: variables added to the supervisor's own.
-        on_exit: told the id of each process that ended here, however it ended.
+        on_exit: told the id of each process that ended before the supervisor was stopped.
     """
 
     name: str
@@ -73,20 +72,21 @@ class Child:
         spec: what runs here.
         state: `starting` until the probe first answers, `waiting` between a death and a restart.
         restarts: how often a process has been started again.
+        last_pid: the process that fills this place, or was the last to do so.
     """
 
     def __init__(self, spec: ChildSpec, log_path: Path) -> None:
         self.spec = spec
         self.log_path = log_path
-        self.state: State = "starting"
+        self.state: Literal["starting", "ready", "waiting"] = "starting"
         self.restarts = 0
+        self.last_pid = 0
         self._process: asyncio.subprocess.Process | None = None
-        self._exited: int | None = None
 
     @property
     def pid(self) -> int | None:
         """The process that fills this place now; None when there is none."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self.last_pid if self._process is not None and self._process.returncode is None else None
 
     async def spawn(self) -> None:
         """Starts a process in its own session, its output appended to the log file.
@@ -103,37 +103,22 @@ class Child:
             )
         finally:
             os.close(log)
+        self.last_pid = self._process.pid
 
     async def wait(self) -> int:
         """Waits for the process to end. Returns its exit code, or minus the number of the signal that killed it."""
-        if self._process is None:
-            return 0
-        process = self._process
-        code = await process.wait()
-        if self.spec.on_exit is not None and process.pid != self._exited:
-            self._exited = process.pid
-            self.spec.on_exit(process.pid)
-        return code
+        return 0 if self._process is None else await self._process.wait()
 
-    async def stop(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds.
-
-        Returns whether it ended by itself within the grace.
-        """
-        self.state = "stopped"
-        self.send_signal(signal.SIGTERM)
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
+        if self._process is not None and self.pid is not None:
+            self._process.terminate()
         try:
             await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:
+            logger.warning("%s did not end within %g s: killed", self.spec.name, grace_s)
             self.kill()
             await self.wait()
-            return False
-        return True
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Signals the process, if there is one."""
-        if self._process is not None and self.pid is not None:
-            self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL to the process and everything it started."""
@@ -142,21 +127,17 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def last_error(self) -> str | None:
-        """The error on purpose that its log ends with; None if it ended in another way."""
-        last = self.log_tail(1)
-        return last.removeprefix(_ERROR_PREFIX) if last.startswith(_ERROR_PREFIX) else None
-
-    def log_tail(self, max_lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines that it wrote, for a message about its end."""
-        try:
-            with self.log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(0, size - _LOG_TAIL_BYTES))
-                lines = log.read().decode("utf-8", "replace").splitlines()
-        except FileNotFoundError:
-            return "(no log)"
-        return "\n".join(lines[-max_lines:]) or "(empty log)"
+    def failure(self, what: str) -> ChildFailedError:
+        """The error for a child that does not serve: with the error that its log ends with, or its last lines."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            lines = log.read().decode("utf-8", "replace").splitlines()
+        if lines and lines[-1].startswith(_ERROR_PREFIX):
+            reason = f": {lines[-1].removeprefix(_ERROR_PREFIX)}"
+        else:
+            tail = "\n".join(lines[-LOG_TAIL_LINES:]) or "(empty log)"
+            reason = f". The end of its log:\n{tail}"
+        return ChildFailedError(f"{self.spec.name} {what}{reason}\nits log: {self.log_path}")
 
 
 def describe_exit(code: int) -> str:
@@ -186,119 +167,97 @@ class Supervisor:
 
     Children are started in groups, each group ready before the next is started, and stopped in reverse. A child that
     ends before it was first ready fails the start; one that ends later is started again after a pause that doubles
-    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`.
-
-    Args:
-        run_directory: where the logs go; must exist.
-        config: times.
-        clock: monotonic seconds.
-        sleep: how to wait.
+    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`. Logs go to the
+    run directory, which must exist.
     """
 
     def __init__(
         self,
         run_directory: Path,
-        config: SupervisionConfig | None = None,
+        config: SupervisionConfig,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.run_directory = run_directory
-        self._config = config or SupervisionConfig()
+        self._config = config
         self._clock = clock
         self._sleep = sleep
         self._groups: list[list[Child]] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._stopping = False
 
     @property
     def children(self) -> dict[str, Child]:
         """Every child by name, in the order in which they were started."""
         return {child.spec.name: child for group in self._groups for child in group}
 
-    async def start(self, specs: Sequence[ChildSpec], on_ready: Callable[[str], None] | None = None) -> None:
-        """Starts a group of children and waits until every one of them serves.
-
-        Args:
-            specs: the group; started at once.
-            on_ready: called with a child's name when it first serves.
+    async def start(self, specs: Sequence[ChildSpec], on_ready: Callable[[str], None] = lambda name: None) -> None:
+        """Starts a group of children at once and waits until every one of them serves.
 
         Raises:
             ChildFailedError: if one ends or is not ready within `ready_timeout_s`. The others are left for `stop`.
             FleetError: for a name that is taken.
         """
-        taken = self.children.keys()
-        for spec in specs:
-            if spec.name in taken:
-                raise FleetError(f"a child named {spec.name!r} is here already")
+        if taken := self.children.keys() & {spec.name for spec in specs}:
+            raise FleetError(f"a child named {min(taken)!r} is here already")
         group = [Child(spec, self.run_directory / f"{spec.name}.log") for spec in specs]
         self._groups.append(group)
-        starts = [asyncio.create_task(self._start_one(child, on_ready)) for child in group]
+
+        async def start_one(child: Child) -> None:
+            await child.spawn()
+            await self._until_ready(child)
+            on_ready(child.spec.name)
+
+        starts = [asyncio.create_task(start_one(child)) for child in group]
         try:
             await asyncio.gather(*starts)
         finally:
             # After a failure the others are not waited for; `stop` ends their processes.
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await _cancelled(starts)
         self._watchers.extend(asyncio.create_task(self._watch(child)) for child in group)
 
     async def stop(self) -> None:
         """Stops all children, the last group first. Never raises for a child that will not end: it is killed."""
-        self._stopping = True
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await _cancelled(self._watchers)
         for group in reversed(self._groups):
-            ended = await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
-            for child, by_itself in zip(group, ended, strict=True):
-                if not by_itself:
-                    logger.warning("%s did not end within %g s: killed", child.spec.name, self._config.stop_grace_s)
+            await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
 
-    async def _start_one(self, child: Child, on_ready: Callable[[str], None] | None) -> None:
-        def fail(reason: str) -> None:
-            raise ChildFailedError(f"{child.spec.name} does not serve: {reason}\nits log: {child.log_path}")
+    async def _until_ready(self, child: Child) -> None:
+        """Waits until a child that was just spawned serves.
 
-        await child.spawn()
-        await self._until_ready(child, fail)
-        if on_ready is not None:
-            on_ready(child.spec.name)
-
-    async def _until_ready(self, child: Child, on_refused: Callable[[str], None]) -> None:
-        """Waits until a child serves.
-
-        Args:
-            child: has just been spawned.
-            on_refused: told why it will not serve. Unless this raises, it is asked again, for as long as it says so.
-
-        Raises:
-            ChildFailedError: it ended, or was not ready in time.
+        One that was restarted and refuses is asked for as long as it does: it may serve other models, and can still be
+        put right. Each reason is logged once. Raises ChildFailedError if it ends or is not ready in time.
         """
-        deadline = self._clock() + self._config.ready_timeout_s
+        config, told = self._config, set[str]()
+        deadline = self._clock() + config.ready_timeout_s
         ended = asyncio.create_task(child.wait())
         reason = "it was not asked yet"
         try:
             while self._clock() < deadline:
                 try:
-                    async with asyncio.timeout(self._config.probe_timeout_s):
+                    async with asyncio.timeout(config.probe_timeout_s):
                         await child.spec.probe(child.pid or 0)
-                except NotYetError as not_ready:
+                except (NotYetError, RegistryError) as not_ready:
                     reason = str(not_ready)
                 except RefusedError as refused:
                     reason = str(refused)
-                    on_refused(reason)
-                    deadline = self._clock() + self._config.ready_timeout_s
+                    if not child.restarts:
+                        raise ChildFailedError(
+                            f"{child.spec.name} does not serve: {reason}\nits log: {child.log_path}"
+                        ) from None
+                    if reason not in told:
+                        told.add(reason)
+                        logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, reason)
+                    deadline = self._clock() + config.ready_timeout_s
                 except TimeoutError:
-                    reason = f"no answer within {self._config.probe_timeout_s:g} s"
+                    reason = f"no answer within {config.probe_timeout_s:g} s"
                 else:
                     if not ended.done():
                         child.state = "ready"
                         return
-                with contextlib.suppress(TimeoutError):
-                    code = await asyncio.wait_for(asyncio.shield(ended), self._config.probe_interval_s)
-                    raise ChildFailedError(self._failure(child, f"ended with {describe_exit(code)} before it served"))
-            raise ChildFailedError(
-                self._failure(child, f"was not ready within {self._config.ready_timeout_s:g} s: {reason}")
-            )
+                await asyncio.wait([ended], timeout=config.probe_interval_s)
+                if ended.done():
+                    raise child.failure(f"ended with {describe_exit(ended.result())} before it served")
+            raise child.failure(f"was not ready within {config.ready_timeout_s:g} s: {reason}")
         finally:
             ended.cancel()
 
@@ -307,8 +266,8 @@ class Supervisor:
         while True:
             started = self._clock()
             code = await child.wait()
-            if self._stopping:
-                return
+            if child.spec.on_exit is not None:
+                child.spec.on_exit(child.last_pid)
             child.state = "waiting"
             if self._clock() - started >= self._config.healthy_after_s:
                 backoff_s = self._config.first_backoff_s
@@ -319,25 +278,36 @@ class Supervisor:
             child.state = "starting"
             try:
                 await child.spawn()
-                await self._until_ready(child, self._refusal_log(child))
+                await self._until_ready(child)
             except (ChildFailedError, OSError) as error:
                 logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, error)
                 child.kill()
             else:
                 logger.info("%s serves again (restart %d)", child.spec.name, child.restarts)
 
-    def _refusal_log(self, child: Child) -> Callable[[str], None]:
-        """Logs each reason once. The process goes on: it may serve other models, and it can still be put right."""
-        told: set[str] = set()
 
-        def log(reason: str) -> None:
-            if reason not in told:
-                told.add(reason)
-                logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, reason)
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-        return log
 
-    def _failure(self, child: Child, what: str) -> str:
-        if (reason := child.last_error()) is not None:
-            return f"{child.spec.name} {what}: {reason}\nits log: {child.log_path}"
-        return f"{child.spec.name} {what}. The end of its log:\n{child.log_tail()}\nits log: {child.log_path}"
+@contextlib.asynccontextmanager
+async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
+    """A supervisor with a private run directory; all its children are stopped when the block ends.
+
+    The directory is removed at the end, but kept when the block fails: it has the children's logs.
+    """
+    run_directory = Path(tempfile.mkdtemp(prefix="shardrank-"))
+    supervisor, is_kept = Supervisor(run_directory, config), False
+    try:
+        yield supervisor
+    except Exception as error:
+        is_kept = True
+        if not isinstance(error, ChildFailedError):  # its message ends with the path of the log
+            logger.error("the logs of the child processes are kept in %s", run_directory)
+        raise
+    finally:
+        await supervisor.stop()
+        if not is_kept:
+            shutil.rmtree(run_directory, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -18,11 +19,7 @@ LayerSizes = Annotated[tuple[LayerSize, ...], Field(max_length=MAX_LAYERS)]
 
 
 class MlpConfig(Frozen):
-    """logit = MLP(concat(dense, embeddings)).
-
-    Attributes:
-        hidden: sizes of the hidden layers (ReLU); a last layer of size 1 follows.
-    """
+    """logit = MLP(concat(dense, embeddings)): hidden layers (ReLU) of these sizes, and a last one of size 1."""
 
     kind: Literal["mlp"] = "mlp"
     hidden: LayerSizes = (256, 64)
@@ -31,10 +28,9 @@ class MlpConfig(Frozen):
 class DlrmConfig(Frozen):
     """DLRM (Naumov et al., 2019, arXiv:1906.00091) with dot interaction.
 
-    Attributes:
-        bottom_mlp: layer sizes of the MLP over the dense inputs (ReLU after each); the last is the embedding_dim.
-            Empty if, and only if, the model has no dense inputs.
-        top_mlp: sizes of the hidden layers over the interactions (ReLU); a last layer of size 1 follows.
+    `bottom_mlp` has the layer sizes of the MLP over the dense inputs (ReLU after each), the last of which is the
+    embedding_dim; empty if, and only if, there are no dense inputs. `top_mlp` has those of the hidden layers over the
+    interactions.
     """
 
     kind: Literal["dlrm"] = "dlrm"
@@ -45,12 +41,8 @@ class DlrmConfig(Frozen):
 class DcnV2Config(Frozen):
     """DCN-v2 (Wang et al., 2021, arXiv:2008.13535), stacked: cross layers, then deep layers.
 
-    Attributes:
-        num_cross_layers: how many cross layers.
-        low_rank: rank of each cross layer's two factors, or None for one full matrix.
-        bottom_mlp: layer sizes of an MLP over the dense inputs (ReLU after each), whose output takes their place; this
-            is MLPerf's DLRM-v2. Empty: the dense inputs enter the cross layers as they are.
-        deep: sizes of the deep layers (ReLU); a last layer of size 1 follows.
+    `low_rank` is the rank of each cross layer's two factors, or None for one full matrix. `bottom_mlp` has the sizes of
+    an MLP over the dense inputs (ReLU after each), whose output takes their place; this is MLPerf's DLRM-v2.
     """
 
     kind: Literal["dcn_v2"] = "dcn_v2"
@@ -63,12 +55,8 @@ class DcnV2Config(Frozen):
 class TargetAttentionConfig(Frozen):
     """Attention of each candidate over a history, after DIN (Zhou et al., 2018, arXiv:1706.06978).
 
-    Attributes:
-        history_feature: a context feature with pooling none.
-        target_feature: the pooled candidate feature that attends, of the same embedding_dim.
-        attention_hidden: sizes of the hidden layers (ReLU) of the attention MLP over [q, k, q - k, q * k].
-        hidden: sizes of the hidden layers (ReLU) over concat(dense, embeddings, attended history); a last layer of
-            size 1 follows.
+    The pooled candidate feature `target_feature` attends over `history_feature`, a context feature with pooling none,
+    by an MLP over [q, k, q - k, q * k]; the head is over concat(dense, embeddings, attended history).
     """
 
     kind: Literal["target_attention"] = "target_attention"
@@ -102,70 +90,67 @@ def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
             for one in schema_errors(error, get_args(DenseModelConfig), elsewhere=["kind"])
         )
         raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
-    if isinstance(config, DlrmConfig):
-        _check_dlrm(spec, config)
-    elif isinstance(config, TargetAttentionConfig):
-        _check_target_attention(spec, config)
-    elif isinstance(config, DcnV2Config) and config.bottom_mlp and not _dense_width(spec):
-        raise RankingModelError(
-            f"model {spec.model!r}: dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
-        )
-    elif not _pooled(spec) and not _dense_width(spec):
-        raise RankingModelError(f"model {spec.model!r}: {config.kind} has no pooled feature and no dense input")
-    used = config.history_feature if isinstance(config, TargetAttentionConfig) else None
-    for feature in spec.features:
-        if spec.pooling_of(feature.name) == "none" and feature.name != used:
-            raise RankingModelError(
-                f"model {spec.model!r}: feature {feature.name!r} has pooling none, which {config.kind} does not use; "
-                "use pooling sum or mean, or target_attention with it as history_feature"
-            )
+    for problem in _problems(spec, config):
+        raise RankingModelError(f"model {spec.model!r}: {problem}")
     return config
 
 
-def _pooled(spec: ModelSpec) -> list[str]:
-    return [feature.name for feature in spec.features if spec.pooling_of(feature.name) != "none"]
+def _problems(spec: ModelSpec, config: DenseModelConfig) -> Iterator[str]:
+    """Why a config does not fit a model; what follows the first may rest on what that denies."""
+    pooled = {
+        feature.name: spec.table_of(feature.name).embedding_dim
+        for feature in spec.features
+        if spec.pooling_of(feature.name) != "none"
+    }
+    dense_width, sequence = spec.dense_inputs.context + spec.dense_inputs.candidate, None
+    if isinstance(config, DlrmConfig):
+        yield from _dlrm_problems(config, pooled, dense_width)
+    elif isinstance(config, TargetAttentionConfig):
+        yield from _target_attention_problems(spec, config)
+        sequence = config.history_feature
+    elif isinstance(config, DcnV2Config) and config.bottom_mlp and not dense_width:
+        yield f"dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
+    elif not pooled and not dense_width:
+        yield f"{config.kind} has no pooled feature and no dense input"
+    for feature in spec.features:
+        if feature.name not in pooled and feature.name != sequence:
+            yield (
+                f"feature {feature.name!r} has pooling none, which {config.kind} does not use; "
+                "use pooling sum or mean, or target_attention with it as history_feature"
+            )
 
 
-def _dense_width(spec: ModelSpec) -> int:
-    return spec.dense_inputs.context + spec.dense_inputs.candidate
-
-
-def _check_dlrm(spec: ModelSpec, config: DlrmConfig) -> None:
-    dims = {name: spec.table_of(name).embedding_dim for name in _pooled(spec)}
+def _dlrm_problems(config: DlrmConfig, dims: dict[str, int], dense_width: int) -> Iterator[str]:
     if len(set(dims.values())) != 1:
-        raise RankingModelError(f"model {spec.model!r}: dlrm needs features of one embedding_dim, got {dims}")
-    dim = next(iter(dims.values()))
-    if bool(config.bottom_mlp) != bool(_dense_width(spec)):
-        raise RankingModelError(
-            f"model {spec.model!r}: dlrm with {_dense_width(spec)} dense inputs has bottom_mlp "
-            f"{list(config.bottom_mlp)}; it must be empty without dense inputs, and only then"
+        yield f"dlrm needs features of one embedding_dim, got {dims}"
+    dim, bottom = next(iter(dims.values())), config.bottom_mlp
+    if bool(bottom) != bool(dense_width):
+        yield (
+            f"dlrm with {dense_width} dense inputs has bottom_mlp {list(bottom)}; "
+            "it must be empty without dense inputs, and only then"
         )
-    if config.bottom_mlp and config.bottom_mlp[-1] != dim:
-        raise RankingModelError(
-            f"model {spec.model!r}: dlrm's bottom_mlp ends in {config.bottom_mlp[-1]}, not in the embedding_dim {dim}"
-        )
-    if len(dims) + bool(config.bottom_mlp) < 2:
-        raise RankingModelError(
-            f"model {spec.model!r}: dlrm needs at least two vectors to interact, got {sorted(dims)}"
-        )
+    if bottom and bottom[-1] != dim:
+        yield f"dlrm's bottom_mlp ends in {bottom[-1]}, not in the embedding_dim {dim}"
+    if len(dims) + bool(bottom) < 2:
+        yield f"dlrm needs at least two vectors to interact, got {sorted(dims)}"
 
 
-def _check_target_attention(spec: ModelSpec, config: TargetAttentionConfig) -> None:
+def _target_attention_problems(spec: ModelSpec, config: TargetAttentionConfig) -> Iterator[str]:
     names = [feature.name for feature in spec.features]
     for option, name in (("history_feature", config.history_feature), ("target_feature", config.target_feature)):
         if name not in names:
-            raise RankingModelError(f"model {spec.model!r}: {option} {name!r} is not one of its features: {names}")
+            yield f"{option} {name!r} is not one of its features: {names}"
     history, target = spec.feature(config.history_feature), spec.feature(config.target_feature)
-    if history.side != "context" or spec.pooling_of(history.name) != "none":
-        raise RankingModelError(
-            f"model {spec.model!r}: history_feature {history.name!r} must be a context feature with pooling none, "
-            f"it is a {history.side} feature with pooling {spec.pooling_of(history.name)}"
-        )
-    if target.side != "candidate" or spec.pooling_of(target.name) == "none":
-        raise RankingModelError(
-            f"model {spec.model!r}: target_feature {target.name!r} must be a candidate feature with pooling sum or "
-            f"mean, it is a {target.side} feature with pooling {spec.pooling_of(target.name)}"
-        )
+    for option, feature, side, poolings in (
+        ("history_feature", history, "context", ("none",)),
+        ("target_feature", target, "candidate", ("sum", "mean")),
+    ):
+        pooling = spec.pooling_of(feature.name)
+        if feature.side != side or pooling not in poolings:
+            yield (
+                f"{option} {feature.name!r} must be a {side} feature with pooling {' or '.join(poolings)}, "
+                f"it is a {feature.side} feature with pooling {pooling}"
+            )
     dims = {name: spec.table_of(name).embedding_dim for name in (history.name, target.name)}
     if len(set(dims.values())) != 1:
-        raise RankingModelError(f"model {spec.model!r}: history and target differ in embedding_dim: {dims}")
+        yield f"history and target differ in embedding_dim: {dims}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,40 +10,30 @@ from torch import Tensor
 
 from loader.manifest import ModelSpec
 from serving.errors import RankingModelError
-from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, parse_dense_model
+from serving.models.config import parse_dense_model
 from serving.models.inputs import InputShapes
-from serving.models.ranking_models import DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
+from serving.models.ranking_models import CPU, DcnV2, Dlrm, MlpRanking, RankingModel, TargetAttention
 
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
-_CPU = torch.device("cpu")
+_MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
+    "mlp": MlpRanking,
+    "dlrm": Dlrm,
+    "dcn_v2": DcnV2,
+    "target_attention": TargetAttention,
+}
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
-    """An untrained model in float32, as its description says.
-
-    Raises RankingModelError if the description is not valid.
-    """
-    config, shapes = parse_dense_model(spec), InputShapes.of(spec)
-    if isinstance(config, MlpConfig):
-        return MlpRanking(config, shapes)
-    if isinstance(config, DlrmConfig):
-        return Dlrm(config, shapes)
-    if isinstance(config, DcnV2Config):
-        return DcnV2(config, shapes)
-    return TargetAttention(config, shapes)
+    """An untrained model in float32, as its description says. Raises RankingModelError if that is not valid."""
+    config = parse_dense_model(spec)
+    return _MODELS[config.kind](config, InputShapes.of(spec))
 
 
 def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> RankingModel:
-    """A model that is ready to score.
+    """A model that is ready to score, with its weights in `dtype`: float32 or bfloat16.
 
-    Args:
-        spec: its description.
-        tensors: its weights by name; exactly those that the description asks for.
-        dtype: float32 or bfloat16; the weights are converted.
-
-    Raises:
-        RankingModelError: naming the tensors that are missing, unknown, not floating point, not finite or of another
-            shape.
+    Raises RankingModelError: naming the tensors that are missing, unknown, not floating point, not finite or of another
+    shape.
     """
     # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
     with torch.device("meta"):
@@ -77,8 +67,7 @@ def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Map
 def bfloat16_is_native(capabilities: Mapping[str, Any] | None = None) -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32.
 
-    Args:
-        capabilities: of the CPU, as `torch.cpu.get_capabilities` tells them; None asks it.
+    `capabilities` are those of the CPU, as `torch.cpu.get_capabilities` tells them; None asks it.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
@@ -89,27 +78,17 @@ def bfloat16_is_native(capabilities: Mapping[str, Any] | None = None) -> bool:
     return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
 
 
-def device_has_bfloat16(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 matrices in hardware: GPUs of compute capability 8.0 and above do."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return bfloat16_is_native()
+def choose_dtype(choice: DtypeChoice, device: torch.device = CPU, *, native: bool | None = None) -> torch.dtype:
+    """The number format of the ranking model on a device: `auto` is bfloat16 where that has it.
 
-
-def choose_dtype(choice: DtypeChoice, device: torch.device = _CPU, *, native: bool | None = None) -> torch.dtype:
-    """The number format of the ranking model: `auto` is bfloat16 where the device has it.
-
-    Args:
-        choice: what was configured.
-        device: that will score.
-        native: whether it has bfloat16; None asks it.
-
-    Raises:
-        RankingModelError: if bfloat16 is asked for and the device has none.
+    `native` says whether it has; None asks it: GPUs of compute capability 8.0 and above do. Raises RankingModelError
+    if bfloat16 is asked for and the device has none.
     """
     if choice == "float32":
         return torch.float32
-    native = device_has_bfloat16(device) if native is None else native
+    if native is None:
+        is_gpu = device.type == "cuda"
+        native = torch.cuda.get_device_capability(device) >= (8, 0) if is_gpu else bfloat16_is_native()
     if choice == "bfloat16" and not native:
         what = "CPU" if device.type == "cpu" else "GPU"
         raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")

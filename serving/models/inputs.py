@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -38,58 +38,45 @@ class InputShapes:
     Attributes:
         context_dense_width: Kc, dense inputs that come once a request.
         candidate_dense_width: Kd, dense inputs of each candidate.
-        features: the pooled features, in the order of `spec.features`.
-        dims: embedding_dim of each of them.
+        features, dims: the pooled features, in the order of `spec.features`, and the embedding_dim of each.
+        offsets: first column of each pooled feature within the embeddings.
         sequence_dims: embedding_dim of each feature with pooling none.
+        dense_width: Kc + Kd.
+        embedding_width: W, the sum of `dims`.
+        width: Kc + Kd + W, the columns that carry something.
+        padded_width: the columns of the matrix.
     """
 
     context_dense_width: int
     candidate_dense_width: int
     features: tuple[str, ...]
     dims: tuple[int, ...]
+    offsets: Mapping[str, int]
     sequence_dims: Mapping[str, int]
+    dense_width: int
+    embedding_width: int
+    width: int
+    padded_width: int
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InputShapes:
         """The shapes of a model's inputs."""
         dims = {feature.name: spec.table_of(feature.name).embedding_dim for feature in spec.features}
-        pooled = tuple(name for name in dims if spec.pooling_of(name) != "none")
+        pooled = {name: dim for name, dim in dims.items() if spec.pooling_of(name) != "none"}
+        context, candidate, embeddings = spec.dense_inputs.context, spec.dense_inputs.candidate, sum(pooled.values())
+        width = context + candidate + embeddings
         return cls(
-            context_dense_width=spec.dense_inputs.context,
-            candidate_dense_width=spec.dense_inputs.candidate,
-            features=pooled,
-            dims=tuple(dims[name] for name in pooled),
+            context_dense_width=context,
+            candidate_dense_width=candidate,
+            features=tuple(pooled),
+            dims=tuple(pooled.values()),
+            offsets=dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False)),
             sequence_dims={name: dim for name, dim in dims.items() if name not in pooled},
+            dense_width=context + candidate,
+            embedding_width=embeddings,
+            width=width,
+            padded_width=padded_width(width),
         )
-
-    @cached_property
-    def dense_width(self) -> int:
-        """Kc + Kd."""
-        return self.context_dense_width + self.candidate_dense_width
-
-    @cached_property
-    def embedding_width(self) -> int:
-        """W, the sum of the pooled features' dims."""
-        return sum(self.dims)
-
-    @cached_property
-    def width(self) -> int:
-        """Kc + Kd + W, the columns that carry something."""
-        return self.dense_width + self.embedding_width
-
-    @cached_property
-    def padded_width(self) -> int:
-        """The columns of the matrix."""
-        return padded_width(self.width)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """First column of each pooled feature within the embeddings."""
-        offsets, column = {}, 0
-        for name, dim in zip(self.features, self.dims, strict=True):
-            offsets[name] = column
-            column += dim
-        return offsets
 
     def embedding_columns(self, feature: str) -> slice:
         """The columns of a pooled feature within `RankingInputs.embeddings`. Raises KeyError."""
@@ -101,9 +88,8 @@ class InputShapes:
 class SequenceInput:
     """The rows of one sequence feature, one sequence a request.
 
-    Attributes:
-        rows: [R, L, D]; L is the longest sequence of the batch, shorter ones end in zeros.
-        mask: bool [R, L], true where a row is real.
+    `rows` are [R, L, D]; L is the longest sequence of the batch, shorter ones end in zeros. `mask` is bool [R, L], true
+    where a row is real.
     """
 
     rows: Tensor
@@ -117,8 +103,6 @@ class RankingInputs:
     Attributes:
         columns: [N, padded width], each candidate's dense inputs (context, then candidate), its pooled embeddings in
             the order of `InputShapes.features` (context features repeated for each candidate), zeros.
-        dense_width: Kc + Kd.
-        embedding_width: W.
         sequences: the sequence features by name.
         request_of_candidate: int64 [N], which of the R requests a candidate belongs to.
     """
@@ -162,12 +146,14 @@ class RankingInputs:
         """The same inputs on another device; themselves if they are there."""
         if self.columns.device == device:
             return self
-        sequences = {
-            name: SequenceInput(sequence.rows.to(device), sequence.mask.to(device))
-            for name, sequence in self.sequences.items()
-        }
-        owner = self.request_of_candidate.to(device)
-        return RankingInputs(self.columns.to(device), self.dense_width, self.embedding_width, sequences, owner)
+        return replace(
+            self,
+            columns=self.columns.to(device),
+            sequences={
+                name: SequenceInput(one.rows.to(device), one.mask.to(device)) for name, one in self.sequences.items()
+            },
+            request_of_candidate=self.request_of_candidate.to(device),
+        )
 
 
 # A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
@@ -177,16 +163,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writ", c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pooled features of one side that are neighbours in their block and in the columns.
-
-    Attributes:
-        block: which of the lookup's blocks holds them.
-        side: context features have a bag a request, candidate features a bag a candidate.
-        first_feature: flat index of the first.
-        num_features: how many.
-        dim: embedding_dim of each.
-        column: first column in `RankingInputs.columns`.
-    """
+    """Pooled features of one side and embedding_dim that are neighbours in their block and in the columns."""
 
     block: int
     side: Side
@@ -219,25 +196,18 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+@dataclass(slots=True)
 class ColumnBuffer:
     """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
 
-    Attributes:
-        memory: [most candidates so far, padded width], zero behind what the inputs carry.
+    It is [most candidates so far, padded width], and zero behind what the inputs carry.
     """
 
-    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
-        self.memory = torch.empty(0, shapes.padded_width, dtype=dtype)
+    memory: Tensor
 
 
 class InputAssembler:
-    """Writes a batch's embeddings and dense floats into a ranking model's inputs.
-
-    Args:
-        spec: the model.
-        schema: its features in flat order.
-        dtype: the ranking model's number format, float32 or bfloat16.
-    """
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs, in its number format."""
 
     def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
         self.shapes = InputShapes.of(spec)
@@ -251,7 +221,7 @@ class InputAssembler:
 
     def buffer(self) -> ColumnBuffer:
         """A buffer for `assemble`."""
-        return ColumnBuffer(self.shapes, self.dtype)
+        return ColumnBuffer(torch.empty(0, self.shapes.padded_width, dtype=self.dtype))
 
     def assemble(
         self,
@@ -303,16 +273,7 @@ class InputAssembler:
 
 
 def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:
-    """Lays out ragged sequences side by side.
-
-    Args:
-        rows: float32 [lengths.sum(), D], sequence after sequence.
-        lengths: int64 [R].
-        dtype: of the result.
-
-    Returns:
-        Rows [R, max(lengths), D] that end in zeros, and their mask.
-    """
+    """Lays out ragged sequences, float32 [lengths.sum(), D], side by side: [R, max(lengths), D], ending in zeros."""
     num_requests, dim = lengths.size, rows.shape[1]
     longest = int(lengths.max(initial=0))
     mask = torch.from_numpy(np.arange(longest) < lengths[:, None])

@@ -23,8 +23,8 @@ PackedLayer: TypeAlias = tuple[Tensor, Tensor | None, str]
 """Weight in oneDNN's own order, bias, and what follows: `relu` or `none`."""
 
 
-def pack_layers(layers: Sequence[nn.Linear], relu_after: Sequence[bool]) -> tuple[PackedLayer, ...]:
-    """Copies layers for which `can_pack` is true into the form in which they score fastest.
+def pack_layers(layers: Sequence[nn.Linear], num_relu: int) -> tuple[PackedLayer, ...]:
+    """Copies layers for which `can_pack` is true into the form in which they score fastest; ReLU follows the first.
 
     A plain product puts its weights in oneDNN's order each time anew: measured on an AVX-512 core with bfloat16, 100
     rows through the layers [1696, 256, 64] take 6 % longer then, 2000 rows 4 %. PyTorch's compiler packs weights with
@@ -33,8 +33,12 @@ def pack_layers(layers: Sequence[nn.Linear], relu_after: Sequence[bool]) -> tupl
     """
     reorder = torch.ops.mkldnn._reorder_linear_weight
     return tuple(
-        (reorder(one.weight.detach()), None if one.bias is None else one.bias.detach(), "relu" if relu else "none")
-        for one, relu in zip(layers, relu_after, strict=True)
+        (
+            reorder(one.weight.detach()),
+            None if one.bias is None else one.bias.detach(),
+            "relu" if number < num_relu else "none",
+        )
+        for number, one in enumerate(layers)
     )
 
 
@@ -52,20 +56,16 @@ def can_pack(weight: Tensor) -> bool:
 class Mlp(nn.Module):
     """Linear layers with ReLU between them.
 
-    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out].
-
-    Args:
-        input_width: columns of the input.
-        sizes: output size of each layer.
-        relu_at_end: whether ReLU follows the last layer too.
+    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out]. `sizes` has the output size of each.
     """
 
     def __init__(self, input_width: int, sizes: Sequence[int], *, relu_at_end: bool) -> None:
         super().__init__()
         widths = [input_width, *sizes]
         self.layers = nn.ModuleList(nn.Linear(widths[i], widths[i + 1]) for i in range(len(sizes)))
-        self.relu_at_end = relu_at_end
         self.output_width = widths[-1]
+        # ReLU after each of these; what follows has none.
+        self._num_relu = len(sizes) if relu_at_end else len(sizes) - 1
         self._packed: tuple[PackedLayer, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,18 +75,15 @@ class Mlp(nn.Module):
             for weight, bias, activation in self._packed:
                 x = linear(x, weight, bias, activation, _NO_SCALARS, "")
             return x
-        last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             x = layer(x)
-            if number < last or self.relu_at_end:
+            if number < self._num_relu:
                 x = F.relu_(x)
         return x
 
     def pad_input(self, width: int) -> None:
         """Widens the first layer by columns of zeros, so that it can read an input with padding at its end."""
-        first = self.layers[0]
-        assert isinstance(first, nn.Linear)
-        self.layers[0] = padded_linear(first, in_features=width)
+        widen(self.linears[0], in_features=width)
 
     def pack(self) -> None:
         """Makes it ready to score where it is: its weights must not change after that.
@@ -95,7 +92,7 @@ class Mlp(nn.Module):
         """
         layers = self.linears
         if can_pack(layers[0].weight):
-            self._packed = pack_layers(layers, [True] * (len(layers) - 1) + [self.relu_at_end])
+            self._packed = pack_layers(layers, self._num_relu)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not packed: it may be meant for another device."""
@@ -112,10 +109,6 @@ class LogitHead(Mlp):
 
     The last product is made in float32: a bfloat16 logit has 8 significant bits, and candidates whose logits differ by
     less than one part in 256 would tie, which is no order at all. It is one column, so it costs next to nothing.
-
-    Args:
-        input_width: columns of the input.
-        hidden: output size of each layer before the last.
     """
 
     def __init__(self, input_width: int, hidden: Sequence[int]) -> None:
@@ -123,55 +116,39 @@ class LogitHead(Mlp):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_width] to float32 [..., 1]."""
+        """[N, input_width] to float32 [N]."""
         if self._packed is not None and self._last is not None and not torch.is_grad_enabled():
             linear = torch.ops.mkldnn._linear_pointwise.default
             for weight, bias, activation in self._packed:
                 x = linear(x, weight, bias, activation, _NO_SCALARS, "")
-            return F.linear(x.float(), *self._last)
+            return F.linear(x.float(), *self._last).squeeze(1)
         *hidden, last = self.layers
         for layer in hidden:
             x = F.relu_(layer(x))
         assert isinstance(last, nn.Linear)
-        return F.linear(x.float(), last.weight.float(), last.bias.float())
+        return F.linear(x.float(), last.weight.float(), last.bias.float()).squeeze(1)
 
     def pack(self) -> None:
         """As `Mlp.pack`."""
         *hidden, last = self.linears
         if can_pack(last.weight):
-            self._packed = pack_layers(hidden, [True] * len(hidden))
+            self._packed = pack_layers(hidden, len(hidden))
             self._last = last.weight.detach().float(), last.bias.detach().float()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """As of `Mlp`."""
-        return {**super().__getstate__(), "_last": None}
 
-
-def padded_linear(linear: nn.Linear, *, in_features: int, out_features: int | None = None) -> nn.Linear:
-    """The same layer with zero weights for inputs and outputs that are added at the end."""
-    out_features = out_features or linear.out_features
-    wider = nn.Linear(
-        in_features, out_features, bias=linear.bias is not None, device=linear.weight.device, dtype=linear.weight.dtype
-    )
-    wider.weight = nn.Parameter(padded(linear.weight, out_features, in_features), requires_grad=False)
+def widen(linear: nn.Linear, *, in_features: int | None = None, out_features: int | None = None) -> None:
+    """Adds inputs and outputs at the end, with zero weights; for serving only."""
+    more_in = 0 if in_features is None else in_features - linear.in_features
+    more_out = 0 if out_features is None else out_features - linear.out_features
+    linear.in_features += more_in
+    linear.out_features += more_out
+    linear.weight = nn.Parameter(F.pad(linear.weight.detach(), (0, more_in, 0, more_out)), requires_grad=False)
     if linear.bias is not None:
-        wider.bias = nn.Parameter(padded(linear.bias, out_features), requires_grad=False)
-    return wider
-
-
-def padded(tensor: Tensor, *shape: int) -> Tensor:
-    """A copy of `tensor` at the beginning of a tensor of zeros of that shape."""
-    result = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-    result[tuple(slice(size) for size in tensor.shape)] = tensor.detach()
-    return result
+        linear.bias = nn.Parameter(F.pad(linear.bias.detach(), (0, more_out)), requires_grad=False)
 
 
 class RankingModel(nn.Module):
-    """A dense part: from a batch's inputs to one logit a candidate.
-
-    Args:
-        shapes: where each input lies.
-    """
+    """A dense part: from a batch's inputs to one logit a candidate."""
 
     def __init__(self, shapes: InputShapes) -> None:
         super().__init__()
@@ -189,10 +166,7 @@ class RankingModel(nn.Module):
         """Logits, float32 [N]."""
 
     def pad_inputs(self) -> None:
-        """Widens the layers that read the inputs' columns to the padded width, with zero weights; for serving only.
-
-        A model that does not read the columns as they lie has nothing to widen.
-        """
+        """Widens the layers that read the inputs' columns as they lie to the padded width; for serving only."""
 
     def pack(self) -> None:
         """Makes it ready to score on the device that it is on; after that its weights must not change."""
@@ -203,9 +177,9 @@ class RankingModel(nn.Module):
     def score(self, inputs: RankingInputs) -> Tensor:
         """sigmoid(logit): float32 [N] within (0, 1), without gradients."""
         if torch.is_inference_mode_enabled():
-            return torch.sigmoid(self.forward(inputs).float())
+            return torch.sigmoid(self.forward(inputs))
         with torch.inference_mode():
-            return torch.sigmoid(self.forward(inputs).float())
+            return torch.sigmoid(self.forward(inputs))
 
 
 class MlpRanking(RankingModel):
@@ -217,8 +191,7 @@ class MlpRanking(RankingModel):
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Logits [N]."""
-        logits: Tensor = self.mlp(inputs.columns[:, : self.columns_read])
-        return logits.squeeze(1)
+        return self.mlp.forward(inputs.columns[:, : self.columns_read])
 
     def pad_inputs(self) -> None:
         """Widens the first layer."""
@@ -254,8 +227,7 @@ class Dlrm(RankingModel):
             vectors = torch.cat([bottom.unsqueeze(1), vectors], dim=1)
         # [N, V, D] to [N, V * (V - 1) / 2].
         x = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
-        logits: Tensor = self.top(x if bottom is None else torch.cat([bottom, x], dim=1))
-        return logits.squeeze(1)
+        return self.top.forward(x if bottom is None else torch.cat([bottom, x], dim=1))
 
 
 class CrossLayers(nn.Module):
@@ -263,11 +235,6 @@ class CrossLayers(nn.Module):
 
     Tensors are named `full.{l}.weight` [width, width] and `full.{l}.bias` [width], or `down.{l}.weight` [rank, width]
     (V^T), `up.{l}.weight` [width, rank] (U) and `up.{l}.bias`.
-
-    Args:
-        width: columns of x.
-        num_layers: how many.
-        low_rank: the rank, or None for full matrices.
     """
 
     def __init__(self, width: int, num_layers: int, low_rank: int | None) -> None:
@@ -294,13 +261,12 @@ class CrossLayers(nn.Module):
     def pad(self, width: int) -> None:
         """Widens every layer by columns that stay zero."""
         for name, layers in self.named_children():
-            assert isinstance(layers, nn.ModuleList)
-            for number, layer in enumerate(layers):
+            for layer in layers.children():
                 assert isinstance(layer, nn.Linear)
-                layers[number] = padded_linear(
+                widen(
                     layer,
-                    in_features=layer.in_features if name == "up" else width,
-                    out_features=layer.out_features if name == "down" else width,
+                    in_features=None if name == "up" else width,
+                    out_features=None if name == "down" else width,
                 )
 
 
@@ -320,8 +286,7 @@ class DcnV2(RankingModel):
             x0 = inputs.columns[:, : self.columns_read]
         else:
             x0 = torch.cat([self.bottom(inputs.dense), inputs.embeddings], dim=1)
-        logits: Tensor = self.deep(self.cross(x0))
-        return logits.squeeze(1)
+        return self.deep.forward(self.cross.forward(x0))
 
     def pad_inputs(self) -> None:
         """Widens the cross layers and the first deep layer, unless a bottom MLP stands between them and the columns."""
@@ -336,10 +301,6 @@ class AttentionUnit(nn.Module):
 
     The first layer W = [W_q, W_k, W_d, W_p] is applied as (W_q + W_d) q + (W_k - W_d) k + W_p (q * k): the first term
     once a candidate, the second once a row of a history, only the third once a pair.
-
-    Args:
-        dim: D, of q and k.
-        hidden: sizes of the hidden layers.
     """
 
     def __init__(self, dim: int, hidden: tuple[int, ...]) -> None:
@@ -350,15 +311,12 @@ class AttentionUnit(nn.Module):
         self.rest = Mlp(hidden[0], [*hidden[1:], 1], relu_at_end=False)
 
     def forward(self, queries: Tensor, history: SequenceInput, owner: Tensor) -> Tensor:
-        """The attended histories.
+        """The softmax-weighted sum of each candidate's history [N, D]; zeros where that is empty.
 
         Args:
             queries: [N, D].
             history: of the R requests.
             owner: int64 [N], which request a candidate belongs to.
-
-        Returns:
-            [N, D], the softmax-weighted sum of each candidate's history; zeros where that is empty.
         """
         longest = history.mask.shape[1]
         if longest == 0:
@@ -410,28 +368,18 @@ class TargetAttention(RankingModel):
         """Logits [N]."""
         queries = inputs.embeddings[:, self.target_columns]
         attended = self.attention(queries, inputs.sequences[self.history_feature], inputs.request_of_candidate)
-        x = torch.cat([inputs.columns[:, : self.shapes.width], attended], dim=1)
-        logits: Tensor = self.mlp(x)
-        return logits.squeeze(1)
+        return self.mlp.forward(torch.cat([inputs.columns[:, : self.shapes.width], attended], dim=1))
 
 
 class DeviceCopies:
-    """Copies of a ranking model by device, made when they are first asked for. Thread-safe.
-
-    Args:
-        original: on the CPU, ready to score; never changed.
-    """
+    """Copies of a ranking model by device, made when first asked for; the original is on the CPU. Thread-safe."""
 
     def __init__(self, original: RankingModel) -> None:
         self._lock = threading.Lock()
         self._by_device: dict[torch.device, RankingModel] = {CPU: original}
 
     def on(self, device: torch.device) -> RankingModel:
-        """The model on a device; the same object for all who ask, which they must not change.
-
-        Args:
-            device: `cpu`, or a CUDA device with its index.
-        """
+        """The model on `cpu`, or on a CUDA device with its index; one object for all who ask, not to be changed."""
         if (found := self._by_device.get(device)) is not None:
             return found
         with self._lock:

@@ -95,7 +95,7 @@ class StateCollector(Collector):
             yield "version_state", (*labels, one.state), 1.0
             yield "version_leases", labels, one.leases
         # All as of one moment: a scrape during a flip must not find a model without a live version.
-        for model, version in self._versions.live_versions().items():
+        for model, version in self._versions.generations.live_versions().items():
             yield "live_version", (model,), version
             yield "degraded", (model,), float(model in degraded)
             if (choice := self._versions.canary(model)) is not None:

@@ -105,7 +105,7 @@ def _parsed(
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)
-    lease = service.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key)
+    lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
     # It counts for that version from now on.
     generation = call.generation = lease.generation
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter

@@ -6,20 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from loader.errors import ShardrankError, SnapshotCorruptError
+from loader.errors import ShardrankError
 from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
-from loader.registry.records import PublishedVersion
-from loader.store import Store
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from router.replica_directory import ReplicaDirectory
 from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
 from serving.errors import ServingError
@@ -31,10 +28,9 @@ from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
 from shard_node.loading import load_tables
 from shard_node.node import LocalShard, Sharding, ShardNode
-from shard_node.tls import ReloadingContext, TlsClientConfig, client_context
+from shard_node.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
-
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
@@ -44,20 +40,16 @@ class ModelSource(Frozen):
     """Which version to serve, and where its rows are.
 
     Attributes:
-        snapshot: its folder.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
         node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
-        cards: cards of each shard.
-        sharding: how tables are divided; all nodes must have been given the same.
-        replicate_bytes: tables of at most this size are on every shard; all nodes must have been given the same.
+        cards: of each shard.
+        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
-        verify: check every file's SHA-256.
         num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
             loop that requests come from: only for rows that never have to be waited for.
-        dtype: of the dense model.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -98,11 +90,7 @@ def load_served_model(
 ) -> ServedModel:
     """Opens, loads and checks a version. Blocks; `service.install` makes it live.
 
-    Args:
-        source: what to load.
-        service: whose limits, metrics and clock it uses.
-        progress: told bytes checked and loaded.
-        loop: runs in another thread, and is where requests come from; ranks if `num_replicas` is 0.
+    `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0.
 
     Raises:
         SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.
@@ -112,28 +100,37 @@ def load_served_model(
     if source.num_replicas == 0 and loop is None:
         raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
     snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
-    count = len(source.shards) or source.local_shards
+    count, clock = len(source.shards) or source.local_shards, service.clock
     plan = Plan.make(snapshot.spec, count, source.sharding, source.cards, source.replicate_bytes)
-    nodes: list[ShardNode] = []
+    nodes, closing = list[ShardNode](), ExitStack()
     try:
-        if not source.shards:
-            nodes.extend(_load_node(snapshot, plan, index, source, progress) for index in range(count))
-        factory = local_shards(nodes) if nodes else _remote_shards(source, snapshot, plan, service)
+        if source.shards:
+            tls = None if source.node_tls is None else client_context(source.node_tls)
+
+            def replicas(index: int) -> list[ShardClient]:
+                return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
+
+            shards = replicated_shards(snapshot, plan, replicas, clock)
+        else:
+            for index in range(count):
+                nodes.append(_load_node(snapshot, plan, index, source, progress))
+                closing.callback(nodes[-1].close)
+            shards = local_shards(nodes)
         return ServedModel.load(
             snapshot,
             plan,
-            factory,
+            shards,
             limits=service.limits,
             num_replicas=max(1, source.num_replicas),
             dtype=source.dtype,
             card_graphs=source.card_graphs,
             metrics=service.metrics,
-            clock=service.clock,
-            on_close=lambda: _close_nodes(nodes),
+            clock=clock,
+            on_close=closing.close,
             loop=loop if source.num_replicas == 0 else None,
         )
     except BaseException:
-        _close_nodes(nodes)
+        closing.close()
         raise
 
 
@@ -161,10 +158,13 @@ async def load_when_possible(
 
 
 def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, progress: Progress) -> ShardNode:
-    budget = source.memory_budget_bytes
-    partition, card_set = plan.partition(index), source.card_set
     tables = load_tables(
-        snapshot, partition, plan.digest, memory_budget_bytes=budget, card_set=card_set, progress=progress
+        snapshot,
+        plan.partition(index),
+        plan.digest,
+        memory_budget_bytes=source.memory_budget_bytes,
+        card_set=source.card_set,
+        progress=progress,
     )
     node = ShardNode(plan.identity(index))
     node.stage(snapshot.spec.model, snapshot.version, tables)
@@ -172,73 +172,19 @@ def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, 
     return node
 
 
-def _close_nodes(nodes: Sequence[ShardNode]) -> None:
-    for node in nodes:
-        node.close()
-
-
 def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
     """Shards in this process, in order."""
     return lambda on_retry: [LocalShard(node) for node in nodes]
 
 
-def fleet_shards(
-    snapshot: Snapshot,
-    plan: Plan,
-    directory: ReplicaDirectory,
-    clock: Callable[[], float],
-    tls: ReloadingContext | None = None,
-) -> ShardsFactory:
-    """The shards of a fleet whose nodes come and go: whoever tells that it has the version ready is asked."""
-
-    def connect(address: Address) -> ShardClient:
-        return ShardClient(address, clock=clock, tls=tls)
-
-    def replicas(index: int) -> ReplicaSource:
-        return ReplicaSource(partial(directory.current, snapshot.spec.model, snapshot.version, index), connect)
-
-    return _replicated_shards(snapshot, plan, replicas, clock)
-
-
-def _replicated_shards(
+def replicated_shards(
     snapshot: Snapshot,
     plan: Plan,
     replicas: Callable[[int], ReplicaSource | list[ShardClient]],
     clock: Callable[[], float],
 ) -> ShardsFactory:
+    """Shards on nodes; `replicas` gives those of a shard by its index."""
     return lambda on_retry: [
         ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
         for index in range(plan.num_shards)
     ]
-
-
-def open_published(
-    store: Path, published: PublishedVersion, *, verify: bool = True, progress: Progress = no_progress
-) -> Snapshot:
-    """Opens a published version for ranking: row files are the shard nodes' to check.
-
-    Args:
-        store: where versions lie.
-        published: what the registry says of it.
-        verify: compare the SHA-256 of all files but those of rows.
-        progress: told bytes checked.
-
-    Raises:
-        SnapshotError: it is not in the store, is not what its manifest says, or is not what was published.
-    """
-    folder = Store(store).snapshot_path(published.model, published.version)
-    snapshot = Snapshot.open(folder, verify=verify, files="other", progress=progress)
-    if snapshot.identity != published.identity:
-        raise SnapshotCorruptError(
-            f"{folder}: its manifest has SHA-256 {snapshot.identity}, but {published.identity} was published"
-        )
-    return snapshot
-
-
-def _remote_shards(source: ModelSource, snapshot: Snapshot, plan: Plan, service: RankingService) -> ShardsFactory:
-    clock, tls = service.clock, None if source.node_tls is None else client_context(source.node_tls)
-
-    def replicas(index: int) -> list[ShardClient]:
-        return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
-
-    return _replicated_shards(snapshot, plan, replicas, clock)

@@ -1,54 +1,59 @@
-"""One version of a model made servable: what a generation of the serving process holds."""
+"""One version of a model: made servable, checked before it may serve, and what the serving process then holds of it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 
+from loader.golden import GoldenRequests
 from loader.reader import Snapshot
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper
+from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
 from serving.cards.ranking import CardRanking
 from serving.cards.scorer import scorer_on_card
 from serving.description import ModelDescription
-from serving.errors import NotReadyError
+from serving.errors import GoldenMismatchError, NotReadyError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.models.factory import DtypeChoice
+from serving.models.factory import DtypeChoice, choose_dtype, load_model
+from serving.models.inputs import InputAssembler
+from serving.models.ranking_models import DeviceCopies
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
-from serving.rank.ranking import Ranking
+from serving.rank.merge import MergedBatch
+from serving.rank.ranking import Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
-from serving.versions.version_check import CheckedVersion, check_version, ranking_parts
+from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 OnRetry: TypeAlias = Callable[[str], None]
 ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
 INFO_TIMEOUT_S = 2.0
-_DTYPE_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {
-    torch.float32: "float32", torch.bfloat16: "bfloat16",
-}  # fmt: skip
+CONNECT_TIMEOUT_S = 5.0
+GOLDEN_TIMEOUT_S = 30.0
 
 
 class ServedModel:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     Attributes:
-        model, version: its name and number.
-        schema: what a request looks like.
         submit: queues a request and takes its lease over. Raises OverloadedError, ShuttingDownError.
-        description: what it tells of itself.
-        counter: what it has done since it is here.
         checked: what its golden requests said when it was loaded.
     """
 
@@ -91,24 +96,14 @@ class ServedModel:
     ) -> ServedModel:
         """Makes a version servable: connects, checks it against its golden requests, warms every replica. Blocks.
 
-        Args:
-            snapshot: the opened snapshot.
-            plan: who owns which rows.
-            shards: makes the connections of one ranking replica.
-            limits: of requests and batches.
-            num_replicas: ranking replicas; each is a thread, and where rows are on cards they take turns over these.
-            dtype: of the dense model; `auto` is bfloat16 where the device has it and the golden requests bear it out.
-            card_graphs: where rows are on cards, rank by CUDA graphs.
-            metrics: where times are counted.
-            clock: monotonic seconds.
-            on_close: called when the version is unloaded, after its replicas have ended.
-            loop: ranks in place of threads, for rows in this process that are never waited for: the event loop that
-                requests come from. It runs in another thread than this one.
+        Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
+        `card_graphs`. With a `loop` it ranks in their place, for rows in this process that are never waited for: the
+        event loop that requests come from, which runs in another thread than this one. `on_close` is called when the
+        version is unloaded, after its replicas have ended. Of `dtype`, `auto` is bfloat16 where the device has it and
+        the golden requests bear it out.
 
         Raises:
-            GoldenMismatchError: as `check_version`.
-            RankingModelError: if the dense model does not fit its description.
-            RouterError, ShardNodeError: if the shards can't be asked.
+            GoldenMismatchError, RankingModelError, RouterError, ShardNodeError: as `check_version`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -142,7 +137,9 @@ class ServedModel:
             takers = [on_loop]
             _stop(checked_with, replicas)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
-        description = ModelDescription.of(snapshot, limits, _DTYPE_NAMES[checked.dtype], checked.fallback)
+        description = ModelDescription.of(
+            snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
+        )
         return cls(schema, description, batcher, takers, on_close, counter, checked)
 
     @property
@@ -156,17 +153,12 @@ class ServedModel:
         Raises:
             NotReadyError: if a replica has ended, a shard does not answer in time, or no node of a shard has this
                 version any more: the fleet went on without this process, which lost sight of the registry.
-            RouterError, ShardNodeError: if a shard can't be asked.
         """
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
             raise NotReadyError(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
-
-        async def ask(ranking: Ranking) -> list[tuple[str, NodeInfo]]:
-            return await ranking.nodes()
-
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                told = await asyncio.wrap_future(self._replicas[0].call(ask))
+                told = await asyncio.wrap_future(self._replicas[0].call(Ranking.nodes))
         except TimeoutError:
             raise NotReadyError(f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s") from None
         asked = {info.identity.shard_index for _, info in told}
@@ -211,3 +203,220 @@ def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica
     # They know each other by this list: emptied, the last reference frees the dense model and the vocabularies at once
     # and not when the interpreter next looks for cycles, which a large process rarely does.
     replicas.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedVersion:
+    """What the check of a version found.
+
+    Attributes:
+        fallback: why it does not serve with the dtype that was asked for; "" if it does.
+        difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
+            the version: then its scores are meant to be others.
+        tolerance: what the manifest allows; None without golden requests.
+    """
+
+    dtype: torch.dtype
+    fallback: str = ""
+    difference: float | None = None
+    tolerance: float | None = None
+
+
+def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
+    """The dense model of a snapshot in a number format. Raises RankingModelError."""
+    model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
+    assembler = InputAssembler(snapshot.spec, schema.features, dtype)
+    return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
+
+
+def check_version(
+    snapshot: Snapshot,
+    parts: RankingParts,
+    replicas: Sequence[Replica],
+    asked: DtypeChoice,
+    clock: Callable[[], float],
+) -> CheckedVersion:
+    """Checks the golden scores, chooses the number format, and warms every replica. Blocks.
+
+    As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
+    deltas were applied to them, the difference is told in the log, and only what does not depend on the rows is asked
+    for: every id has one, scores are finite, and bfloat16 is close to float32.
+
+    Golden requests go through every replica, in the number format that it will serve with. What that needs once is done
+    then: connections, checks of the nodes, buffers, kernels chosen for shapes. The replicas are started, have no
+    requests yet, and use `parts`, which are in float32.
+
+    Raises:
+        GoldenMismatchError: it must not serve.
+        RankingModelError: bfloat16 was asked for where the device has none.
+        RouterError, ShardNodeError: its rows can't be looked up.
+    """
+    deadline = clock() + CONNECT_TIMEOUT_S
+
+    async def connect(ranking: Ranking) -> torch.device:
+        await ranking.connect(deadline)
+        return ranking.device
+
+    wanted, golden = choose_dtype(asked, _on_all(replicas, connect)[0]), snapshot.golden()
+    if golden is not None and snapshot.manifest.golden is not None:
+        check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
+        checked = check.run(wanted)
+    elif wanted is torch.bfloat16 and asked == "auto":
+        checked = CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
+    else:
+        checked = CheckedVersion(wanted)
+        if wanted is not torch.float32:
+            _use(replicas, ranking_parts(snapshot, parts.schema, wanted))
+
+    async def warm(ranking: Ranking) -> None:
+        ranking.warm(golden)
+
+    _on_all(replicas, warm)
+    return checked
+
+
+def _on_all(replicas: Sequence[Replica], work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
+    return [future.result() for future in [replica.call(work) for replica in replicas]]
+
+
+def _use(replicas: Sequence[Replica], parts: RankingParts) -> None:
+    for replica in replicas:
+        replica.ranking.use(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _GoldenCheck:
+    snapshot: Snapshot
+    parts: RankingParts
+    replicas: Sequence[Replica]
+    golden: GoldenRequests
+    tolerance: float
+    clock: Callable[[], float]
+
+    @property
+    def name(self) -> str:
+        return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
+
+    def run(self, wanted: torch.dtype) -> CheckedVersion:
+        first, dtype, fallback = self.replicas[0], torch.float32, ""
+        difference = self.difference(first)
+        as_exported = self.is_as_exported(difference)
+        if wanted is not torch.float32:
+            parts = ranking_parts(self.snapshot, self.parts.schema, wanted)
+            fallback = self.why_not(parts)
+            if not fallback:
+                dtype = wanted
+                _use(self.replicas, parts)
+        # One after the other: others serve meanwhile.
+        difference = max(difference, *map(self.difference, self.replicas))
+        as_exported = as_exported and self.is_as_exported(difference)
+        return CheckedVersion(dtype, fallback, difference if as_exported else None, self.tolerance)
+
+    def is_as_exported(self, difference: float) -> bool:
+        """Whether the difference is within the tolerance. Raises GoldenMismatchError if no delta accounts for that."""
+        if difference <= self.tolerance:
+            return True
+        # Asked after the scores: what was applied before them is surely seen.
+        if not self.has_deltas():
+            raise GoldenMismatchError(
+                f"{self.name}: golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
+            )
+        after = "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)"
+        logger.warning(after, self.name, difference, self.tolerance)
+        return False
+
+    def why_not(self, parts: RankingParts) -> str:
+        """Why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
+        difference = self.difference(self.replicas[0], parts)
+        if difference > self.tolerance and self.has_deltas():
+            difference = self.difference(self.replicas[0], parts, to_own=True)
+        if difference <= self.tolerance:
+            return ""
+        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
+        logger.warning("%s serves in float32: %s", self.name, reason)
+        return reason
+
+    def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
+        """The largest difference between a replica's scores and the golden ones.
+
+        Between batches it rests for as long as the last one took: others serve meanwhile. With `to_own` the scores of
+        another dense model are compared to those of the replica's own. Both score the very same rows: where deltas are
+        applied meanwhile, a second lookup would give others.
+        """
+        name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
+
+        async def check(own: Ranking) -> float:
+            ranking, largest = own if other is None else own.using(other), 0.0
+            for batch, exported in golden_batches(self.parts.schema, self.golden):
+                began = clock()
+                deadline = began + GOLDEN_TIMEOUT_S
+                if to_own:
+                    embeddings = await own.router.lookup(name, version, batch.bags, deadline)
+                    scores, rejected = ranking.score_rows(batch, embeddings), embeddings.rejected
+                    expected = own.score_rows(batch, embeddings)
+                else:
+                    expected = exported
+                    scores, rejected = await ranking.score(batch, deadline)
+                largest = max(largest, self.batch_difference(scores, expected, rejected))
+                await asyncio.sleep(clock() - began)
+            return largest
+
+        return _on_all([replica], check)[0]
+
+    def batch_difference(self, scores: Float32Array, expected: Float32Array, rejected: RejectedIds) -> float:
+        if len(rejected):
+            feature = self.parts.schema.features.features[int(rejected.feature[0])].name
+            raise GoldenMismatchError(f"{self.name}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
+        differences = np.abs(scores - expected)
+        if not np.isfinite(differences).all():
+            raise GoldenMismatchError(f"{self.name}: a golden request got a score that is not finite")
+        return float(differences.max())
+
+    def has_deltas(self) -> bool:
+        (told,) = _on_all(self.replicas[:1], Ranking.nodes)
+        name = (self.snapshot.spec.model, self.snapshot.version)
+        return any(
+            (one.model, one.version) == name and one.delta_sequence > one.last_delta
+            for _, info in told
+            for one in info.versions
+        )
+
+
+def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
+    """The golden requests as batches of about `max_batch_candidates`, with their expected scores float32 [N]."""
+    counts = golden.num_candidates.astype(np.int64)
+    ends = np.cumsum(counts)
+    # A request is in the batch that its first candidate falls into.
+    batch_of_request = (ends - counts) // schema.limits.max_batch_candidates
+    edges = np.flatnonzero(np.diff(batch_of_request, prepend=-1, append=batch_of_request[-1] + 1))
+    for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        candidates = slice(int(ends[first] - counts[first]), int(ends[end - 1]))
+        own = counts[first:end]
+        starts = np.concatenate([[0], np.cumsum(own)])
+        batch = MergedBatch(
+            _bags(schema, golden, slice(first, end), candidates),
+            starts,
+            np.repeat(np.arange(own.size), own),
+            golden.context_dense[first:end],
+            golden.candidate_dense[candidates],
+        )
+        yield batch, golden.scores[candidates]
+
+
+def _bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
+    lengths, values, weights = [], [], []
+    for feature in schema.features.features:
+        bags = requests if feature.side == "context" else candidates
+        offsets = np.concatenate([[0], np.cumsum(golden.lengths[feature.name], dtype=np.int64)])
+        ids = slice(int(offsets[bags.start]), int(offsets[bags.stop]))
+        lengths.append(golden.lengths[feature.name][bags])
+        values.append(golden.values[feature.name][ids])
+        own = golden.weights.get(feature.name)
+        weights.append(np.ones(values[-1].size, np.float32) if own is None else own[ids])
+    return KeyedBags.from_lengths(
+        schema.keys,
+        np.array([one.size for one in lengths], dtype=np.int64),
+        np.concatenate(lengths),
+        np.concatenate(values),
+        np.concatenate(weights) if golden.weights else None,
+    )

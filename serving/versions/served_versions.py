@@ -15,7 +15,6 @@ from math import isfinite
 
 import xxhash
 
-from loader.registry.records import VersionStats
 from serving.errors import CanaryShareError, ModelNotFoundError, NotReadyError
 from serving.versions.served_model import ServedModel
 from shard_node.errors import GenerationNotFoundError
@@ -56,16 +55,11 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    Args:
-        expected_models: models that are configured, loaded or not; None if that is not known yet.
-        on_freed: told each version that has been freed, on a thread of its own.
+    `expected_models` are configured, loaded or not. `on_freed` is told each version that has been freed, on a thread of
+    its own.
     """
 
-    def __init__(
-        self,
-        expected_models: Sequence[str] | None = (),
-        on_freed: Callable[[str, int], None] = lambda model, version: None,
-    ) -> None:
+    def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
         self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
         self._on_freed = on_freed
         self._expected = frozenset(expected_models or ())
@@ -105,19 +99,10 @@ class ServedVersions:
 
     def live(self, model: str) -> int | None:
         """The version that answers requests; None if there is none."""
-        return self.live_versions().get(model)
-
-    def live_versions(self) -> dict[str, int]:
-        """The live version of every model that has one."""
-        return self.generations.live_versions()
+        return self.generations.live_versions().get(model)
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
-        """Sends a share of a model's requests to a version, or to none.
-
-        Args:
-            model: whose requests.
-            version: is here and not draining; None ends the canary.
-            share: above 0 and below 1; ignored without a version.
+        """Sends a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
 
         Raises:
             GenerationNotFoundError: if the version is not here, or drains.
@@ -134,48 +119,17 @@ class ServedVersions:
         """The model's canary; None if there is none."""
         return self._canaries.get(model)
 
-    def stats(self, model: str, version: int) -> VersionStats:
-        """What a version has done since it is here. Raises GenerationNotFoundError if it is not here any more."""
-        for one in self.generations.all():
-            if (one.model, one.version) == (model, version):
-                return one.payload.counter.stats()
-        raise GenerationNotFoundError(f"version {version} of model {model!r} is not here")
+    def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
+        """A lease on the given version; without one, on the canary or the live one.
 
-    def lease(self, model: str, version: int | None = None) -> Lease[ServedModel]:
-        """A lease on the live version, or on the given one.
+        `key` gives a request's key, or "" for one without; it is only asked while there is a canary. What is no request
+        has none, and gets the live version.
 
         Raises:
             ModelNotFoundError: naming what is served instead.
             NotReadyError: for a model that is configured but not loaded yet.
         """
-        try:
-            return self.generations.lease(model, version)
-        except GenerationNotFoundError as error:
-            if version is None and model in self._expected:
-                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
-            here = [f"{one.model} {one.version}" for one in self.generations.all()]
-            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
-            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
-
-    def lease_for(self, model: str, version: int | None, key: Callable[[], str]) -> Lease[ServedModel]:
-        """A lease on the version that answers a request: the one it asks for, the canary, or the live one.
-
-        Args:
-            model: the name in the request.
-            version: what the request asks for; None leaves the choice to us.
-            key: gives the request's key, or "" for one without; only asked while there is a canary.
-
-        Raises:
-            ModelNotFoundError, NotReadyError: as `lease`.
-        """
-        if version is None and model not in self._canaries:
-            try:
-                return self.generations.lease(model)
-            except GenerationNotFoundError:
-                return self.lease(model)
-        if version is not None:
-            return self.lease(model, version)
-        while (choice := self._canaries.get(model)) is not None:
+        while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
             # A request without a key is anybody's: numbering them gives the canary its share of them.
             if not choice.takes(model, key() or str(next(self._keyless))):
                 break
@@ -184,7 +138,14 @@ class ServedVersions:
             except GenerationNotFoundError:
                 # It was withdrawn since the pointer was read.
                 self._end_canary(model, choice.version)
-        return self.lease(model)
+        try:
+            return self.generations.lease(model, version)
+        except GenerationNotFoundError as error:
+            if version is None and model in self._expected:
+                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
+            here = [f"{one.model} {one.version}" for one in self.generations.all()]
+            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
+            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
 
     def _free(self, served: ServedModel) -> None:
         try:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random as random_module
+import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,24 +26,20 @@ from loader.errors import RegistryError, SnapshotCorruptError
 from loader.manifest import Frozen, ModelSpec
 from loader.pace import Pace
 from loader.reader import Snapshot
-from loader.registry.records import (
-    FleetRecord,
-    NodeId,
-    NodeRecord,
-    PublishedVersion,
-    VersionReport,
-    WantedModel,
-)
+from loader.registry.records import FleetRecord, NodeId, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry
+from loader.store import Store
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
+from router.replica_set import ReplicaSource
 from serving.errors import NotReadyError
 from serving.models.factory import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.loading import fleet_shards, local_shards, open_published
+from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel
-from shard_node.agent import Agent, AgentConfig, Sleep
+from shard_node.agent import Agent, AgentConfig
 from shard_node.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.client import ShardClient
 from shard_node.node import ShardNode
 from shard_node.node_agent import NodeActions
 from shard_node.tls import TlsClientConfig, client_context
@@ -53,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
+LIVE_POLL_S = 0.05
+LOOK_S = 0.2
+"""Between two looks at which nodes there are; each is up to a quarter earlier or later."""
 OPENED = 0.5
 """Share of a load's progress that opening and checking files is."""
 
@@ -62,10 +61,8 @@ class ServingConfig(Frozen):
 
     Attributes:
         node_id: its name, stable over restarts.
-        store: where versions lie.
         verify: compare the SHA-256 of the files that it reads.
         num_replicas: ranking replicas of each version, each a thread.
-        dtype: of dense models.
         stage_cpu_share: of one core, at most, that checking files takes.
         node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
     """
@@ -81,55 +78,69 @@ class ServingConfig(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class LocalRows:
-    """Rows in this process.
-
-    Attributes:
-        node: holds them.
-        actions: stage them into `node`, apply deltas to them, and retire them.
-        plan_of: who owns what; must be the plan that `actions` stage by.
-    """
+    """Rows in this process: `actions` stage them into `node`, by the plan that `plan_of` gives."""
 
     node: ShardNode
     actions: NodeActions
     plan_of: Callable[[ModelSpec], Plan]
 
 
-class ServingActions:
-    """Implements `Actions` for a serving process. Belongs to one event loop.
+class ServingNode:
+    """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
-    Args:
-        service: what answers requests.
-        fleet: the registry.
-        directory: which shard nodes there are.
-        config: of the process.
-        local: rows in this process; None if they are on shard nodes.
-        sleep: waits.
+    If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
+    is not ready. Without `local` rows they are on shard nodes.
 
     Raises:
         TlsConfigError: a file of `config.node_tls` can't be read or does not fit.
 
     Attributes:
-        address: where it is asked, HTTP; to be set before it is announced.
+        address: where it is asked, HTTP; to be set before `load`.
+        directory: the shard nodes of the fleet.
     """
 
     def __init__(
         self,
-        service: RankingService,
         fleet: FleetRegistry,
-        directory: ReplicaDirectory,
+        service: RankingService,
         config: ServingConfig,
+        agent_config: AgentConfig,
         local: LocalRows | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.address = ""
-        self._service = service
         self._fleet = fleet
-        self._directory = directory
+        self._service = service
         self._config = config
+        self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
-        self._sleep = sleep
         self._memory: tuple[float, int] = (float("-inf"), 0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.directory = ReplicaDirectory(service.clock)
+        self.agent = Agent(fleet, self, agent_config, service.clock)
+
+    async def load(self) -> None:
+        """Begins, and returns once each expected model is live. The process is in the fleet until `leave`."""
+        self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
+        if self._local is None:
+            self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
+        while not self._is_live():  # noqa: ASYNC110  # what is wanted and what is live have no event
+            await asyncio.sleep(LIVE_POLL_S)
+
+    async def leave(self) -> None:
+        """Tells the fleet that the process ends, and that it is not ready any more. What it serves stays live.
+
+        A registry that is down does not keep it from leaving.
+        """
+        self._service.watch.begin_shutdown()
+        if self._tasks:
+            await self.agent.leave()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        if self._local is not None:
+            await self._local.actions.close()
+        await self._fleet.registry.close()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
         """The live version, those to be flipped to, and the one that answers here until the pointer has moved."""
@@ -138,8 +149,7 @@ class ServingActions:
 
     def held(self) -> set[tuple[str, int]]:
         """(model, version) of what could answer requests."""
-        held = {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
-        return held if self._local is None else held & set(self._local.actions.held())
+        return self._here() if self._local is None else self._here() & set(self._local.actions.held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Loads, checks and warms a version, and puts it beside the live one.
@@ -156,7 +166,7 @@ class ServingActions:
             topology = await self._topology(model, version)
         elif (model, version) not in self._local.actions.held():
             await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
-        if self._is_here(model, version):
+        if (model, version) in self._here():
             return  # its rows were staged anew; what ranks with them is still here
         try:
             await self._load(published, topology, tell)
@@ -189,14 +199,14 @@ class ServingActions:
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraws a version; returns when its last request has ended and it is freed."""
-        if self._is_here(model, version):
+        if (model, version) in self._here():
             generation = self._service.retire(model, version)
             deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
             while not generation.retired.is_set():
                 if self._service.clock() >= deadline:
                     logger.error("%d requests still use version %d of %s", generation.leases, version, model)
                     deadline = float("inf")
-                await self._sleep(DRAINED_POLL_S)
+                await asyncio.sleep(DRAINED_POLL_S)
         if self._local is not None and (model, version) in self._local.actions.held():
             await self._local.actions.retire(model, version)
 
@@ -225,7 +235,7 @@ class ServingActions:
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """What is announced."""
-        topology, now = self._directory.topology(), self._service.clock()
+        topology, now = self.directory.topology(), self._service.clock()
         if now - self._memory[0] >= MEMORY_EVERY_S:
             self._memory = (now, available_memory_bytes())
         # Where rows are on shard nodes this is a number, if only to say so before any of them was seen.
@@ -239,22 +249,22 @@ class ServingActions:
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=self._memory[1],
             applied=dict(applied),
-            live=self._service.live_versions(),
+            live=self._service.generations.live_versions(),
             versions=tuple(reports),
         )
 
     async def _topology(self, model: str, version: int) -> FleetRecord:
         """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
-        self._directory.update(await self._fleet.nodes())
+        self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
-        topology = await self._fleet.fleet() or self._directory.topology()
+        topology = await self._fleet.fleet() or self.directory.topology()
         if topology is None:
             raise NotReadyError("no shard node has joined the fleet yet")
-        missing = [index for index in range(topology.num_shards) if not self._directory.replicas(model, version, index)]
+        count = topology.num_shards
+        missing = [str(index) for index in range(count) if not self.directory.replicas(model, version, index)]
         if missing:
-            raise NotReadyError(
-                f"no node of {_shards(missing)} of {topology.num_shards} has version {version} of model {model!r} ready"
-            )
+            shards = ", ".join(missing)
+            raise NotReadyError(f"no node of shard {shards} of {count} has version {version} of model {model!r} ready")
         return topology
 
     async def _load(
@@ -279,10 +289,16 @@ class ServingActions:
         config, service = self._config, self._service
         progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
         paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
-        snapshot = open_published(config.store, published, verify=config.verify, progress=paced)
+        folder = Store(config.store).snapshot_path(published.model, published.version)
+        # Row files are the shard nodes' to check.
+        snapshot = Snapshot.open(folder, verify=config.verify, files="other", progress=paced)
+        _check_identity(snapshot, published.identity, "was published")
         wish.check()
         if self._local is not None:
-            _check_rows(self._local.node, snapshot)
+            model, version = published.model, published.version
+            with self._local.node.generations.lease(model, version) as lease:
+                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
+                _check_identity(snapshot, lease.payload.manifest_identity, rows)
             plan = self._local.plan_of(snapshot.spec)
             shards = local_shards([self._local.node])
         else:
@@ -290,7 +306,7 @@ class ServingActions:
             plan = Plan.make(
                 snapshot.spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes
             )
-            shards = fleet_shards(snapshot, plan, self._directory, service.clock, self._node_tls)
+            shards = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
         return ServedModel.load(
             snapshot,
             plan,
@@ -312,99 +328,13 @@ class ServingActions:
 
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
 
-    def _is_here(self, model: str, version: int) -> bool:
-        generations = self._service.generations.all()
-        return any((one.model, one.version) == (model, version) and one.state != "draining" for one in generations)
+    def _here(self) -> set[tuple[str, int]]:
+        return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
 
-
-def _shards(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-    return f"shard {shown}" if len(numbers) == 1 else f"shards {shown}"
-
-
-def _check_rows(node: ShardNode, snapshot: Snapshot) -> None:
-    """Raises SnapshotCorruptError unless the rows in this process are of the same snapshot as what ranks with them."""
-    model, version = snapshot.spec.model, snapshot.version
-    with node.generations.lease(model, version) as lease:
-        identity = lease.payload.manifest_identity
-    if identity != snapshot.identity:
-        raise SnapshotCorruptError(
-            f"{snapshot.path}: its manifest has SHA-256 {snapshot.identity}, but the rows of version {version} of "
-            f"model {model!r} are of the snapshot with {identity}: a version must not be published as something else"
-        )
-
-
-LOOK_S = 0.2
-"""Between two looks at which nodes there are; each is up to a quarter earlier or later."""
-LIVE_POLL_S = 0.05
-
-
-class ServingNode:
-    """Runs until `leave`. Belongs to one event loop, that of the agent and the registry.
-
-    Args:
-        fleet: the registry; closed by `leave`.
-        service: what answers requests. If no models are named in `agent_config`, those that are wanted at the start are
-            the ones without which the process is not ready.
-        config: of the process.
-        agent_config: intervals, limits, and which models.
-        local: rows in this process; None if they are on shard nodes.
-        clock: monotonic seconds.
-        sleep: waits.
-        random: for jitter.
-
-    Attributes:
-        directory: the shard nodes of the fleet.
-        actions: what the agent has done.
-        agent: makes the process what is wanted of it.
-    """
-
-    def __init__(
-        self,
-        fleet: FleetRegistry,
-        service: RankingService,
-        config: ServingConfig,
-        agent_config: AgentConfig | None = None,
-        local: LocalRows | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
-        random: random_module.Random | None = None,
-    ) -> None:
-        agent_config = agent_config or AgentConfig()
-        self._fleet = fleet
-        self._service = service
-        self._models = agent_config.models
-        self._local = local
-        self._sleep = sleep
-        self._random = random or random_module.Random()
-        self.directory = ReplicaDirectory(clock)
-        self.actions = ServingActions(service, fleet, self.directory, config, local, sleep)
-        self.agent = Agent(fleet, self.actions, agent_config, clock, sleep, self._random)
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def load(self) -> None:
-        """Begins, and returns once each expected model is live. The process is in the fleet until `leave`."""
-        self._tasks = [
-            asyncio.create_task(self._watch_nodes(), name="watch nodes"),
-            asyncio.create_task(self.agent.run(), name="agent"),
-        ]
-        while not self._is_live():
-            await self._sleep(LIVE_POLL_S)
-
-    async def leave(self) -> None:
-        """Tells the fleet that the process ends, and that it is not ready any more. What it serves stays live.
-
-        A registry that is down does not keep it from leaving.
-        """
-        self._service.watch.begin_shutdown()
-        if self._tasks:
-            await self.agent.leave()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
-        if self._local is not None:
-            await self._local.actions.close()
-        await self._fleet.registry.close()
+    def _replicas(self, snapshot: Snapshot, index: int) -> ReplicaSource:
+        """The nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
+        current = partial(self.directory.current, snapshot.spec.model, snapshot.version, index)
+        return ReplicaSource(current, partial(ShardClient, clock=self._service.clock, tls=self._node_tls))
 
     def _is_live(self) -> bool:
         """Whether each expected model has a live version."""
@@ -413,24 +343,24 @@ class ServingNode:
         if not expected:
             return False
         self._service.expect(expected)
-        live = self._service.live_versions()
-        return all(model in live for model in expected)
+        return self._service.generations.live_versions().keys() >= set(expected)
 
     async def _watch_nodes(self) -> None:
-        if self._local is not None:
-            return
         is_silent = False
         while True:
             try:
                 self.directory.update(await self._fleet.nodes())
-            except RegistryError as error:
-                if not is_silent:
-                    logger.warning("nodes are those that are known: %s", error)
-                is_silent = True
-            except Exception:  # a fault of ours must not leave this process with the nodes of today for good
-                if not is_silent:
-                    logger.exception("looking for nodes failed; they are those that are known")
-                is_silent = True
-            else:
                 is_silent = False
-            await self._sleep(LOOK_S * self._random.uniform(0.75, 1.25))
+            except Exception as error:  # a fault of ours must not leave this process with the nodes of today for good
+                if not is_silent:
+                    is_ours = not isinstance(error, RegistryError)
+                    logger.warning("nodes are those that are known: %s", error, exc_info=is_ours)
+                is_silent = True
+            await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
+
+
+def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:
+    if snapshot.identity != identity:
+        raise SnapshotCorruptError(
+            f"{snapshot.path}: its manifest has SHA-256 {snapshot.identity}, but {identity} {what}"
+        )

@@ -26,7 +26,8 @@ from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.card_plan import CardPlan
 from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import CHUNK_BYTES
-from shard_node.cuda.places import PIECE_ROWS, Placer, owners_of
+from shard_node.cuda.placer import PIECE_ROWS, Placer
+from shard_node.cuda.places import owners_of
 from shard_node.cuda.row_upload import RowUpload
 from shard_node.row_copy import not_finite, runs_of
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,10 @@ class RowCounts(Protocol):
     def __getitem__(self, rows: slice, /) -> UInt32Array:
         """uint32 [n], of a slice with step 1."""
         ...
+
+
+ObservedCounts: TypeAlias = Mapping[str, RowCounts]
+"""By table, uint32 [num_embeddings]: how often each row was seen to be looked up."""
 
 
 class RowHotness(ABC):

@@ -15,7 +15,8 @@ from shard_node.cpu_engine import CpuEngine
 from shard_node.cuda.batch import RunTable
 from shard_node.cuda.card_plan import CardPlan
 from shard_node.cuda.kernel_params import MAPPED, MODES
-from shard_node.cuda.places import MAPPED_TIER, Placer
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import MAPPED_TIER
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -85,18 +85,21 @@ def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
 @given(most=CLASSES)
 def test_what_is_sent_along_is_aligned_and_lies_one_after_the_other(dense, most):
     layout = layout_of("target_attention" if dense == (13, 7) else "mlp", dense)
-    places = layout.extra_places(most)
-    sizes = (
-        8 * most.num_candidates,
-        4 * most.num_requests * dense[0],
-        4 * most.num_candidates * dense[1],
-        16 * len(layout.sequences) * most.num_requests,
-    )
-    starts = (0, places.context_dense, places.candidate_dense, places.sequences, places.size_bytes)
-    for start, size, following in zip(starts[:-1], sizes, starts[1:], strict=True):
+    size_bytes = layout.extra_bytes(most)
+    sent = torch.zeros(size_bytes, dtype=torch.uint8)
+    views = layout.extra(most, sent)
+    assert [(tuple(view.shape), view.dtype) for view in views] == [
+        ((most.num_candidates,), torch.int64),
+        ((most.num_requests, dense[0]), torch.float32),
+        ((most.num_candidates, dense[1]), torch.float32),
+        ((len(layout.sequences), 2, most.num_requests), torch.int64),
+    ]
+    starts = [view.storage_offset() * view.dtype.itemsize for view in views]
+    assert starts[0] == 0
+    for view, start, following in zip(views, starts, [*starts[1:], size_bytes], strict=True):
         assert start % ALIGNED_BYTES == 0
-        assert start + size <= following < start + size + ALIGNED_BYTES
-    assert layout.size(most).extra_bytes == places.size_bytes
+        assert start + view.nbytes <= following < start + view.nbytes + ALIGNED_BYTES
+    assert layout.size(most).extra_bytes == size_bytes
 
 
 def test_context_columns_that_are_neighbours_are_expanded_together():

@@ -14,8 +14,7 @@ from loader.reader import Snapshot
 from serving.cards.layout import BatchClass
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
-from serving.versions.served_model import ServedModel
-from serving.versions.version_check import ranking_parts
+from serving.versions.served_model import ServedModel, ranking_parts
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import (
     DENSE,

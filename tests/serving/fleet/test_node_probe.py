@@ -12,7 +12,7 @@ from loader.registry.directory import DirectoryRegistry
 from loader.registry.keys import COORDINATOR_LOCK
 from loader.registry.records import NodeRecord, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry
-from serving.fleet.probes import lock_probe, node_probe
+from serving.fleet.local_fleet import ask_lock, ask_node
 from serving.fleet.supervisor import NotYetError, RefusedError
 
 WANTED = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), serve=(1, 2), follow=(1, 2))
@@ -26,7 +26,7 @@ def asked(folder: Path, kind: str, wanted: WantedModel = WANTED, process_id: int
         await fleet.put_wanted(wanted, None)
         record = {"node_id": "n", "kind": kind, "process_id": process_id, "address": "h:1", **fields}
         await fleet.announce_node(NodeRecord.model_validate(record), 60)
-        await node_probe(fleet, "n", ("films", "not yet rolled out"))(7)
+        await ask_node(fleet, "n", ("films", "not yet rolled out"), 7)
 
     asyncio.run(program())
 
@@ -69,10 +69,9 @@ def test_a_node_whose_turn_has_come_in_a_rollout_by_replica_needs_the_new_versio
 def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:
     async def program() -> None:
         fleet = FleetRegistry(DirectoryRegistry(tmp_path))
-        probe = lock_probe(fleet, COORDINATOR_LOCK)
         with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
-            await probe(7)
+            await ask_lock(fleet, COORDINATOR_LOCK, 7)
         await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
-        await probe(7)
+        await ask_lock(fleet, COORDINATOR_LOCK, 7)
 
     asyncio.run(program())

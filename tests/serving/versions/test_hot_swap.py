@@ -173,7 +173,7 @@ def test_with_rows_in_the_process_versions_are_swapped_the_same_way(versions, sh
                 await load.stop()
                 assert load.wrong == []
                 assert min(load.answers[1], load.answers[2]) >= 40
-                (report,) = node.actions.reports()
+                (report,) = node.reports()
                 assert (report.version, report.state) == (2, "ready")
                 assert report.memory_bytes > 0
 

@@ -11,9 +11,18 @@ import numpy as np
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.records import Canary
 from serving.rank.replica import Replica
-from serving.versions.version_check import check_version
+from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
-from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, write_api_model
+from shardrank_testing.serving_api import (
+    FILMS,
+    MODEL,
+    ApiModel,
+    api_request,
+    run,
+    running_api,
+    stats_of,
+    write_api_model,
+)
 
 
 def test_a_version_waits_with_a_reason_until_every_shard_has_a_node_that_has_it(versions, store, folder):
@@ -82,7 +91,7 @@ def test_the_canary_gets_its_share_and_applied_says_when_it_is_set(versions, sto
             wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
             # It is not here: nobody is sent to it, and nobody is told that it is in effect.
             await fleet.until_state("serve-0", MODEL, 1, "ready")
-            assert not await node.actions.settle(wanted)
+            assert not await node.settle(wanted)
             assert service.canary(MODEL) is None
             await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
             wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
@@ -139,7 +148,7 @@ def test_every_ranking_replica_is_warm_and_connected_before_the_version_is_ready
             connections = [running.server.num_connections for running in fleet.nodes.values()]
             assert connections == [2, 2, 2, 2]
             assert all(lookups.values())
-            assert service.stats(MODEL, 1).requests == 0
+            assert stats_of(service, 1).requests == 0
 
     run(main())
 

@@ -41,6 +41,7 @@ from shardrank_testing.serving_api import (
     rank_message,
     run,
     running_api,
+    stats_of,
     write_api_model,
 )
 from shardrank_testing.topologies import make_node
@@ -159,7 +160,7 @@ def test_requests_without_any_key_are_numbered_so_that_the_canary_gets_its_share
         unparsed = JsonCodec("rank", MODEL).read(json.dumps(api_request(1, 1)).encode(), service.limits)
         versions = []
         for _ in range(count):
-            with service.lease_for(unparsed.model, unparsed.version, lambda: unparsed.key) as lease:
+            with service.lease(unparsed.model, unparsed.version, lambda: unparsed.key) as lease:
                 versions.append(lease.version)
         assert abs(versions.count(2) - 0.2 * count) < 6 * math.sqrt(count * 0.2 * 0.8)
 
@@ -240,21 +241,20 @@ def test_a_version_is_counted_for_what_it_answered_and_scored(api_model, newer):
         for version, model in ((1, api_model), (2, newer)):
             own = [one for one in requests if expected_version(one["routing_key"]) == version]
             scores = np.concatenate([model.scores(one) for one in own]).astype(np.float64)
-            stats = service.stats(MODEL, version)
+            stats = stats_of(service, version)
             assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (len(own), 0, len(own))
             assert stats.score_count == scores.size
             np.testing.assert_allclose(stats.score_sum, scores.sum(), rtol=1e-5)
             np.testing.assert_allclose(stats.score_square_sum, (scores**2).sum(), rtol=1e-5)
         retired = service.retire(MODEL, 2)
         assert retired.retired.wait(10)
-        with pytest.raises(GenerationNotFoundError):
-            service.stats(MODEL, 2)
+        assert [one.version for one in service.generations.all()] == [1]
         text = service.metrics.render().decode()
         assert 'shardrank_version_requests_total{model="films",outcome="ok",version="1"}' in text
         assert 'version="2"' not in text
         # The same number, loaded again, begins anew.
         service.install_staged(loaded(newer, service))
-        assert service.stats(MODEL, 2).requests == 0
+        assert stats_of(service, 2).requests == 0
 
 
 def test_a_request_that_fails_in_the_canary_counts_for_the_canary_with_its_latency(api_model, newer):
@@ -284,11 +284,11 @@ def test_a_request_that_fails_in_the_canary_counts_for_the_canary_with_its_laten
         rank(service, routing_key=IN_CANARY)
     with pytest.raises(ModelNotFoundError):
         rank(service, version=7)
-    stats = service.stats(MODEL, 2)
+    stats = stats_of(service, 2)
     assert (stats.requests, stats.errors, stats.score_count) == (1, 1, 0)
     bound_ms = LATENCY_BOUNDS_MS[stats.latency_counts.index(1)]
     assert 2000.0 <= bound_ms < 2000.0 * 1.16
-    assert service.stats(MODEL, 1).requests == 0
+    assert stats_of(service, 1).requests == 0
     service.close()
 
 
@@ -314,7 +314,7 @@ def test_refused_ids_count_as_errors_and_their_scores_not_at_all(api_model, newe
         gate.open.set()
         outcomes = await asyncio.gather(first, *joined, return_exceptions=True)
         assert [isinstance(one, Exception) for one in outcomes] == [False, False, True, False]
-        stats = service.stats(MODEL, 1)
+        stats = stats_of(service, 1)
         assert (stats.requests, stats.errors, stats.score_count) == (4, 1, 15)
         scores = np.concatenate([api_model.scores(api_request(seed)) for seed in (0, 1, 3)])
         np.testing.assert_allclose(stats.score_sum, scores.sum(), rtol=1e-5)
@@ -328,7 +328,7 @@ def test_a_clients_mistakes_and_what_is_not_begun_are_not_counted(api_model, new
         for wrong in ({"top_k": 0}, {"unknown": 1}, {"timeout_ms": 10**9}):
             with pytest.raises(Exception, match=next(iter(wrong))):
                 rank(service, **wrong)
-        assert service.stats(MODEL, 1).requests == 0
+        assert stats_of(service, 1).requests == 0
 
 
 def test_a_request_that_does_not_fit_the_canary_counts_as_its_error(api_model, newer):
@@ -338,9 +338,9 @@ def test_a_request_that_does_not_fit_the_canary_counts_as_its_error(api_model, n
         del request["candidates"]["sparse"]["film"]
         with pytest.raises(MissingFeatureError):
             Ranker(service, MODEL).rank(request)
-        stats = service.stats(MODEL, 2)
+        stats = stats_of(service, 2)
         assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (1, 1, 1)
-        assert service.stats(MODEL, 1).requests == 0
+        assert stats_of(service, 1).requests == 0
 
 
 def test_the_metrics_tell_which_version_is_what(api_model, newer):
@@ -367,7 +367,7 @@ def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metr
         with service.call("embedded", "rank") as call:
             unparsed = JsonCodec("rank", MODEL).read(encode_request(api_request(1) | {"version": 1}), service.limits)
             service.admit(call)
-            lease = service.lease_for(MODEL, 1, lambda: "")
+            lease = service.lease(MODEL, 1, lambda: "")
             call.generation, call.model, call.version = lease.generation, MODEL, 1
             call.counter = lease.payload.counter
             request = unparsed.parse(lease.payload.schema)

@@ -52,7 +52,7 @@ def test_a_version_that_could_not_be_put_beside_the_live_one_is_told_of_nowhere(
 
             monkeypatch.setattr(service, "install_staged", no_room)
             with pytest.raises(GenerationStateError, match="no room"):
-                await node.actions.stage(MODEL, 2, wanted, lambda share: None)
+                await node.stage(MODEL, 2, wanted, lambda share: None)
             for thread in threading.enumerate():
                 if thread.name.startswith("discard-"):
                     await asyncio.to_thread(thread.join)
@@ -67,15 +67,15 @@ def test_a_load_that_is_called_off_again_and_again_leaves_no_rows_behind(version
     async def main() -> None:
         async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
             node, _ = await with_live(fleet, versions, local=True)
-            local, loading = node.actions._local, asyncio.Event()
+            local, loading = node._local, asyncio.Event()
 
             async def never_loads(*_) -> None:
                 loading.set()
                 await asyncio.Event().wait()
 
-            monkeypatch.setattr(node.actions, "_load", never_loads)
+            monkeypatch.setattr(node, "_load", never_loads)
             wanted = await fleet.want(MODEL, live=1, hold=(1,), serve=(1,), follow=(1, 2))
-            staging = asyncio.create_task(node.actions.stage(MODEL, 2, wanted, lambda share: None))
+            staging = asyncio.create_task(node.stage(MODEL, 2, wanted, lambda share: None))
             await loading.wait()
             # It follows its deltas: that has to end before its rows can go.
             await local.actions.settle(wanted)
@@ -125,13 +125,13 @@ def test_rows_of_another_snapshot_of_the_same_number_are_not_ranked_with(version
         async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
             node, _ = await with_live(fleet, {1: versions[1], 2: before}, local=True)
             wanted = await fleet.fleet.wanted_model(MODEL)
-            await node.actions._local.actions.stage(MODEL, 2, wanted, lambda share: None)
+            await node._local.actions.stage(MODEL, 2, wanted, lambda share: None)
             # Withdrawn, and published again as something else.
             await fleet.fleet.drop_version(MODEL, 2)
             shutil.rmtree(before.path)
             after = write_api_model(store, 2, seed=3)
             await fleet.publish(after.path)
-            with pytest.raises(SnapshotCorruptError, match="rows of version 2 of model 'films' are of the snapshot"):
-                await node.actions.stage(MODEL, 2, wanted, lambda share: None)
+            with pytest.raises(SnapshotCorruptError, match="is of the rows of version 2 of model 'films'"):
+                await node.stage(MODEL, 2, wanted, lambda share: None)
 
     run(main())

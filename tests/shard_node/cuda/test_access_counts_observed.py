@@ -14,7 +14,8 @@ from shard_node.cuda import access_counts as access_counts_module
 from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
 from shard_node.cuda.card_plan import CardBudget, CardPlan
 from shard_node.cuda.hotness import Hotness
-from shard_node.cuda.places import Placer, owners_of
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import owners_of
 from shard_node.errors import InvalidBagsError
 from shard_node.table_layout import TableLayout
 from shardrank_testing.card_plans import one_table_layout, places_bytes, round_robin

@@ -20,7 +20,8 @@ from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.places import Placer, owners_of
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import owners_of
 from shard_node.delta_follower import FollowerConfig
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import NodeIdentity, ShardNode

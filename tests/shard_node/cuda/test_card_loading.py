@@ -22,7 +22,8 @@ from shard_node.cuda.card_fill import UPLOAD_BYTES
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.places import Placer, owners_of
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import owners_of
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.loading import load_tables
 from shard_node.node import LoadedTables

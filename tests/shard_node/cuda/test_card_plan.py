@@ -10,7 +10,8 @@ from loader.manifest import TableSpec
 from shard_node.cuda import card_plan
 from shard_node.cuda.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.cuda.hotness import Hotness
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, Placer, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, hot_owner, owners_of, pinned_owner
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shardrank_testing.card_plans import (

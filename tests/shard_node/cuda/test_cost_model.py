@@ -27,7 +27,8 @@ from shard_node.cuda.cost_model import (
     tier_shares,
 )
 from shard_node.cuda.hotness import Hotness
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, Placer, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, hot_owner, owners_of, pinned_owner
 from shard_node.cuda.row_format import RowFormat
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_plans import (

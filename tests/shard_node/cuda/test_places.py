@@ -8,20 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_node.cuda import card_plan
-from shard_node.cuda import places as places_module
+from shard_node.cuda import placer as placer_module
 from shard_node.cuda.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.kernel_params import MAPPED, MAX_CARDS, NOT_HERE
-from shard_node.cuda.places import (
-    Placer,
-    encode_places,
-    hot_owner,
-    max_slots,
-    owner_bits,
-    owners_of,
-    pinned_owner,
-    slots_of,
-)
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import encode_places, hot_owner, max_slots, owner_bits, owners_of, pinned_owner, slots_of
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import Partition
 from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, round_robin, strides
@@ -176,7 +168,7 @@ def test_row_numbers_near_2_to_the_32_are_placed():
     assert split.hot_rows == 2**20
     assert split.card_rows == 64 * (2**24 - 2**20)
     assert split.mapped_rows == rows - split.hot_rows - split.card_rows
-    walk = places_module._Walk(plan, 0)
+    walk = placer_module._Walk(plan, 0)
     assert (walk.place(0, 1000) & 127 == hot_owner(64)).all()
     np.testing.assert_array_equal(owners_of(walk.place(2**24, 2**24 + 1000), 64), np.arange(1000) % 64)
     assert (walk.place(rows - 1000, rows) == MAPPED).all()

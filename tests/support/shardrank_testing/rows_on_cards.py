@@ -9,7 +9,8 @@ from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Card, Cards
 from shard_node.cuda.kernel_params import MAPPED
-from shard_node.cuda.places import Placer, owners_of, slots_of
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import owners_of, slots_of
 
 ByteArray = npt.NDArray[np.uint8]
 

@@ -26,6 +26,7 @@ from loader.manifest import (
     VocabularyMapping,
 )
 from loader.reader import Snapshot
+from loader.registry.records import VersionStats
 from router.hashing import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
@@ -374,6 +375,11 @@ def api_service(model: ApiModel, limits: RequestLimits | None = None, **options:
         yield service
     finally:
         service.close()
+
+
+def stats_of(service: RankingService, version: int) -> VersionStats:
+    """What a version that is here has done."""
+    return next(one.payload.counter.stats() for one in service.generations.all() if one.version == version)
 
 
 def sparse_message(ids: list[Any], weights: list[Any] | None, *, is_context: bool) -> ranking_pb2.SparseFeature:
