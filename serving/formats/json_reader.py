@@ -13,7 +13,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, starmap
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
@@ -75,9 +75,9 @@ _THREADS = threading.local()
 _Source: TypeAlias = tuple[Any, Any, str, Part, bool]
 _Kind: TypeAlias = Literal["integers", "strings", "floats"]
 _ALLOWED: dict[_Kind, str] = {
-    "integers": f"ids here are integers in 0..{MAX_ID}",
-    "strings": "ids here are strings",
-    "floats": "it must be a finite float32",
+    "integers": f"one of the integers in 0..{MAX_ID}, as ids are here",
+    "strings": "one of the strings that ids are here",
+    "floats": "a finite float32",
 }
 # Of flat lists, and of nested ones.
 _Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
@@ -155,11 +155,15 @@ class UnparsedJson:
     def parse(self, schema: RequestSchema) -> Request:
         """See `Unparsed`."""
         try:
-            return self._rank(schema) if self._method == "rank" else self._lookup(schema)
-        except _NOT_TAKEN:
-            with many_lists():
-                self._refuse()
-            raise
+            try:
+                return self._rank(schema) if self._method == "rank" else self._lookup(schema)
+            except BadRequestError as error:
+                # Its frames hold what was read with the parser, and much memory.
+                raise error.with_traceback(None) from None
+            except _NOT_TAKEN:
+                pass
+            # Raised here, it does not refer to the error that it is told in place of; unnamed, it is in no cycle.
+            raise self._refusal()
         finally:
             self._text, self._document, self._sources, self._dense = b"", None, [], {}
 
@@ -182,13 +186,13 @@ class UnparsedJson:
             counted = self._sources[schema.features.index[schema.candidate_names[0]]][0]
         num_candidates = len(counted)
         check_num_candidates(schema.limits, num_candidates)
+        # As `schema.bags_per_key`, without a call.
+        bags_per_key = np.where(schema.features.is_context, 1, num_candidates)
+        bags, texts = self._bags(schema, schema.keys, bags_per_key)
         context_dense = _NO_DENSE
         if schema.num_context_dense or "context" in self._dense:
             context_dense = self._context_dense(schema.num_context_dense)
         candidate_dense = self._candidate_dense(num_candidates, schema.num_candidate_dense)
-        # As `schema.bags_per_key`, without a call.
-        bags_per_key = np.where(schema.features.is_context, 1, num_candidates)
-        bags, texts = self._bags(schema, schema.keys, bags_per_key)
         self._check_nesting()
         return rank_request(schema, bags, num_candidates, context_dense, candidate_dense, self._options, texts)
 
@@ -336,16 +340,20 @@ class UnparsedJson:
         if count != self._lists and (count < self._lists or count_above(self._text, _BRACKET, self._lists)):
             raise TypeError
 
-    def _refuse(self) -> None:
-        """Raise what is wrong with the first list that is not as it must be. Returns if all are."""
+    def _refusal(self) -> BadRequestError:
+        """The error for the first element of all lists that is not what it must be."""
+        lists: list[tuple[str, Any, _Kind, bool]] = []
         for found, weights, name, part, is_string in self._sources:
             is_nested = part != "context" and isinstance(found, simdjson.Array) and len(found) > 0
             is_nested = is_nested and isinstance(found[0], simdjson.Array)
-            _check_list(part_path(part, f"sparse.{name}"), found, "strings" if is_string else "integers", is_nested)
+            lists.append((part_path(part, f"sparse.{name}"), found, "strings" if is_string else "integers", is_nested))
             if weights is not None:
-                _check_list(part_path(part, f"weights.{name}"), weights, "floats", is_nested)
+                lists.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
         for part, dense in self._dense.items():
-            _check_list(f"{part}.dense", dense, "floats", part == "candidates")
+            lists.append((f"{part}.dense", dense, "floats", part == "candidates"))
+        with many_lists():
+            wrong = InvalidFieldError("", "its lists are not nested as they must be")
+            return next(filter(None, starmap(_wrong_element, lists)), wrong)
 
 
 def answer_document(answer: Answer) -> dict[str, Any]:
@@ -370,22 +378,23 @@ def _nested(feature: FeatureEmbeddings) -> list[Any]:
     return [rows[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]
 
 
-def _check_list(path: str, found: Any, kind: _Kind, is_nested: bool) -> None:
-    """Raise what is wrong with the first element of a list that is not what it must be."""
+def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRequestError | None:
+    """The error for the first element of a list that is not what it must be."""
     text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else encode(found)
     try:
         _DECODERS[kind][is_nested].decode(text)
     except msgspec.ValidationError as error:
         positions = re.findall(r"\[(\d+)\]", str(error))
-        for position in positions:
-            found = found[int(position)]
-        allowed, refusal = _ALLOWED[kind], InvalidFieldError
-        if len(positions) <= is_nested:
-            allowed = "it must be a list, as the first one is" if positions else "it must be a list"
-        elif kind != "floats" and not isinstance(found, simdjson.Array):
-            refusal = InvalidIdError
-        place = path + "".join(f"[{position}]" for position in positions)
-        raise refusal(place, f"{_shown(found)}; {allowed}") from None
+    else:
+        return None
+    for position in positions:
+        found = found[int(position)]
+        path += f"[{position}]"
+    if len(positions) <= is_nested:
+        return InvalidFieldError(path, f"{_shown(found)} is not a list{', as the first one is' * len(positions)}")
+    if kind == "floats" or isinstance(found, simdjson.Array):
+        return InvalidFieldError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
+    return InvalidIdError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
 
 
 def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> BadRequestError:
@@ -472,6 +481,7 @@ def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
     try:
         if len(text) > MAX_SEARCHED_BYTES:
             msgspec.json.decode(text, type=msgspec.Raw)
+            problem += f"; numbers have at most 64 bits, ids are in 0..{MAX_ID}"
         else:
             hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _float, "parse_constant": _NoNumber}
             with many_lists():

@@ -277,9 +277,7 @@ def test_integers_are_floats_where_floats_belong_up_to_64_bits():
     request["context"]["dense"] = [2**64 - 1, -(2**63)]
     assert parse_json(SCHEMA, request).context_dense.tolist() == [2.0**64, -(2.0**63)]
     request["context"]["dense"] = [2**64, 0]
-    with pytest.raises(
-        InvalidFieldError, match=r"context\.dense\[0\]: 18446744073709551616 .* 64 bits"
-    ):
+    with pytest.raises(InvalidFieldError, match=r"context\.dense\[0\]: 18446744073709551616 .* 64 bits"):
         parse_json(SCHEMA, request)
 
 
