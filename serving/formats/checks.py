@@ -85,35 +85,49 @@ def keyed_bags(
         schema: of the model.
         keys: int32 [S], flat feature indices, ascending.
         bags_per_key: int64 [S].
-        lengths: int64 [B], ids in each bag, none negative, with a sum within 64 bits; None if each has one.
+        lengths: int64 [B], ids in each bag; None if each has one.
         ids_per_key: int64 [S], the ids that are there.
         values: int64 [n], the ids.
         weights: float32 [n], or None.
         lookup: whether it is a lookup, which has no context and no candidates.
 
     Raises:
+        InvalidFieldError: a negative length.
         CountMismatchError: lengths that do not add up to the ids.
         LimitExceededError: too many ids, in all or in one bag.
     """
-    limits = schema.limits
-    if values.size > limits.max_ids_per_request:
+    limits, num_ids, longest = schema.limits, values.size, 1
+    if num_ids > limits.max_ids_per_request:
         allowed = limits.max_ids_per_request
-        raise LimitExceededError("sparse", "max_ids_per_request", allowed, values.size, "ids over all features")
+        raise LimitExceededError("sparse", "max_ids_per_request", allowed, num_ids, "ids over all features")
     if lengths is None:
-        bags = KeyedBags(keys, bags_per_key, np.arange(values.size + 1), values, weights)
-        described, longest = bags_per_key, 1
+        bags = KeyedBags(keys, bags_per_key, np.arange(num_ids + 1), values, weights)
+        described = bags_per_key
     else:
+        # Bounded one by one before they are summed, so that the sum can't wrap around.
+        if lengths.size:
+            longest = int(np.maximum.reduce(lengths))
+            if not 0 <= int(np.minimum.reduce(lengths)) <= longest <= num_ids:
+                bag, ends = int(((lengths < 0) | (lengths > num_ids)).argmax()), np.cumsum(bags_per_key)
+                segment = int(np.searchsorted(ends, bag, side="right"))
+                path = _lengths_path(schema, keys, segment, lookup=lookup)
+                path += f"[{bag - int(ends[segment] - bags_per_key[segment])}]"
+                raise InvalidFieldError(path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids")
         bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
-        described, longest = bags.values_per_key(), int(np.maximum.reduce(lengths, initial=0))
+        described = bags.values_per_key()
     if not np.array_equal(described, ids_per_key):
         segment = int((described != ids_per_key).argmax())
-        name = schema.names[int(keys[segment])]
-        path = part_path("" if lookup else schema.part_of(name), f"sparse.{name}.lengths")
+        path = _lengths_path(schema, keys, segment, lookup=lookup)
         raise CountMismatchError(path, f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids")
     if longest > limits.max_ids_per_bag:
         path = place_of(schema, bags, int(bags.offsets[int(bags.lengths.argmax())]), lookup=lookup).rsplit("[", 1)[0]
         raise LimitExceededError(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
     return bags
+
+
+def _lengths_path(schema: RequestSchema, keys: Int32Array, segment: int, *, lookup: bool) -> str:
+    name = schema.names[int(keys[segment])]
+    return part_path("" if lookup else schema.part_of(name), f"sparse.{name}.lengths")
 
 
 def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
