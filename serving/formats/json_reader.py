@@ -287,8 +287,6 @@ class UnparsedJson:
             end = start + int(own.sum())
             if weights is not None:
                 path = part_path(part, f"weights.{name}")
-                if not isinstance(weights, simdjson.Array):
-                    raise TypeError
                 if len(weights) != len(found):
                     raise CountMismatchError(path, f"{len(weights)} entries, but its ids have {len(found)}")
                 self._lists += 1
@@ -351,9 +349,8 @@ class UnparsedJson:
                 lists.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
         for part, dense in self._dense.items():
             lists.append((f"{part}.dense", dense, "floats", part == "candidates"))
-        with many_lists():
-            wrong = InvalidFieldError("", "its lists are not nested as they must be")
-            return next(filter(None, starmap(_wrong_element, lists)), wrong)
+        wrong = InvalidFieldError("", "its lists are not nested as they must be")
+        return next(filter(None, starmap(_wrong_element, lists)), wrong)
 
 
 def answer_document(answer: Answer) -> dict[str, Any]:
@@ -391,7 +388,7 @@ def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRe
         found = found[int(position)]
         path += f"[{position}]"
     if len(positions) <= is_nested:
-        return InvalidFieldError(path, f"{_shown(found)} is not a list{', as the first one is' * len(positions)}")
+        return InvalidFieldError(path, f"{_shown(found)} is not a list")
     if kind == "floats" or isinstance(found, simdjson.Array):
         return InvalidFieldError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
     return InvalidIdError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")

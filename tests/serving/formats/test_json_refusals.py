@@ -50,7 +50,7 @@ def string_schema(names: tuple[str, ...] = ("code",)) -> RequestSchema:
 def test_a_bare_string_among_bags_is_refused_and_not_read_as_its_characters(column):
     schema = string_schema()
     for body in ({"sparse": {"code": column}}, json.dumps({"sparse": {"code": column}}).encode()):
-        with pytest.raises(InvalidFieldError, match=r"sparse\.code\[1\]: .* is not a list, as the first one is"):
+        with pytest.raises(InvalidFieldError, match=r"sparse\.code\[1\]: .* is not a list"):
             parse_json(schema, body, "lookup")
     with pytest.raises(InvalidFieldError, match=r"candidates\.sparse\.code\[1\]"):
         parse_json(schema, {"candidates": {"sparse": {"code": column}}})
