@@ -26,7 +26,7 @@ from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.infer_http import InferHttpCodec
-from serving.formats.json_reader import JsonCodec
+from serving.formats.json_reader import MAX_SEARCHED_BYTES, JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_field, encode_integer, encode_varint
 from serving.formats.requests import Codec, FeatureEmbeddings, LookupAnswer, RankAnswer
@@ -457,6 +457,10 @@ def json_cases() -> Iterator[Case]:
             head = b'{"' + key + b'":{"dense":['
             body = filled(unit, TEXT - 99, head)[:-1] + b"]}}"
             yield Case(f"json rank: {key.decode()}.dense of {name}", JsonCodec("rank", MODEL), body, PLAIN, 100)
+    # The longest text in which Python's decoder looks for what is not quite JSON.
+    for unit in (b"1,", b"[1],", b"[[]],", b"1.5,"):
+        body = filled(unit, MAX_SEARCHED_BYTES - 99, b'{"sparse":{"feature_00000":[') + b"NaN]}}"
+        yield Case(f"json lookup: NaN behind {unit.decode()}", JsonCodec("lookup", MODEL), body, PLAIN, 100)
     for text, name in {
         b'"ab",': "strings",
         b'"ab",|7': "strings, the last one none",
