@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.manifest import DenseInputs, Frozen, Pooling, RowDtype, Side, UnknownId
+from loader.manifest import Frozen, Pooling, RowDtype, Side, UnknownId
 from loader.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
@@ -34,6 +34,13 @@ class TableDescription(Frozen):
     unknown_id: UnknownId
 
 
+class DenseInputsDescription(Frozen):
+    """How many floats a request brings once, and for each candidate."""
+
+    context: int
+    candidate: int
+
+
 class DenseModelDescription(Frozen):
     """The ranking model."""
 
@@ -51,7 +58,7 @@ class ModelDescription(Frozen):
     schema_digest: str = Field(description="of what a packed request depends on; see docs/api.md")
     features: tuple[FeatureDescription, ...] = Field(description="in the order that a packed request has them in")
     tables: tuple[TableDescription, ...]
-    dense_inputs: DenseInputs
+    dense_inputs: DenseInputsDescription
     dense_model: DenseModelDescription
     limits: RequestLimits
 
@@ -64,10 +71,12 @@ class ModelDescription(Frozen):
         schema = FeatureSchema.of(spec)
         features = tuple(
             FeatureDescription(
+                name=one.name,
+                side=one.side,
                 pooling=spec.pooling_of(one.name),
                 table=spec.table_of(one.name).name,
-                id_type="string" if one.name in schema.string_features else "integer",
-                **one.model_dump(include={"name", "side", "weighted"}),
+                weighted=one.weighted,
+                id_type=getattr(spec.table_of(one.name).id_mapping, "id_type", "integer"),
             )
             for one in schema.features
         )
@@ -78,6 +87,7 @@ class ModelDescription(Frozen):
             )
             for one in spec.tables
         )
+        inputs = spec.dense_inputs
         return cls(
             model=spec.model,
             version=snapshot.version,
@@ -85,7 +95,7 @@ class ModelDescription(Frozen):
             schema_digest=schema.digest,
             features=features,
             tables=tables,
-            dense_inputs=spec.dense_inputs,
+            dense_inputs=DenseInputsDescription(context=inputs.context, candidate=inputs.candidate),
             dense_model=DenseModelDescription(kind=spec.dense_model.kind, dtype=dtype, dtype_fallback=dtype_fallback),
             limits=limits,
         )

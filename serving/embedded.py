@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from serving.description import ModelDescription
-from serving.formats.json_reader import JsonCodec, answer_document
-from serving.formats.json_text import encode_request
-from serving.formats.requests import Method
+from serving.formats.json_reader import JsonCodec, encode_request, rank_document
+from serving.formats.json_writer import lookup_document
+from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
 from serving.models.factory import DtypeChoice
 from serving.rank.answer import answer_in_thread
@@ -116,7 +116,8 @@ class Ranker:
 
     def _answer(self, method: Method, request: Mapping[str, Any]) -> dict[str, Any]:
         codec = JsonCodec(method, self._model, "embedded")
-        return answer_document(answer_in_thread(self._service, codec, encode_request(request)))
+        answered = answer_in_thread(self._service, codec, encode_request(request))
+        return rank_document(answered) if isinstance(answered, RankAnswer) else lookup_document(answered)
 
     def __enter__(self) -> Ranker:
         return self

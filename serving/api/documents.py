@@ -53,7 +53,7 @@ from serving.errors import (
     RepositoryControlError,
 )
 from serving.formats.infer import parse_version
-from serving.formats.json_text import encode
+from serving.formats.json_writer import encode
 from serving.observe.times import Call
 from serving.rank.service import RankingService
 

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from loader.errors import ShardrankError
 from serving.api.addresses import Addresses
 from serving.errors import OverloadedError
-from serving.formats.json_text import RETRY_AFTER_S, encode, error_document
+from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
 

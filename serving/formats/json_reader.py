@@ -1,4 +1,4 @@
-"""The JSON form of requests and answers: simdjson reads the text, and no Python object is made for a number.
+"""The JSON form of requests: simdjson reads the text, and no Python object is made for a number.
 
 Counts and names are checked as they are read. What the copies of whole lists do not take is wrong; only then are the
 lists decoded, up to the first element that is. Reading flattens lists; that they are nested as they must be is proven
@@ -12,7 +12,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, starmap
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
@@ -33,12 +33,12 @@ from serving.errors import (
     MissingFeatureError,
 )
 from serving.formats.checks import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
-from serving.formats.json_text import count_above, encode, many_lists
+from serving.formats.json_text import count_above, many_lists
+from serving.formats.json_writer import encode_lookup
 from serving.formats.requests import (
     Answer,
     Buffer,
     Encoded,
-    FeatureEmbeddings,
     LookupRequest,
     Method,
     Options,
@@ -71,6 +71,7 @@ _NO_DENSE: Float32Array = np.empty(0, np.float32)
 _NOT_TAKEN = (TypeError, ValueError, OverflowError, RuntimeError)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _THREADS = threading.local()
+_ENCODER = msgspec.json.Encoder()
 # Of one feature: its ids, their weights or None, its name, its part of the request, and whether its ids are strings.
 _Source: TypeAlias = tuple[Any, Any, str, Part, bool]
 _Kind: TypeAlias = Literal["integers", "strings", "floats"]
@@ -169,7 +170,9 @@ class UnparsedJson:
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`."""
-        return Encoded(encode(answer_document(answer)))
+        if isinstance(answer, RankAnswer):
+            return Encoded(_ENCODER.encode(rank_document(answer)))
+        return Encoded(encode_lookup(answer))
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         if "candidates" not in self._keys:
@@ -353,31 +356,38 @@ class UnparsedJson:
         return next(filter(None, starmap(_wrong_element, lists)), wrong)
 
 
-def answer_document(answer: Answer) -> dict[str, Any]:
-    """The JSON form of an answer; an embedding is [bags][dim], or [bags][ids][dim] if it is not pooled."""
-    document: dict[str, Any] = {"model": answer.model, "version": answer.version}
-    if isinstance(answer, RankAnswer):
-        document["scores"] = answer.scores.tolist()
-        document["order"] = answer.order.tolist()
-    else:
-        with many_lists():
-            document["embeddings"] = {name: _nested(feature) for name, feature in answer.embeddings.items()}
+def rank_document(answer: RankAnswer) -> dict[str, Any]:
+    """The JSON form of an answer. A float32 score is written with all digits, so it reads back as the same float32."""
+    document: dict[str, Any] = {
+        "model": answer.model,
+        "version": answer.version,
+        "scores": answer.scores.tolist(),
+        "order": answer.order.tolist(),
+    }
     if answer.request_id:
         document["request_id"] = answer.request_id
     return document
 
 
-def _nested(feature: FeatureEmbeddings) -> list[Any]:
-    rows: list[Any] = feature.values.tolist()
-    if feature.lengths is None:
-        return rows
-    ends = feature.lengths.cumsum().tolist()
-    return [rows[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]
+def encode_request(request: Mapping[str, Any]) -> bytes:
+    """Write a request that is given as plain Python values as JSON text.
+
+    Raises:
+        InvalidFieldError: something in it that JSON has no form for.
+    """
+    try:
+        return _ENCODER.encode(request)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        # It does not write integers beyond 64 bits; the reader shall name where they stand.
+        try:
+            return json.dumps(request).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidFieldError("", f"the request has no JSON form: {error}") from None
 
 
 def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRequestError | None:
     """The error for the first element of a list that is not what it must be."""
-    text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else encode(found)
+    text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else _ENCODER.encode(found)
     try:
         _DECODERS[kind][is_nested].decode(text)
     except msgspec.ValidationError as error:
@@ -428,7 +438,7 @@ def _shown(value: Any) -> str:
         return "a list"
     if isinstance(value, simdjson.Object):
         return "an object"
-    text = encode(value).decode()
+    text = _ENCODER.encode(value).decode()
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 

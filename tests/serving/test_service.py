@@ -10,8 +10,7 @@ from loader.reader import Snapshot
 from router.errors import PlanError
 from router.plan import Plan
 from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
-from serving.formats.json_reader import JsonCodec
-from serving.formats.json_text import encode_request
+from serving.formats.json_reader import JsonCodec, encode_request
 from serving.limits import RequestLimits
 from serving.rank.answer import answer
 from serving.rank.service import RankingService

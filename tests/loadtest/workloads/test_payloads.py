@@ -19,8 +19,8 @@ from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads, changing_headers
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.infer_http import InferHttpCodec
-from serving.formats.json_reader import answer_document
-from serving.formats.json_text import encode
+from serving.formats.json_reader import rank_document
+from serving.formats.json_writer import encode
 from serving.formats.messages import MessageCodec, encode_rank
 from serving.formats.requests import RankAnswer
 from serving.limits import RequestLimits
@@ -160,7 +160,7 @@ def answer(num_scores: int) -> RankAnswer:
 
 @pytest.mark.parametrize("num_scores", [1, 300])
 def test_scores_are_counted_in_the_server_s_answers(num_scores):
-    assert json_payload.count_scores(encode(answer_document(answer(num_scores)))) == num_scores
+    assert json_payload.count_scores(encode(rank_document(answer(num_scores)))) == num_scores
     assert grpc_payload.count_scores(encode_rank(answer(num_scores))) == num_scores
     workload = small_workload("mixed")
     http, grpc = Payloads(workload, "oip-http", count=1)[0], Payloads(workload, "oip-grpc", count=1)[0]

@@ -19,7 +19,8 @@ from serving.errors import (
     ModelNotFoundError,
 )
 from serving.formats.json_reader import MAX_SEARCHED_BYTES
-from serving.formats.json_text import count_above, encode, error_document
+from serving.formats.json_text import count_above
+from serving.formats.json_writer import encode, error_document
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.parsing import parse_json

@@ -20,8 +20,7 @@ from loader.registry.records import LATENCY_BOUNDS_MS
 from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
-from serving.formats.json_reader import JsonCodec
-from serving.formats.json_text import encode_request
+from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.messages import MessageCodec
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.answer import answer, answer_in_thread

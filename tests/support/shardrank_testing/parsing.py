@@ -8,8 +8,7 @@ from typing import Any
 
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.infer_http import InferHttpCodec
-from serving.formats.json_reader import JsonCodec
-from serving.formats.json_text import encode_request
+from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec, Method, Request
 from serving.formats.schema import RequestSchema

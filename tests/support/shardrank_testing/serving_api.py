@@ -28,8 +28,7 @@ from loader.manifest import (
 from loader.reader import Snapshot
 from router.hashing import hashed_rows
 from router.plan import Plan
-from serving.formats.json_reader import JsonCodec
-from serving.formats.json_text import encode_request
+from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Answer, Buffer, Encoded, Method
 from serving.limits import RequestLimits
 from serving.models.factory import build_model
