@@ -25,7 +25,7 @@ from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec,
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
-from serving.formats.json_reader import JsonCodec
+from serving.formats.json_reader import MAX_SEARCHED_BYTES, JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_field, encode_integer, encode_varint
 from serving.formats.requests import Codec, Encoded, FeatureEmbeddings, LookupAnswer, RankAnswer
@@ -456,6 +456,10 @@ def json_cases() -> Iterator[Case]:
             head = b'{"' + key + b'":{"dense":['
             body = filled(unit, TEXT - 99, head)[:-1] + b"]}}"
             yield Case(f"json rank: {key.decode()}.dense of {name}", JsonCodec("rank", MODEL), body, PLAIN, 100)
+    # The longest text in which Python's decoder looks for what is not quite JSON.
+    for unit in (b"1,", b"[1],", b"[[]],", b"1.5,"):
+        body = filled(unit, MAX_SEARCHED_BYTES - 99, b'{"sparse":{"feature_00000":[') + b"NaN]}}"
+        yield Case(f"json lookup: NaN behind {unit.decode()}", JsonCodec("lookup", MODEL), body, PLAIN, 100)
     for text, name in {
         b'"ab",': "strings",
         b'"ab",|7': "strings, the last one none",
@@ -576,8 +580,7 @@ def main() -> int:
         table.append({"message": name, "bytes": size, "ms": ms, "allowed_ms": allowed_ms, "outcome": outcome})
         is_slow |= ms > allowed_ms
         mark = "!" if ms > allowed_ms else " "
-        sys.stdout.write(f"{mark} {ms:8.2f} ms {size / 2**20:6.2f} MiB  {name:56} {outcome}\n")
-        sys.stdout.flush()
+        print(f"{mark} {ms:8.2f} ms {size / 2**20:6.2f} MiB  {name:56} {outcome}", flush=True)  # noqa: T201
 
     for make in (message_cases, infer_cases, infer_http_cases, json_cases, json_rank_cases):
         for case in make():

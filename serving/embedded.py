@@ -16,7 +16,7 @@ import msgspec
 
 from serving.description import ModelDescription
 from serving.formats.json_reader import JsonCodec, encode_request, rank_document
-from serving.formats.json_writer import lookup_pieces
+from serving.formats.json_text import lookup_pieces
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
 from serving.models.factory import DtypeChoice

@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 from loader.errors import ShardrankError
 from serving.errors import BodyTooLargeError, ClientGoneError, MalformedRequestError, printable
-from serving.formats.json_writer import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
+from serving.formats.json_text import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
 
 logger = logging.getLogger(__name__)
 

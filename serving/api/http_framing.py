@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from loader.errors import ShardrankError
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
-from serving.formats.json_writer import RETRY_AFTER_S, encode, error_document
+from serving.formats.json_text import RETRY_AFTER_S, encode, error_document
 
 _LENGTH_DIGITS = 18
 _LINES_BETWEEN_LOOKS = 256

@@ -1,17 +1,20 @@
 """The JSON form of requests: simdjson reads the text, and no Python object is made for a number.
 
-One reader takes everything that is allowed. What it does not take is wrong, and `json_refusal` goes over the text
-again to say what. Reading flattens lists; that they are nested as they must be is proven by counting brackets, see
-`_Brackets`.
+Counts and names are checked as they are read. What the copies of whole lists do not take is wrong; only then are the
+lists decoded, up to the first element that is. Reading flattens lists; that they are nested as they must be is proven
+by counting brackets, see `UnparsedJson._check_nesting`.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, cast
+from itertools import chain, starmap
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -19,18 +22,18 @@ import numpy.typing as npt
 import simdjson
 
 from loader.fingerprint import fingerprint_strings
-from serving.errors import BadRequestError, BodyTooLargeError, InvalidFieldError, LimitExceededError
-from serving.formats.checks import (
-    check_bags_of_feature,
-    check_lookup_size,
-    check_num_candidates,
-    keyed_bags,
-    lookup_request,
-    rank_request,
+from serving.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    CountMismatchError,
+    InvalidFieldError,
+    InvalidIdError,
+    LimitExceededError,
+    MalformedRequestError,
+    MissingFeatureError,
 )
-from serving.formats.json_refusal import MAX_KEYS, decode_plainly, key_twice, refusal_of
-from serving.formats.json_text import count_above
-from serving.formats.json_writer import lookup_pieces
+from serving.formats.checks import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
+from serving.formats.json_text import count_above, lookup_pieces, many_lists
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -42,30 +45,47 @@ from serving.formats.requests import (
     RankRequest,
     Request,
 )
-from serving.formats.schema import Part, RequestSchema
+from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 # A parser keeps several times its longest text in memory, one for each thread: longer texts get one of their own.
 MAX_KEPT_BYTES = 2**20
-_BRACKET, _QUOTE = ord("["), ord('"')
-_INTEGERS, _TEXTS = ("version", "timeout_ms", "top_k"), ("request_id", "routing_key")
-_OPTION_KEYS = frozenset((*_INTEGERS, *_TEXTS))
-_RANK_KEYS = _OPTION_KEYS | {"context", "candidates"}
-_LOOKUP_KEYS = (_OPTION_KEYS - {"top_k"}) | {"sparse", "weights"}
+# In texts up to this length, what keeps them from being parsed is looked for by Python's own decoder.
+MAX_SEARCHED_BYTES = 2**18
+# A request has twice as many keys as features. Somewhat more are looked at, to name the wrong one.
+MAX_KEYS = 16_384
+_SHOWN_CHARS = 40
+_BRACKET = ord("[")
+_TYPES = {int: "an integer", str: "a string"}
+_OPTIONS: dict[str, type] = {"version": int, "timeout_ms": int, "top_k": int, "request_id": str, "routing_key": str}
+_KEYS: dict[Method, frozenset[str]] = {
+    "rank": frozenset({*_OPTIONS, "context", "candidates"}),
+    "lookup": frozenset({*_OPTIONS, "sparse", "weights"}) - {"top_k"},
+}
 _PART_KEYS = frozenset({"sparse", "weights", "dense"})
-_NONE: frozenset[str] = frozenset()
+_NO_KEYS: frozenset[str] = frozenset()
+_NO_DENSE: Float32Array = np.empty(0, np.float32)
+# What simdjson, NumPy and the methods below say of a list that is not as it should be.
+_NOT_TAKEN = (TypeError, ValueError, OverflowError, RuntimeError)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _THREADS = threading.local()
 _ENCODER = msgspec.json.Encoder()
-_NO_DENSE: Float32Array = np.empty(0, np.float32)
-# What simdjson, NumPy and the checks below say of a text that is not as it should be.
-_NOT_TAKEN = (TypeError, ValueError, OverflowError, RuntimeError, KeyError, IndexError)
 # Of one feature: its ids, their weights or None, its name, its part of the request, and whether its ids are strings.
 _Source: TypeAlias = tuple[Any, Any, str, Part, bool]
-
-
-class NotTakenError(ValueError):
-    """The text is not a request as it must be; `json_refusal` says why. Never leaves this file."""
+_Kind: TypeAlias = Literal["integers", "strings", "floats"]
+_ALLOWED: dict[_Kind, str] = {
+    "integers": f"one of the integers in 0..{MAX_ID}, as ids are here",
+    "strings": "one of the strings that ids are here",
+    "floats": "a finite float32",
+}
+# Of flat lists, and of nested ones.
+_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+_DECODERS: dict[_Kind, tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]]] = {
+    "integers": (msgspec.json.Decoder(list[_Id]), msgspec.json.Decoder(list[list[_Id]])),
+    "strings": (msgspec.json.Decoder(list[str]), msgspec.json.Decoder(list[list[str]])),
+    "floats": (msgspec.json.Decoder(list[float]), msgspec.json.Decoder(list[list[float]])),
+}
 
 
 class JsonCodec:
@@ -82,8 +102,8 @@ class JsonCodec:
         self.api = api
         self._model = model
 
-    def read(self, body: Buffer, limits: RequestLimits) -> UnparsedJson | RefusedJson:
-        """Parse the text, and read what it says beside numbers.
+    def read(self, body: Buffer, limits: RequestLimits) -> UnparsedJson:
+        """Parse the text, and read what it says beside features.
 
         Raises:
             BodyTooLargeError: it is longer than JSON may be.
@@ -96,75 +116,56 @@ class JsonCodec:
         text = bytes(body) if isinstance(body, memoryview) else body
         try:
             document = _parse(text)
-            keys = _keys(document, _RANK_KEYS if self.method == "rank" else _LOOKUP_KEYS)
-            return UnparsedJson(self.method, self._model, text, document, keys)
-        except _NOT_TAKEN:
-            # Said outside, so that the error does not refer to this one and what it holds.
-            pass
-        return RefusedJson(self.method, self._model, decode_plainly(text, self.method, limits))
+        except (ValueError, RuntimeError) as error:
+            raise _unparsable(text, str(error)) from None
+        if not isinstance(document, simdjson.Object):
+            raise MalformedRequestError("", f"the body is {_shown(document)}, not an object")
+        keys = _keys(document)
+        if not keys <= _KEYS[self.method]:
+            raise _unknown_key("", keys, _KEYS[self.method])
+        return UnparsedJson(self.method, self._model, text, document, keys)
 
 
 class UnparsedJson:
-    """A document whose features were not looked at yet.
-
-    Args:
-        method: what is asked for.
-        model: from the path.
-        text: of the document.
-        document: of simdjson; valid until the next text is parsed on this thread.
-        keys: of the document.
-
-    Attributes:
-        model, version, key: see `Unparsed`.
-    """
+    """A document whose features were not looked at yet; valid until the next text is parsed on this thread."""
 
     def __init__(
-        self,
-        method: Method,
-        model: str,
-        text: bytes | bytearray,
-        document: Any,
-        keys: frozenset[str],
+        self, method: Method, model: str, text: bytes | bytearray, document: Any, keys: frozenset[str]
     ) -> None:
         self.model = model
         self._method = method
         self._text = text
         self._document = document
         self._keys = keys
-        integers: list[int | None] = [None, None, None]
-        texts = ["", ""]
-        if not keys.isdisjoint(_OPTION_KEYS):
-            for number, name in enumerate(_INTEGERS):
-                if name in keys:
-                    value = document[name]
-                    if type(value) is not int or not 1 <= value <= MAX_ID:
-                        raise NotTakenError
-                    integers[number] = value
-            for number, name in enumerate(_TEXTS):
-                if name in keys:
-                    value = document[name]
-                    if type(value) is not str:
-                        raise NotTakenError
-                    texts[number] = value
-        self.version = integers[0]
-        self._options = Options(integers[1], None, integers[2], *texts)
-        self.key = texts[1] or texts[0]
+        self._lists = 0
+        self._sources: list[_Source] = []
+        self._dense: dict[Part, Any] = {}
+        options: dict[str, Any] = {}
+        for name in keys & _OPTIONS.keys():
+            value = document[name]
+            if type(value) is not _OPTIONS[name]:
+                raise InvalidFieldError(name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}")
+            if type(value) is int and name != "timeout_ms" and not 1 <= value <= MAX_ID:
+                raise InvalidFieldError(name, f"{value} is not in 1..{MAX_ID}")
+            options[name] = value
+        self.version: int | None = options.pop("version", None)
+        self._options = Options(**options)
+        self.key = self._options.routing_key or self._options.request_id
 
     def parse(self, schema: RequestSchema) -> Request:
         """See `Unparsed`."""
-        is_rank = self._method == "rank"
-        if schema.is_string.any():
-            self._count_strings(schema.limits)
         try:
-            return self._rank(schema) if is_rank else self._lookup(schema)
-        except _NOT_TAKEN:
-            pass
-        except BadRequestError as error:
-            # Its frames hold what was read with the parser, which is free for another text once nothing of it is left.
-            raise error.with_traceback(None) from None
+            try:
+                return self._rank(schema) if self._method == "rank" else self._lookup(schema)
+            except BadRequestError as error:
+                # Its frames hold what was read with the parser, and much memory.
+                raise error.with_traceback(None) from None
+            except _NOT_TAKEN:
+                pass
+            # Raised here, it does not refer to the error that it is told in place of; unnamed, it is in no cycle.
+            raise self._refusal()
         finally:
-            self._document = None
-        raise refusal_of(schema, self._method, self._text)
+            self._text, self._document, self._sources, self._dense = b"", None, [], {}
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`."""
@@ -173,68 +174,185 @@ class UnparsedJson:
         return Encoded(b"", more=lookup_pieces(answer))
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
-        brackets = _Brackets(self._text)
-        context, candidates = self._part(schema, "context"), self._part(schema, "candidates")
-        sources: list[_Source] = []
+        if "candidates" not in self._keys:
+            raise InvalidFieldError("candidates", "missing; a rank request needs its candidates")
+        context, context_weights = self._features(schema, "context")
+        candidates, candidate_weights = self._features(schema, "candidates")
         for name, is_context, is_string in schema.kinds:
-            part = context if is_context else candidates
-            weights = part.weights.get(name) if part.weights else None
-            sources.append((part.sparse[name], weights, name, "context" if is_context else "candidates", is_string))
-        num_candidates = 0 if candidates.dense is None else len(candidates.dense)
+            if is_context:
+                self._sources.append((context[name], context_weights.get(name), name, "context", is_string))
+            else:
+                self._sources.append((candidates[name], candidate_weights.get(name), name, "candidates", is_string))
+        counted = self._dense.get("candidates", ())
         if schema.candidate_names:
-            first = schema.features.index[schema.candidate_names[0]]
-            num_candidates = len(cast(Any, sources[first][0]))
+            counted = self._sources[schema.features.index[schema.candidate_names[0]]][0]
+        num_candidates = len(counted)
         check_num_candidates(schema.limits, num_candidates)
-        context_dense = _NO_DENSE
-        if context.dense is not None or schema.num_context_dense:
-            context_dense = _context_dense(context.dense, schema.num_context_dense, brackets)
-        dense = _candidate_dense(candidates.dense, num_candidates, schema.num_candidate_dense, brackets)
+        # As `schema.bags_per_key`, without a call.
         bags_per_key = np.where(schema.features.is_context, 1, num_candidates)
-        bags, texts = _bags(schema, schema.keys, sources, brackets, bags_per_key)
-        if brackets.left:
-            brackets.check()
-        return rank_request(schema, bags, num_candidates, context_dense, dense, self._options, texts)
+        bags, texts = self._bags(schema, schema.keys, bags_per_key)
+        context_dense = _NO_DENSE
+        if schema.num_context_dense or "context" in self._dense:
+            context_dense = self._context_dense(schema.num_context_dense)
+        candidate_dense = self._candidate_dense(num_candidates, schema.num_candidate_dense)
+        self._check_nesting()
+        return rank_request(schema, bags, num_candidates, context_dense, candidate_dense, self._options, texts)
 
     def _lookup(self, schema: RequestSchema) -> LookupRequest:
-        brackets = _Brackets(self._text)
-        sparse = self._document["sparse"]
-        given = _keys(sparse, frozenset(schema.names))
-        weights = _weights(self._document["weights"], schema.weighted_names & given) if "weights" in self._keys else {}
-        keys = sorted(schema.features.index[name] for name in given)
-        sources: list[_Source] = [
+        if "sparse" not in self._keys:
+            raise InvalidFieldError("sparse", "missing; a lookup needs the ids of at least one feature")
+        sparse, weights = self._features(schema, "")
+        keys = np.array(sorted(schema.features.index[name] for name in sparse), np.int32)
+        self._sources = [
             (sparse[name], weights.get(name), name, "", is_string)
-            for name, _, is_string in (schema.kinds[key] for key in keys)
+            for name, _, is_string in (schema.kinds[key] for key in keys.tolist())
         ]
-        flat_keys = np.array(keys, np.int32)
-        counts = np.array([len(_array(source[0])) for source in sources], np.int64)
-        check_lookup_size(schema, flat_keys, counts)
-        bags, texts = _bags(schema, flat_keys, sources, brackets, counts)
-        if brackets.left:
-            brackets.check()
+        counts = np.array([len(source[0]) for source in self._sources], np.int64)
+        check_lookup_size(schema, keys, counts)
+        bags, texts = self._bags(schema, keys, counts)
+        self._check_nesting()
         return lookup_request(schema, bags, self._options, texts)
 
-    def _part(self, schema: RequestSchema, part: Part) -> _PartObject:
-        """One part of a rank request. Raises NotTakenError unless it has just the features that it must have."""
-        if part not in self._keys:
-            if schema.name_sets[part]:
-                raise NotTakenError
-            return _PartObject({}, {}, None)
-        found = self._document[part]
-        keys = _keys(found, _PART_KEYS)
-        names = schema.name_sets[part]
-        sparse: Any = found["sparse"] if "sparse" in keys else {}
-        if (_keys(sparse, names) if "sparse" in keys else _NONE) != names:
-            raise NotTakenError
-        weights = _weights(found["weights"], schema.weighted_names & names) if "weights" in keys else {}
-        return _PartObject(sparse, weights, found["dense"] if "dense" in keys else None)
+    def _features(self, schema: RequestSchema, part: Part) -> tuple[Any, dict[str, Any]]:
+        """Ids and weights by name, of one part of a rank request or of a lookup."""
+        found, keys = self._document, self._keys
+        if part:
+            found, keys = (found[part], _keys(found[part], part)) if part in keys else ({}, _NO_KEYS)
+            if not keys <= _PART_KEYS:
+                raise _unknown_key(part, keys, _PART_KEYS)
+            if "dense" in keys and (dense := found["dense"]) is not None:
+                self._dense[part] = dense
+        sparse, names = {}, _NO_KEYS
+        if "sparse" in keys:
+            sparse = found["sparse"]
+            names = _keys(sparse, part, "sparse")
+        if names != schema.name_sets[part]:
+            schema.check_names(part, names, all_needed=bool(part))
+        weights = found["weights"] if "weights" in keys else None
+        if weights is None:
+            return sparse, {}
+        given = _keys(weights, part, "weights")
+        if not given <= schema.weighted_names & names:
+            raise _wrong_weights(schema, part, min(given - (schema.weighted_names & names)))
+        return sparse, {name: one for name in given if (one := weights[name]) is not None}
 
-    def _count_strings(self, limits: RequestLimits) -> None:
-        """Raise LimitExceededError for more strings than ids and keys of a request can be."""
-        allowed = limits.max_string_ids
-        # Each string has two quotes; keys and options are few.
-        quotes = int(np.count_nonzero(np.frombuffer(self._text, np.uint8) == _QUOTE)) - self._text.count(b'\\"')
-        if quotes // 2 > 2 * allowed:
-            raise LimitExceededError("sparse", "max_string_ids", allowed, f"about {quotes // 2}", "strings in the body")
+    def _bags(
+        self, schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array
+    ) -> tuple[KeyedBags, Sequence[str]]:
+        """Flat bags of all features, and the strings among their ids: one pass over the features, none over ids."""
+        most = schema.limits.max_string_ids
+        texts: list[str] = []
+        buffers: list[Any] = []
+        lengths: list[Int64Array] = []
+        has_weights = False
+        for (found, weights, name, part, is_string), expected in zip(self._sources, bags_per_key.tolist(), strict=True):
+            if not isinstance(found, simdjson.Array):
+                raise TypeError
+            count = len(found)
+            if part == "context":
+                own = np.array([count], np.int64)
+                is_nested = False
+            elif count != expected:
+                path = part_path(part, f"sparse.{name}")
+                raise CountMismatchError(path, f"{count} candidates, but others have {expected}")
+            elif is_nested := count > 0 and isinstance(found[0], simdjson.Array):
+                own = np.fromiter(map(len, cast(Any, found)), np.int64, count=count)
+                self._lists += count
+            else:
+                own = np.ones(count, np.int64)
+            self._lists += 1
+            lengths.append(own)
+            has_weights |= weights is not None
+            if is_string:
+                if (num_texts := len(texts) + int(own.sum())) > most:
+                    raise LimitExceededError("sparse", "max_string_ids", most, num_texts, "string ids")
+                decoded = _DECODERS["strings"][is_nested].decode(found.mini)
+                strings = list(chain.from_iterable(decoded)) if is_nested else decoded
+                texts += strings
+                buffers.append(fingerprint_strings(strings))
+            else:
+                buffers.append(found.as_buffer(of_type="i") if count else b"")
+        values = np.frombuffer(bytearray().join(buffers), np.int64)
+        ids_per_key = np.array(list(map(np.add.reduce, lengths)), np.int64)
+        if int(np.add.reduce(ids_per_key)) != values.size:
+            raise TypeError
+        flat_weights = self._flat_weights(lengths, values.size) if has_weights else None
+        flat = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
+        is_lookup = self._method == "lookup"
+        return keyed_bags(schema, keys, bags_per_key, flat, ids_per_key, values, flat_weights, lookup=is_lookup), texts
+
+    def _flat_weights(self, lengths: Sequence[Int64Array], num_values: int) -> Float32Array:
+        """float32 [n], 1 where a feature has no weights."""
+        flat = np.ones(num_values, np.float32)
+        start = 0
+        for (found, weights, name, part, _), own in zip(self._sources, lengths, strict=True):
+            end = start + int(own.sum())
+            if weights is not None:
+                path = part_path(part, f"weights.{name}")
+                if len(weights) != len(found):
+                    raise CountMismatchError(path, f"{len(weights)} entries, but its ids have {len(found)}")
+                self._lists += 1
+                if part != "context" and len(found) and isinstance(found[0], simdjson.Array):
+                    counts = np.fromiter(map(len, cast(Any, weights)), np.int64, count=len(weights))
+                    if (different := counts != own).any():
+                        bag = int(different.argmax())
+                        raise CountMismatchError(f"{path}[{bag}]", f"{counts[bag]} weights for {own[bag]} ids")
+                    self._lists += len(weights)
+                flat[start:end] = _floats(weights)
+            start = end
+        return flat
+
+    def _context_dense(self, width: int) -> Float32Array:
+        """float32 [Kc]."""
+        found = self._dense.get("context", ())
+        if len(found) != width:
+            raise CountMismatchError("context.dense", f"{len(found)} values, the model takes {width}")
+        values = _floats(found)
+        if len(values) != width:
+            raise TypeError
+        self._lists += 1
+        return values
+
+    def _candidate_dense(self, num_candidates: int, width: int) -> Float32Array:
+        """float32 [N, Kd]."""
+        found = self._dense.get("candidates")
+        if found is None and not width:
+            return np.empty((num_candidates, 0), np.float32)
+        num_rows = 0 if found is None else len(found)
+        if num_rows != num_candidates and (num_rows or width):
+            raise CountMismatchError("candidates.dense", f"{num_rows} rows for {num_candidates} candidates")
+        widths = np.fromiter(map(len, cast(Any, found)), np.int64, count=num_rows)
+        if (different := widths != width).any():
+            row = int(different.argmax())
+            raise CountMismatchError(f"candidates.dense[{row}]", f"{widths[row]} values, the model takes {width}")
+        self._lists += 1 + num_rows
+        return _floats(found).reshape(num_candidates, width)
+
+    def _check_nesting(self) -> None:
+        """Raise TypeError unless lists are nested as deep as they were read.
+
+        Reading flattens: it can't tell `[1, [2, 3], []]` from `[1, 2, 3]`. But a flat list has at least one opening
+        bracket, and a list of n lists at least n + 1. So if the text has just as many as these numbers add up to, no
+        list has more.
+        """
+        # Several times faster than the count that bytes have; it counts those within strings too.
+        count = int(np.count_nonzero(np.frombuffer(self._text, np.uint8) == _BRACKET))
+        if count != self._lists and (count < self._lists or count_above(self._text, _BRACKET, self._lists)):
+            raise TypeError
+
+    def _refusal(self) -> BadRequestError:
+        """The error for the first element of all lists that is not what it must be."""
+        lists: list[tuple[str, Any, _Kind, bool]] = []
+        for found, weights, name, part, is_string in self._sources:
+            is_nested = part != "context" and isinstance(found, simdjson.Array) and len(found) > 0
+            is_nested = is_nested and isinstance(found[0], simdjson.Array)
+            lists.append((part_path(part, f"sparse.{name}"), found, "strings" if is_string else "integers", is_nested))
+            if weights is not None:
+                lists.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
+        for part, dense in self._dense.items():
+            lists.append((f"{part}.dense", dense, "floats", part == "candidates"))
+        wrong = InvalidFieldError("", "its lists are not nested as they must be")
+        return next(filter(None, starmap(_wrong_element, lists)), wrong)
 
 
 def rank_document(answer: RankAnswer) -> dict[str, Any]:
@@ -250,39 +368,6 @@ def rank_document(answer: RankAnswer) -> dict[str, Any]:
     return document
 
 
-class RefusedJson:
-    """A document that the reader does not take, though it is JSON; why, its model's schema tells.
-
-    Args:
-        method: what is asked for.
-        model: from the path.
-        request: the document, decoded with Python's own types; what it says beside numbers was checked.
-
-    Attributes:
-        model, version, key: see `Unparsed`.
-    """
-
-    def __init__(self, method: Method, model: str, request: Mapping[str, Any]) -> None:
-        self.model = model
-        self.version: int | None = request.get("version")
-        self.key: str = request.get("routing_key", "") or request.get("request_id", "")
-        self._method = method
-        self._request = request
-
-    def parse(self, schema: RequestSchema) -> Request:
-        """Raise what is wrong."""
-        raise self._refusal(schema)
-
-    def encode(self, answer: Answer) -> Encoded:
-        """See `Unparsed`; there is never an answer."""
-        raise NotImplementedError
-
-    def _refusal(self, schema: RequestSchema) -> BadRequestError:
-        # What was decoded is not to live as long as the error.
-        request, self._request = self._request, {}
-        return refusal_of(schema, self._method, request)
-
-
 def encode_request(request: Mapping[str, Any]) -> bytes:
     """Write a request that is given as plain Python values as JSON text.
 
@@ -290,7 +375,7 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
         InvalidFieldError: something in it that JSON has no form for.
     """
     try:
-        return msgspec.json.encode(request)
+        return _ENCODER.encode(request)
     except (TypeError, ValueError, OverflowError, RecursionError):
         # It does not write integers beyond 64 bits; the reader shall name where they stand.
         try:
@@ -299,194 +384,67 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
             raise InvalidFieldError("", f"the request has no JSON form: {error}") from None
 
 
-class _PartObject(NamedTuple):
-    """A part of a rank request: features by name, weights by name, and the dense inputs or None."""
-
-    sparse: Any
-    weights: dict[str, Any]
-    dense: Any
-
-
-class _Brackets:
-    """Proves that lists are nested as deep as they were read.
-
-    Reading flattens: it can't tell `[1, [2, 3], []]` from `[1, 2, 3]`. But a flat list has at least one opening
-    bracket, and a list of n lists at least n + 1. So if the text has just as many as these numbers add up to, no list
-    has more.
-
-    Args:
-        text: the JSON text.
-
-    Attributes:
-        left: brackets that are not accounted for, those within strings too.
-    """
-
-    def __init__(self, text: bytes | bytearray) -> None:
-        self._text = text
-        # Several times faster than the count that bytes have.
-        self._all = self.left = int(np.count_nonzero(np.frombuffer(text, np.uint8) == _BRACKET))
-
-    def nested(self, found: Any) -> Int64Array:
-        """Account for a list of lists; int64 [n], their lengths. Raises TypeError if it is none."""
-        lengths = np.fromiter(map(len, found), np.int64, count=len(found))
-        self.left -= 1 + lengths.size
-        return lengths
-
-    def check(self) -> None:
-        """Raise NotTakenError if there are more lists than were accounted for."""
-        accounted = self._all - self.left
-        if self.left and (accounted < 0 or count_above(self._text, _BRACKET, accounted) or self.left < 0):
-            raise NotTakenError
+def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRequestError | None:
+    """The error for the first element of a list that is not what it must be."""
+    text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else _ENCODER.encode(found)
+    try:
+        _DECODERS[kind][is_nested].decode(text)
+    except msgspec.ValidationError as error:
+        positions = re.findall(r"\[(\d+)\]", str(error))
+    else:
+        return None
+    for position in positions:
+        found = found[int(position)]
+        path += f"[{position}]"
+    if len(positions) <= is_nested:
+        return InvalidFieldError(path, f"{_shown(found)} is not a list")
+    if kind == "floats" or isinstance(found, simdjson.Array):
+        return InvalidFieldError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
+    return InvalidIdError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
 
 
-def _bags(
-    schema: RequestSchema,
-    keys: Int32Array,
-    sources: Sequence[_Source],
-    brackets: _Brackets,
-    bags_per_key: Int64Array,
-) -> tuple[KeyedBags, Sequence[str]]:
-    """Flat bags of all features, and the strings among their ids: one pass over the features, none over ids.
-
-    Raises:
-        NotTakenError, TypeError, ValueError: lists that are not nested alike, or hold what is no id.
-        LimitExceededError: more bags or strings than any request may have.
-    """
-    limits = schema.limits
-    most = {"context": limits.max_ids_per_bag, "candidates": limits.max_candidates, "": limits.max_bags_per_feature}
-    texts: list[str] = []
-    buffers: list[Any] = []
-    lengths: list[Int64Array] = []
-    has_weights = is_lookup = False
-    for (found, weights, name, part, is_string), expected in zip(sources, bags_per_key.tolist(), strict=True):
-        if not isinstance(found, simdjson.Array):
-            raise NotTakenError
-        count, is_context, is_lookup = len(found), part == "context", part == ""
-        if count > most[part]:
-            check_bags_of_feature(schema, part, name, count)
-        if count != expected and not is_context:
-            raise NotTakenError
-        if count and not is_context and isinstance(found[0], simdjson.Array):
-            own = np.fromiter(map(len, cast(Any, found)), np.int64, count=count)
-            brackets.left -= 1 + count
-        else:
-            own = np.array([count], np.int64) if is_context else np.ones(count, np.int64)
-            brackets.left -= 1
-        lengths.append(own)
-        has_weights |= weights is not None
-        if is_string:
-            strings = _strings(found, own, limits.max_string_ids - len(texts))
-            texts += strings
-            buffers.append(fingerprint_strings(strings))
-        else:
-            buffers.append(found.as_buffer(of_type="i") if count else b"")
-    values = np.frombuffer(bytearray().join(buffers), np.int64)
-    flat_weights = _flat_weights(sources, lengths, values.size, brackets) if has_weights else None
-    ids_per_key = np.array(list(map(np.add.reduce, lengths)), np.int64)
-    if int(np.add.reduce(ids_per_key)) != values.size:
-        raise NotTakenError
-    flat = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-    bags = keyed_bags(schema, keys, bags_per_key, flat, ids_per_key, values, flat_weights, lookup=is_lookup)
-    return bags, texts
+def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> BadRequestError:
+    path = part_path(part, f"weights.{name}")
+    if name not in schema.name_sets[part]:
+        return schema.unknown_feature(part, name)
+    if name not in schema.weighted_names:
+        return InvalidFieldError(path, f"feature {name!r} takes no weights")
+    return MissingFeatureError(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
 
 
-def _strings(found: Any, lengths: Int64Array, most: int) -> list[str]:
-    """All string ids of a feature.
-
-    Raises:
-        NotTakenError: for what is none.
-        LimitExceededError: more than may be left.
-    """
-    is_nested = len(found) > 0 and isinstance(found[0], simdjson.Array)
-    # Lists that stand in place of strings are not to become objects either.
-    if count_above(found.mini, _BRACKET, 1 + len(found) * is_nested):
-        raise NotTakenError
-    if int(lengths.sum()) > most:
-        raise LimitExceededError("sparse", "max_string_ids", most, int(lengths.sum()), "string ids more")
-    bags = found.as_list() if is_nested else [found.as_list()]
-    if set(map(type, bags)) - {list}:
-        raise NotTakenError
-    texts = list(chain.from_iterable(bags))
-    if set(map(type, texts)) - {str}:
-        raise NotTakenError
-    return texts
-
-
-def _flat_weights(
-    sources: Sequence[_Source], lengths: Sequence[Int64Array], num_values: int, brackets: _Brackets
-) -> Float32Array:
-    """float32 [n], 1 where a feature has no weights."""
-    flat = np.ones(num_values, np.float32)
-    start = 0
-    for (found, weights, _, part, _), own in zip(sources, lengths, strict=True):
-        end = start + int(own.sum())
-        if weights is not None:
-            if len(_array(weights)) != len(found):
-                raise NotTakenError
-            if part != "context" and len(found) and isinstance(found[0], simdjson.Array):
-                if not np.array_equal(brackets.nested(weights), own):
-                    raise NotTakenError
-            else:
-                brackets.left -= 1
-            flat[start:end] = _floats(weights)
-        start = end
-    return flat
-
-
-def _context_dense(found: Any, width: int, brackets: _Brackets) -> Float32Array:
-    """float32 [Kc]."""
-    values = _floats(_array(found))
-    brackets.left -= 1
-    if len(values) != width or len(found) != width:
-        raise NotTakenError
-    return values
-
-
-def _candidate_dense(found: Any, num_candidates: int, width: int, brackets: _Brackets) -> Float32Array:
-    """float32 [N, Kd]. Raises NotTakenError for another number of rows, or of values in them."""
-    if found is None and not width:
-        return np.empty((num_candidates, 0), np.float32)
-    if not isinstance(found, simdjson.Array) or (len(found) != num_candidates and (len(found) or width)):
-        raise NotTakenError
-    if (brackets.nested(found) != width).any():
-        raise NotTakenError
-    return _floats(found).reshape(num_candidates, width)
-
-
-def _weights(found: Any, allowed: frozenset[str]) -> dict[str, Any]:
-    """Weights by feature; null is as if absent."""
-    if found is None:
-        return {}
-    return {name: one for name in _keys(found, allowed) if (one := found[name]) is not None}
-
-
-def _keys(found: Any, allowed: frozenset[str]) -> frozenset[str]:
-    """The keys of an object.
-
-    Raises:
-        NotTakenError: it is none, or has another key than allowed.
-        InvalidFieldError: a key is there twice.
-    """
+def _keys(found: Any, *path: str) -> frozenset[str]:
+    """The keys of an object. Raises InvalidFieldError for what is none, for too many, or one that is there twice."""
+    if not isinstance(found, simdjson.Object):
+        raise InvalidFieldError(".".join(filter(None, path)), f"{_shown(found)} is not an object")
     # They become Python objects, so there must be few.
-    if not isinstance(found, simdjson.Object) or len(found) > MAX_KEYS:
-        raise NotTakenError
+    if len(found) > MAX_KEYS:
+        problem = f"{len(found)} keys; a request has at most {MAX_KEYS}"
+        raise InvalidFieldError(".".join(filter(None, path)), problem)
     keys = list(found.keys())
     different = frozenset(keys)
     if len(different) != len(keys):
-        raise key_twice(keys)
-    if not different <= allowed:
-        raise NotTakenError
+        raise InvalidFieldError(Counter(keys).most_common(1)[0][0], "the key is there twice")
     return different
 
 
-def _array(found: Any) -> Any:
-    if not isinstance(found, simdjson.Array):
-        raise NotTakenError
-    return found
+def _unknown_key(path: Part, keys: frozenset[str], allowed: frozenset[str]) -> InvalidFieldError:
+    return InvalidFieldError(part_path(path, min(keys - allowed)), f"unknown key; allowed are {sorted(allowed)}")
+
+
+def _shown(value: Any) -> str:
+    """A value as it looked in JSON, cut short."""
+    if isinstance(value, simdjson.Array):
+        return "a list"
+    if isinstance(value, simdjson.Object):
+        return "an object"
+    text = _ENCODER.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
 def _floats(found: Any) -> Float32Array:
     """float32 [n], all numbers of a list. What float32 can't hold becomes inf, and is refused by name afterwards."""
+    if not isinstance(found, simdjson.Array):
+        raise TypeError
     values: npt.NDArray[np.float64] = np.frombuffer(found.as_buffer(of_type="d") if len(found) else b"", np.float64)
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
@@ -504,3 +462,56 @@ def _parse(text: bytes | bytearray) -> Any:
         # Integers beyond 64 bits, or something read from another text is still held.
         parser = _THREADS.parser = simdjson.Parser()
         return parser.parse(text)
+
+
+class _NoNumber(str):
+    """A number that no array has a form for, as it is written."""
+
+
+def _integer(digits: str) -> int | _NoNumber:
+    return int(digits) if len(digits) <= 20 and -(2**63) <= int(digits) < 2**64 else _NoNumber(digits)
+
+
+def _float(digits: str) -> float | _NoNumber:
+    return float(digits) if math.isfinite(float(digits)) else _NoNumber(digits)
+
+
+def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
+    """The error for a text that is not parsed; of a long one, the place is told only of what is no JSON.
+
+    Args:
+        text: of at most `max_json_bytes`.
+        problem: what the parser says.
+    """
+    steps: tuple[Any, ...] = ()
+    try:
+        if len(text) > MAX_SEARCHED_BYTES:
+            msgspec.json.decode(text, type=msgspec.Raw)
+            problem += f"; numbers have at most 64 bits, ids are in 0..{MAX_ID}"
+        else:
+            hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _float, "parse_constant": _NoNumber}
+            with many_lists():
+                steps = _without_form([json.loads(text.decode(), **hooks)])
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    if not steps:
+        return MalformedRequestError("", f"the body is not JSON that can be read: {problem}")
+    _, *path, value = steps
+    field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    refusal = InvalidIdError if ".sparse." in field else InvalidFieldError
+    if isinstance(value, _NoNumber):
+        return refusal(field[1:], f"{value[:_SHOWN_CHARS]} is not in 0..{MAX_ID}, and no finite number of 64 bits")
+    return refusal(field[1:], "it is not valid Unicode: it has a lone surrogate")
+
+
+def _without_form(document: dict[str, Any] | list[Any]) -> tuple[Any, ...]:
+    """Steps to the first number or text that no array has a form for, and that itself; () if there is none."""
+    for step, value in document.items() if isinstance(document, dict) else enumerate(document):
+        if isinstance(value, dict | list):
+            if steps := _without_form(value):
+                return step, *steps
+        elif isinstance(value, _NoNumber) or (isinstance(value, str) and _SURROGATE.search(value)):
+            return step, value
+        if isinstance(step, str) and _SURROGATE.search(step):
+            return step, step
+    return ()

@@ -136,22 +136,17 @@ class Encoded(NamedTuple):
 
 
 class Unparsed(Protocol):
-    """A request of which only is known who shall answer it: what its numbers mean depends on the version."""
+    """A request of which only is known who shall answer it: what its numbers mean depends on the version.
 
-    @property
-    def model(self) -> str:
-        """Name of the model."""
-        ...
+    Attributes:
+        model: its name.
+        version: that must answer; None for the live one, or the canary.
+        key: what a canary is chosen by, or "".
+    """
 
-    @property
-    def version(self) -> int | None:
-        """The version that must answer; None for the live one, or the canary."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """What a canary is chosen by, or ""."""
-        ...
+    model: str
+    version: int | None
+    key: str
 
     def parse(self, schema: RequestSchema) -> Request:
         """Read and check everything else.
@@ -167,17 +162,15 @@ class Unparsed(Protocol):
 
 
 class Codec(Protocol):
-    """A form of requests and answers. Pure: it knows no service, no clock and no connection."""
+    """A form of requests and answers. Pure: it knows no service, no clock and no connection.
 
-    @property
-    def api(self) -> str:
-        """Name of the API in metrics: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`."""
-        ...
+    Attributes:
+        api: its name in metrics: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`.
+        method: what is asked for.
+    """
 
-    @property
-    def method(self) -> Method:
-        """What is asked for."""
-        ...
+    api: str
+    method: Method
 
     def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
         """Read a request as far as that needs no schema.

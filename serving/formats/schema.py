@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from heapq import nlargest
 from operator import eq
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ class RequestSchema:
 
     @cached_property
     def inputs(self) -> InputNames:
-        """The inputs and outputs that clients of the Open Inference Protocol call the model's features by."""
+        """The inputs that clients of the Open Inference Protocol call the model's features by."""
         return InputNames(self)
 
     @cached_property
@@ -57,14 +57,9 @@ class RequestSchema:
         return tuple(feature.name for feature in self.features.features)
 
     @cached_property
-    def context_names(self) -> tuple[str, ...]:
-        """Context features in flat order."""
-        return tuple(one.name for one in self.features.features if one.side == "context")
-
-    @cached_property
     def candidate_names(self) -> tuple[str, ...]:
         """Candidate features in flat order."""
-        return tuple(one.name for one in self.features.features if one.side == "candidate")
+        return self.names_of("candidates")
 
     @cached_property
     def kinds(self) -> tuple[tuple[str, bool, bool], ...]:
@@ -107,38 +102,35 @@ class RequestSchema:
         """Kd, dense values of a candidate."""
         return self.features.spec.dense_inputs.candidate
 
-    def bags_per_key(self, num_candidates: int) -> Int64Array:
-        """int64 [F], 1 for a context feature, N for a candidate feature."""
-        return np.where(self.features.is_context, 1, num_candidates)
+    @cached_property
+    def name_sets(self) -> dict[Part, frozenset[str]]:
+        """The features that may stand in each part."""
+        return {part: frozenset(self.names_of(part)) for part in get_args(Part)}
+
+    def names_of(self, part: Part) -> tuple[str, ...]:
+        """The features that may stand in a part, in flat order."""
+        return tuple(name for name in self.names if part in ("", self.part_of(name)))
 
     def part_of(self, name: str) -> Part:
         """The part of a rank request that a feature stands in. Raises KeyError."""
         return PART_OF_SIDE[self.features.spec.feature(name).side]
 
-    def names_of(self, part: Part) -> tuple[str, ...]:
-        """Features that may stand in a part."""
-        return {"context": self.context_names, "candidates": self.candidate_names, "": self.names}[part]
-
-    @cached_property
-    def name_sets(self) -> dict[Part, frozenset[str]]:
-        """The features that may stand in each part."""
-        parts: tuple[Part, ...] = ("context", "candidates", "")
-        return {part: frozenset(self.names_of(part)) for part in parts}
+    def bags_per_key(self, num_candidates: int) -> Int64Array:
+        """int64 [F], 1 for a context feature, N for a candidate feature."""
+        return np.where(self.features.is_context, 1, num_candidates)
 
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
-        """Refuses features that do not belong into a part, and missing ones.
+        """Refuse features that do not belong into a part, and missing ones.
 
         Raises:
             UnknownFeatureError: for one that the model does not have, or has on the other side.
             MissingFeatureError: for one that the model needs, if `all_needed`.
         """
-        expected, different = self.name_sets[part], frozenset(given)
-        if different == expected or (different < expected and not all_needed):
-            return
+        expected = self.name_sets[part]
         for name in given:
             if name not in expected:
                 raise self.unknown_feature(part, name)
-        if all_needed and (missing := [name for name in self.names_of(part) if name not in different]):
+        if all_needed and (missing := [name for name in self.names_of(part) if name not in given]):
             raise MissingFeatureError(
                 part_path(part, f"sparse.{missing[0]}"),
                 f"model {self.features.spec.model!r} needs it, one of {len(missing)} that are missing",
@@ -146,17 +138,16 @@ class RequestSchema:
 
     def unknown_feature(self, part: Part, name: str) -> UnknownFeatureError:
         """The error for a feature that does not belong into a part."""
-        path = part_path(part, f"sparse.{name[:MAX_NAME_CHARS]}")
+        name = name[:MAX_NAME_CHARS]
+        path = part_path(part, f"sparse.{name}")
         if part and name in self.features.index:
             return UnknownFeatureError(path, f"it is a {self.features.spec.feature(name).side} feature")
-        model = self.features.spec.model
         names = self.names_of(part)
-        if len(names) <= MAX_NAMES_SHOWN:
-            return UnknownFeatureError(path, f"model {model!r} has no such feature here; it has {list(names)}")
-        close = get_close_matches(name[:MAX_NAME_CHARS], _most_alike(name[:MAX_NAME_CHARS], names), 3) or names[:3]
-        return UnknownFeatureError(
-            path, f"model {model!r} has no such feature here; it has {len(names)}, such as {list(close)}"
-        )
+        shown = str(list(names))
+        if len(names) > MAX_NAMES_SHOWN:
+            shown = f"{len(names)}, such as {get_close_matches(name, _most_alike(name, names), 3) or list(names[:3])}"
+        model = self.features.spec.model
+        return UnknownFeatureError(path, f"model {model!r} has no such feature here; it has {shown}")
 
 
 def _most_alike(name: str, names: tuple[str, ...]) -> list[str]:
@@ -208,11 +199,7 @@ OUTPUT_NAMES = tuple(one.name for one in OUTPUTS)
 
 @dataclass(frozen=True)
 class InputNames:
-    """The inputs of a model version.
-
-    Attributes:
-        schema: what a request to it looks like.
-    """
+    """The inputs of a model version, as its schema has them."""
 
     schema: RequestSchema
 

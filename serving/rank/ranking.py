@@ -239,4 +239,4 @@ def unknown_id(
         allowed = f"not in 0..{table.num_embeddings - 1} (num_embeddings = {table.num_embeddings})"
     else:
         allowed = f"not among the {table.num_embeddings} ids (num_embeddings) of its vocabulary"
-    return UnknownIdError(place.path(), f"{shown} has no row in table {table.name!r}: {allowed}")
+    return UnknownIdError(place, f"{shown} has no row in table {table.name!r}: {allowed}")

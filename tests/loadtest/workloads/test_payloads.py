@@ -19,7 +19,7 @@ from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads, changing_headers
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import rank_document
-from serving.formats.json_writer import encode
+from serving.formats.json_text import encode
 from serving.formats.messages import MessageCodec, encode_rank
 from serving.formats.requests import RankAnswer
 from serving.limits import RequestLimits

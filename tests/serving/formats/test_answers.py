@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from router.feature_schema import FeatureSchema
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
-from serving.formats.json_writer import PIECE_FLOATS
+from serving.formats.json_text import PIECE_FLOATS
 from serving.formats.messages import MessageCodec, encode_lookup, encode_rank
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
 from serving.formats.schema import RequestSchema

@@ -197,8 +197,6 @@ def test_the_version_is_known_before_the_features_are_looked_at():
 )
 def test_the_key_is_known_before_the_features_are_looked_at(body, key):
     assert read(body).key == key
-    # Also where the text is one that only the second pass reads.
-    assert read(body | {"candidates": {"dense": [float("nan")]}}).key == key
 
 
 @pytest.mark.parametrize(
@@ -211,11 +209,8 @@ def test_the_key_is_known_before_the_features_are_looked_at(body, key):
     ],
 )
 def test_a_key_that_comes_twice_is_refused_by_name(text):
-    for body in (text.encode(), text.replace("{", '{"request_id": 1e999,', 1).encode()):
-        with pytest.raises(
-            InvalidFieldError, match=r"^(routing_key|user|candidates|timeout_ms): the key is there twice"
-        ):
-            parse_json(SCHEMA, body)
+    with pytest.raises(InvalidFieldError, match=r"^(routing_key|user|candidates|timeout_ms): the key is there twice"):
+        parse_json(SCHEMA, text)
 
 
 def test_keys_are_the_same_however_they_are_written():
@@ -282,7 +277,7 @@ def test_integers_are_floats_where_floats_belong_up_to_64_bits():
     request["context"]["dense"] = [2**64 - 1, -(2**63)]
     assert parse_json(SCHEMA, request).context_dense.tolist() == [2.0**64, -(2.0**63)]
     request["context"]["dense"] = [2**64, 0]
-    with pytest.raises(InvalidFieldError, match="an integer beyond 64 bits"):
+    with pytest.raises(InvalidFieldError, match=r"context\.dense\[0\]: 18446744073709551616 .* 64 bits"):
         parse_json(SCHEMA, request)
 
 
