@@ -18,7 +18,7 @@ import grpc
 from loader.errors import ShardrankError
 from serving.api.body_coding import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
-from serving.api.grpc.wire import RequestReceived, header_block
+from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
 from serving.errors import (
     BodyTooLargeError,
@@ -87,7 +87,7 @@ class CallHead(NamedTuple):
     problem: Problem | None = None
 
 
-def read_head(request: RequestReceived, max_bytes: int) -> CallHead:
+def read_head(request: HeaderList, max_bytes: int) -> CallHead:
     """Read the headers of a call. What can't be is left for the answer to say.
 
     Args:
@@ -113,7 +113,7 @@ def read_head(request: RequestReceived, max_bytes: int) -> CallHead:
     return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, problem)
 
 
-def _head_problem(request: RequestReceived, found: dict[bytes, bytes], max_bytes: int) -> Problem | None:
+def _head_problem(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> Problem | None:
     if request.size > max_bytes:
         says = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
         return Problem(grpc.StatusCode.RESOURCE_EXHAUSTED, says, kind=HeaderTooLargeError.kind)
@@ -297,9 +297,9 @@ class Methods:
     tasks: dict[asyncio.Task[None], Method] = field(default_factory=dict)
     takes_streamed: bool = True
 
-    def make_call(self, connection: Http2Protocol, request: RequestReceived) -> Call:
+    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> Call:
         """The call of a new stream."""
-        return Call(connection, request.stream_id, read_head(request, self.max_header_bytes), self)
+        return Call(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
         """End the calls that may go on for ever, and take no more of them."""

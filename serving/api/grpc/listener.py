@@ -15,20 +15,11 @@ import struct
 import termios
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from serving.api.addresses import FORGIVEN_S, HANDSHAKE_S, Addresses
-from serving.api.grpc.connection import Connection
-from serving.api.grpc.wire import (
-    ConnectionFailed,
-    ConnectionLimits,
-    DataReceived,
-    ErrorCode,
-    Event,
-    RequestEnded,
-    RequestReceived,
-    StreamDropped,
-)
+from serving.api.grpc.connection import Connection, Exchange
+from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
 from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 
 TURN_S, TURN_OF_ALL_S = 0.005, 0.01
@@ -42,33 +33,11 @@ TELL_S = 0.005
 LINGER_S, MAX_TICK_S = 1.0, 1.0
 
 
-class Exchange(Protocol):
-    """What serves one stream. Its methods are called by the connection, on the event loop."""
-
-    def begin(self) -> None:
-        """Called once, after everything that came together with the stream's headers was taken."""
-
-    def take(self, data: memoryview) -> None:
-        """Take the next bytes of the request."""
-
-    def ended(self) -> None:
-        """Note that the request has ended."""
-
-    def drained(self) -> None:
-        """Note that all that `send` could not send at once has been sent."""
-
-    def dropped(self) -> None:
-        """Note that the stream was given up; nobody waits for its answer."""
-
-
-MakeExchange: TypeAlias = Callable[["Http2Protocol", RequestReceived], Exchange]
+MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
 class Http2Protocol(asyncio.Protocol):
     """One connection's socket.
-
-    Args:
-        listener: that it belongs to.
 
     Attributes:
         connection: its state.
@@ -80,10 +49,10 @@ class Http2Protocol(asyncio.Protocol):
     def __init__(self, listener: Http2Listener) -> None:
         self.was_welcome = False
         self.loop, self.clock = listener.loop, listener.clock
-        self.connection = Connection(listener.limits, listener.clock)
+        self.connection = Connection(listener.limits, listener.clock, self._open_stream)
         self._listener = listener
-        self._exchanges: dict[int, Exchange] = {}
-        self._begun: list[Exchange] = []
+        # Streams that came, and are to begin.
+        self._begun: list[int] = []
         # To be told once the answers of streams are sent.
         self._untaken: dict[int, Callable[[], None]] = {}
         self._transport: asyncio.Transport
@@ -113,10 +82,8 @@ class Http2Protocol(asyncio.Protocol):
         del exc
         if self._timer is not None:
             self._timer.cancel()
-        exchanges, self._exchanges, self._begun = self._exchanges, {}, []
-        for exchange in exchanges.values():
-            exchange.dropped()
-        self.connection.fail(ErrorCode.NO_ERROR, "")
+        self._begun = []
+        self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()
         self._listener.lost(self, self._address, self._unpaid_s + max(0.0, -self._balance_s))
@@ -147,14 +114,11 @@ class Http2Protocol(asyncio.Protocol):
         connection, began = self.connection, self.clock()
         self._is_waiting = False
         if began < until:
-            while connection.can_read:
-                for event in connection.read(until):
-                    self._handle(event)
-                if self.clock() >= until:
-                    break
-            begun, self._begun = self._begun[:CALLS_OF_A_TURN], self._begun[CALLS_OF_A_TURN:]
-            for exchange in begun:
-                exchange.begin()
+            connection.read(until)
+            came = [one for one in self._begun if one in connection.streams]
+            self._begun = came[CALLS_OF_A_TURN:]
+            for stream_id in came[:CALLS_OF_A_TURN]:
+                connection.streams[stream_id].exchange.begin()
             # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
             self.spent(min(TURN_S, self.clock() - began))
         if connection.can_read or self._begun:
@@ -168,8 +132,6 @@ class Http2Protocol(asyncio.Protocol):
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
         """Send on a stream, see `Connection.send`."""
         is_sent = self.connection.send(stream_id, head, body, trailers)
-        if trailers:
-            self._forget_ended(stream_id)
         self._changed()
         return is_sent
 
@@ -200,7 +162,8 @@ class Http2Protocol(asyncio.Protocol):
         if self._balance_s < -TELL_S:
             owed, self._balance_s = -self._balance_s, 0.0
             if self._listener.addresses.spent(self._address, owed):
-                self._fail("too much work without a call that is completed")
+                self.connection.fail(FloodError("too much work without a call that is completed"))
+                self._changed()
 
     def completed(self, worth_s: float) -> None:
         """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
@@ -217,7 +180,7 @@ class Http2Protocol(asyncio.Protocol):
 
     def evict(self) -> None:
         """Close an idle connection, for another to have its place."""
-        self.connection.fail(ErrorCode.NO_ERROR, "idle for longest while there are max_connections")
+        self.connection.fail(Http2Error(ErrorCode.NO_ERROR, "idle for longest while there are max_connections"))
         self._is_lingering = True
         self.flush()
         self._transport.close()
@@ -236,6 +199,8 @@ class Http2Protocol(asyncio.Protocol):
         if out and not self._transport.is_closing():
             self._num_written += len(out)
             self._transport.write(out)
+        if not self.connection.streams:
+            self._listener.idle(self)
         if self._untaken and not self._is_full:
             for stream_id in self._untaken.keys() - self.connection.streams.keys():
                 self._untaken.pop(stream_id)()
@@ -248,43 +213,10 @@ class Http2Protocol(asyncio.Protocol):
             self._will_flush = True
             self.loop.call_soon(self.flush)
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, DataReceived):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None:
-                exchange.take(event.data)
-        elif isinstance(event, RequestReceived):
-            exchange = self._exchanges[event.stream_id] = self._listener.make_exchange(self, event)
-            self._begun.append(exchange)
-            self._listener.busy(self)
-        elif isinstance(event, RequestEnded):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None:
-                exchange.ended()
-        elif isinstance(event, ConnectionFailed):
-            if event.is_flood:
-                self._listener.addresses.punish(self._address)
-        else:
-            exchange = self._exchanges.get(event.stream_id)
-            self._forget_ended(event.stream_id)
-            if exchange is not None:
-                if isinstance(event, StreamDropped):
-                    self._begun = [one for one in self._begun if one is not exchange]
-                    exchange.dropped()
-                else:
-                    exchange.drained()
-
-    def _forget_ended(self, stream_id: int) -> None:
-        if stream_id not in self.connection.streams:
-            self._exchanges.pop(stream_id, None)
-            if not self._exchanges:
-                self._listener.idle(self)
-
-    def _fail(self, problem: str) -> None:
-        self.connection.fail(ErrorCode.ENHANCE_YOUR_CALM, problem, is_flood=True)
-        for event in self.connection.read():
-            self._handle(event)
-        self._changed()
+    def _open_stream(self, stream_id: int, headers: HeaderList) -> Exchange:
+        self._begun.append(stream_id)
+        self._listener.busy(self)
+        return self._listener.make_exchange(self, stream_id, headers)
 
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
@@ -294,6 +226,8 @@ class Http2Protocol(asyncio.Protocol):
         # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
         if not self._is_lingering and not self._transport.is_closing():
             self._is_lingering = True
+            if isinstance(self.connection.failure, FloodError):
+                self._listener.addresses.punish(self._address)
             self.flush()
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -334,10 +268,7 @@ class Http2Protocol(asyncio.Protocol):
         if self._is_lingering:
             return
         held = self._num_held()
-        may_go_on, events = self.connection.tick(held, self._num_written - held)
-        for event in events:
-            self._handle(event)
-        if may_go_on:
+        if self.connection.tick(held, self._num_written - held):
             self._changed()
         else:
             self.abort()

@@ -20,7 +20,7 @@ from serving.api.grpc.calls import (
     read_head,
     status_block,
 )
-from serving.api.grpc.wire import HeaderDecoder, RequestReceived, header_block, request_problem
+from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 
 MAX_HEADER_BYTES = 1000
 CALL = [
@@ -35,9 +35,8 @@ def prefixed(message: bytes, flag: int = 0) -> bytes:
     return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
-def received(headers) -> RequestReceived:
-    found = HeaderDecoder(2**20).decode(header_block(headers, status=None))
-    return RequestReceived(1, found.headers, found.size, request_problem(found))
+def received(headers) -> HeaderList:
+    return HeaderDecoder(2**20).decode(header_block(headers, status=None))
 
 
 def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity") -> list[bytes]:

@@ -102,7 +102,7 @@ def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_be
         connection.data_received(ping + frames.frame(frames.PING, 0, 0, b"short"))
         connection.data_received(ping)
         await asyncio.sleep(0)
-        told = "a frame of a length that it can't have"
+        told = f"a frame of type {frames.PING} and 5 bytes"
         last = frames.goaway(0, ErrorCode.FRAME_SIZE_ERROR, told)
         assert transport.pieces[1:] == [pong + last, b"end"]
         connection.connection_lost(None)
