@@ -6,11 +6,13 @@ The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import quote
 
 import grpc
@@ -21,32 +23,41 @@ from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
 from serving.errors import (
+    BadRequestError,
     BodyTooLargeError,
     HeaderTooLargeError,
+    InvalidFieldError,
     MalformedRequestError,
+    MethodNotAllowedError,
+    NoSuchRouteError,
     OverloadedError,
     RequestTimeoutError,
     ShuttingDownError,
     UnknownCodingError,
+    UnknownIdError,
 )
+from shard_node.errors import DeadlineExceededError
+
+logger = logging.getLogger(__name__)
 
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096
 MAX_WAITING_MESSAGES = 256
 MESSAGES_OF_A_TURN = 8
+MAX_SMALL_MESSAGE_BYTES = 2**16
+"""Of a message that is no ranking request."""
 PREFIX_BYTES = 5
 VIEW_BYTES = 4096
 """Of a piece of a message: from here on a view costs less than a copy."""
-BYTE_WORTH_S = 2e-9
-"""Work at the front that each byte of the message of a completed call makes good."""
+SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-4, 2e-9
+"""Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, beside reading it."""
 REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
 """What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
-STOPPING = "the server stops"
+INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
 IDENTITY = "identity"
 KNOWN_CODINGS = ", ".join((IDENTITY, *CODINGS))
-
 
 _CUT = "..."
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
@@ -60,15 +71,6 @@ _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _NOT_COMPRESSED = b"\x00"
 
 
-class Problem(NamedTuple):
-    """Why a call is refused at its head."""
-
-    code: grpc.StatusCode
-    says: str
-    http_status: int = 200
-    kind: str = ""
-
-
 class CallHead(NamedTuple):
     """What is to be known of a call's headers.
 
@@ -77,56 +79,49 @@ class CallHead(NamedTuple):
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
         authorization: credentials; None without any.
-        problem: why the call is refused; None if it is a gRPC call.
+        refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
     """
 
     path: bytes
     timeout_s: float | None = None
     coding: str = IDENTITY
     authorization: str | None = None
-    problem: Problem | None = None
+    refusal: tuple[ShardrankError, int] | None = None
 
 
 def read_head(request: HeaderList, max_bytes: int) -> CallHead:
-    """Read the headers of a call. What can't be is left for the answer to say.
-
-    Args:
-        request: with its headers.
-        max_bytes: that they may take, as RFC 9113 counts them (section 10.5.1).
-    """
+    """Read the headers of a call, which may take `max_bytes` as RFC 9113 counts them (section 10.5.1)."""
     found = dict(request.headers)
     path, timeout = found.get(b":path", b""), found.get(b"grpc-timeout")
-    problem, timeout_s, authorization = _head_problem(request, found, max_bytes), None, None
-    if timeout and problem is None:
+    refusal, timeout_s, authorization = _refusal(request, found, max_bytes), None, None
+    if timeout and refusal is None:
         read = _TIMEOUT.fullmatch(timeout)
         if read is None:
-            says = f"grpc-timeout is {timeout.decode('latin-1')!r}; it must be digits and a unit"
-            problem = Problem(grpc.StatusCode.INVALID_ARGUMENT, says)
+            says = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
+            refusal = InvalidFieldError("grpc-timeout", says), 200
         else:
             timeout_s = int(read[1]) * _UNIT_S[read[2]]
     if b"authorization" in found:
         # Joined, as HTTP has it of headers that come twice: then they are no token.
-        authorization = b", ".join(value for name, value in request.headers if name == b"authorization").decode(
-            "latin-1"
-        )
+        sent = b", ".join(value for name, value in request.headers if name == b"authorization")
+        authorization = sent.decode("latin-1")
     coding = found.get(b"grpc-encoding")
-    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, problem)
+    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, refusal)
 
 
-def _head_problem(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> Problem | None:
+def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> tuple[ShardrankError, int] | None:
     if request.size > max_bytes:
         says = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
-        return Problem(grpc.StatusCode.RESOURCE_EXHAUSTED, says, kind=HeaderTooLargeError.kind)
+        return HeaderTooLargeError(says), 200
     if request.problem is not None:
         # RFC 9113, section 8.1.1: an answer may say so.
-        return Problem(grpc.StatusCode.INVALID_ARGUMENT, request.problem, 400)
+        return MalformedRequestError("", request.problem), 400
     if found[b":method"] != b"POST":
-        says = f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST"
-        return Problem(grpc.StatusCode.UNIMPLEMENTED, says, 405)
+        return MethodNotAllowedError(f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST"), 405
     content_type = found.get(b"content-type", b"")
     if not _CONTENT_TYPES.match(content_type):
         says = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
-        return Problem(grpc.StatusCode.INVALID_ARGUMENT, says, 415)
+        return MalformedRequestError("", says), 415
     return None
 
 
@@ -135,24 +130,22 @@ ANSWER_HEAD = header_block(_BEGINNING[:1], status=200)
 OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
-def status_block(
-    code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str]], *, http_status: int | None
-) -> bytes:
+def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
     """The header block that ends a call.
 
     Args:
         code: its status.
         details: of the status; cut where they take too much.
-        metadata: further trailers; printable ASCII.
+        kind: of the error; "" without one.
         http_status: None where it was sent before.
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
         quoted = quote(status_details(details), _UNQUOTED, "utf-8", "replace")
         # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
-        quoted = _OUTER_SPACE.sub("%20", quoted)
-        trailers.append((b"grpc-message", quoted.encode()))
-    trailers += ((name.encode(), value.encode()) for name, value in metadata)
+        trailers.append((b"grpc-message", _OUTER_SPACE.sub("%20", quoted).encode()))
+    if kind:
+        trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
@@ -258,23 +251,38 @@ async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) 
     return await expand(message, max_bytes)
 
 
-class Method(Protocol):
-    """What answers the calls of one path."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What answers the calls of one path.
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether a call may have more than one message, in either direction, and go on for ever."""
+    Attributes:
+        answer: gives the bytes of the one answer; or None once it has written those of a streamed call.
+        max_message_bytes: of a request.
+        scope: what a token has to allow; None if anybody may call it.
+        worth_s: work that a completed call makes good.
+        is_streamed: whether a call may have several messages, in either direction, and go on for ever.
+    """
 
-    @property
-    def max_message_bytes(self) -> int:
-        """Of a request."""
+    answer: Callable[[Call], Awaitable[bytes | None]]
+    max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
+    scope: Scope | None = None
+    worth_s: float = SMALL_CALL_WORTH_S
+    is_streamed: bool = False
 
-    @property
-    def scope(self) -> Scope | None:
-        """What a token has to allow; None if anybody may call it."""
 
-    async def run(self, call: Call) -> None:
-        """Answer a call, with an error if need be."""
+def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None) -> Method:
+    """A method that turns messages into messages, until the client, its deadline or the server's end ends the call."""
+
+    async def answer(call: Call) -> None:
+        try:
+            async with asyncio.timeout(call.time_remaining()):
+                async with contextlib.aclosing(answers(call.messages())) as made:
+                    async for message in made:
+                        await call.write(message)
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed") from None
+
+    return Method(answer, scope=scope, is_streamed=True)
 
 
 @dataclass(slots=True)
@@ -287,7 +295,7 @@ class Methods:
         receive_timeout_s: in which a call's one message must be complete.
         tokens: None lets everybody do everything.
         tasks: of calls under way.
-        takes_streamed: whether calls may begin that may go on for ever.
+        takes_streamed: whether streamed calls may begin.
     """
 
     by_path: Mapping[bytes, Method]
@@ -302,7 +310,7 @@ class Methods:
         return Call(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
-        """End the calls that may go on for ever, and take no more of them."""
+        """End the streamed calls, and take no more of them."""
         self.takes_streamed = False
         for task, method in list(self.tasks.items()):
             if method.is_streamed:
@@ -310,16 +318,11 @@ class Methods:
 
 
 class Call:
-    """One call: a stream whose data are messages.
-
-    Attributes:
-        head: what its headers say.
-    """
+    """One call: a stream whose data are messages."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: Methods) -> None:
-        self.head = head
-        self._connection, self._stream_id, self._methods = connection, stream_id, methods
-        method = self._method = None if head.problem is not None else methods.by_path.get(head.path)
+        self._head, self._connection, self._stream_id, self._methods = head, connection, stream_id, methods
+        method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
         # With their flags, and compressed as they came: what waits is bounded by the window that way.
         self._messages: deque[tuple[int, bytes]] = deque()
@@ -335,22 +338,21 @@ class Call:
 
     def begin(self) -> None:
         """Start the method."""
-        method, problem, methods = self._method, self.head.problem, self._methods
-        if problem is not None:
-            metadata = ((ERROR_KIND_METADATA, problem.kind),) if problem.kind else ()
-            self.end(problem.code, problem.says, metadata, problem.http_status)
-        elif method is None:
-            self.end(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {self.head.path.decode('latin-1')}")
+        method, methods, head = self._method, self._methods, self._head
+        if head.refusal is not None:
+            self._refuse(*head.refusal)
+            return
+        try:
+            if method is None:
+                raise NoSuchRouteError(f"there is no method {head.path.decode('latin-1')}")
+            if method.is_streamed and not methods.takes_streamed:
+                raise ShuttingDownError(STOPPING)
+            if methods.tokens is not None and method.scope is not None:
+                methods.tokens.check(head.authorization, method.scope)
+        except ShardrankError as error:
+            self._refuse(error)
         else:
-            try:
-                if method.is_streamed and not methods.takes_streamed:
-                    raise ShuttingDownError(STOPPING)
-                if methods.tokens is not None and method.scope is not None:
-                    methods.tokens.check(self.head.authorization, method.scope)
-            except ShardrankError as error:
-                self.refuse(error)
-                return
-            task = self._task = self._connection.loop.create_task(method.run(self))
+            task = self._task = self._connection.loop.create_task(self._run(method))
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
 
@@ -358,7 +360,7 @@ class Call:
         """Put messages together. Behind the one message of a call that has one, nothing is kept."""
         if self._ignores_more:
             return
-        reader, is_streamed = self._reader, self._method is not None and self._method.is_streamed
+        reader = self._reader
         try:
             while data:
                 data = reader.feed(data)
@@ -367,7 +369,7 @@ class Call:
                 self._messages.append((reader.flag, reader.message))
                 reader.message = None
                 self._wake()
-                if not is_streamed:
+                if self._method is None or not self._method.is_streamed:
                     self._ignores_more = True
                     return
                 if len(self._messages) > MAX_WAITING_MESSAGES:
@@ -424,7 +426,7 @@ class Call:
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none."""
-        timeout_s = self.head.timeout_s
+        timeout_s = self._head.timeout_s
         return None if timeout_s is None else max(0.0, timeout_s - (self._connection.clock() - self._began))
 
     async def receive(self) -> bytes:
@@ -480,34 +482,40 @@ class Call:
             self._drained = self._connection.loop.create_future()
             await self._drained
 
-    def answer(self, message: bytes, worth_s: float) -> None:
-        """Send the answer of a call that has one, and end it."""
-        self._connection.completed(worth_s + BYTE_WORTH_S * self._received_bytes)
-        self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
+    async def _run(self, method: Method) -> None:
+        """Answer it, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
+        try:
+            message = await method.answer(self)
+        except ShardrankError as error:
+            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError) and self._working_since:
+                # It was seen while the message was read, in one go: what that took beyond the usual is charged.
+                took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
+                self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
+            self._refuse(error)
+        except asyncio.CancelledError:
+            # By the client, who hears nothing of it, or because the server stops.
+            self._end(grpc.StatusCode.UNAVAILABLE, STOPPING)
+            raise
+        except Exception:
+            logger.exception("gRPC method %s failed", self._head.path.decode("latin-1"))
+            self._end(grpc.StatusCode.INTERNAL, INTERNAL, ShardrankError.kind)
+        else:
+            if message is None:
+                self._end(grpc.StatusCode.OK, "")
+            else:
+                self._connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
 
-    def refuse(self, error: ShardrankError) -> None:
-        """End the call with an error."""
-        self.end(grpc.StatusCode[error.grpc_status], str(error), ((ERROR_KIND_METADATA, error.kind),))
+    def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
+        self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
-    def end(
-        self,
-        code: grpc.StatusCode,
-        details: str = "",
-        metadata: Iterable[tuple[str, str]] = (),
-        http_status: int = 200,
-    ) -> None:
+    def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
         """End the call with a status; nothing more of it is kept."""
         self._ignores_more = True
         self._messages.clear()
         self._reader.clear()
-        block = status_block(code, details, metadata, http_status=None if self._has_head else http_status)
+        block = status_block(code, details, kind, http_status=None if self._has_head else http_status)
         self._connection.send(self._stream_id, b"", b"", block)
-
-    def charge_reading(self) -> None:
-        """Charge the client for the time in which its message was found to be wrong, beyond what is usual."""
-        if self._working_since:
-            took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
-            self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
 
     async def _plain(self) -> bytes:
         flag, message = self._messages.popleft()
@@ -516,7 +524,7 @@ class Call:
         assert self._method is not None
         max_bytes = self._method.max_message_bytes
         try:
-            plain = await plain_message(flag, message, self.head.coding, max_bytes)
+            plain = await plain_message(flag, message, self._head.coding, max_bytes)
         except BodyTooLargeError:
             self._connection.spent(BYTE_WORTH_S * max_bytes)
             raise

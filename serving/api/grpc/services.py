@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-import grpc
+from google.protobuf import text_format
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from loader.errors import ShardrankError
 from serving.api import inference_documents as documents
 from serving.api.addresses import Addresses
-from serving.api.grpc.calls import ERROR_KIND_METADATA, STOPPING, Call, Method, Methods
+from serving.api.grpc.calls import Call, Method, Methods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
 from serving.api.tokens import Scope, Tokens
-from serving.errors import (
-    BadRequestError,
-    InvalidFieldError,
-    MalformedRequestError,
-    RepositoryControlError,
-    ServingError,
-    UnknownIdError,
-)
+from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
@@ -44,87 +33,17 @@ from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.answer import answer
 from serving.rank.service import RankingService
 
-logger = logging.getLogger(__name__)
-
-HEALTH_INTERVAL_S = 0.5
-WATCHERS_GRACE_S = 0.1
-MAX_SMALL_MESSAGE_BYTES = 2**16
-"""Of a message that is no ranking request."""
-CALL_WORTH_S, SMALL_CALL_WORTH_S = 1e-3, 1e-4
-"""Work at the front that a completed call makes good, beside that of its bytes: a ranking one's, another's."""
-INTERNAL = "internal error; the server's log says more"
+HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
+CALL_WORTH_S = 1e-3
+"""Work at the front that a ranking call makes good, beside that of its bytes."""
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+KNOWN_TO_HEALTH = ("", RANKING, INFERENCE)
 REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 _Read = TypeVar("_Read", bound=Message)
 _Fields = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class UnaryMethod:
-    """A method of one message and one answer.
-
-    Attributes:
-        answer: gives the answer's bytes; asks the call for the message.
-        max_message_bytes: of the message.
-        scope: what a token has to allow; None if anybody may call it.
-        worth_s: work that a completed call makes good.
-        is_streamed: whether a call may go on for ever.
-    """
-
-    answer: Callable[[Call], Awaitable[bytes]]
-    max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
-    scope: Scope | None = None
-    worth_s: float = SMALL_CALL_WORTH_S
-    is_streamed: ClassVar[bool] = False
-
-    async def run(self, call: Call) -> None:
-        """Answer a call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
-        try:
-            message = await self.answer(call)
-        except ShardrankError as error:
-            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError):
-                # It was seen while the message was read, in one go.
-                call.charge_reading()
-            call.refuse(error)
-        except Exception:
-            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
-            call.end(grpc.StatusCode.INTERNAL, INTERNAL, ((ERROR_KIND_METADATA, ShardrankError.kind),))
-        else:
-            call.answer(message, self.worth_s)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedMethod:
-    """A method whose calls may have many messages, in either direction. Attributes as of `UnaryMethod`."""
-
-    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]]
-    scope: Scope | None = None
-    max_message_bytes: ClassVar[int] = MAX_SMALL_MESSAGE_BYTES
-    is_streamed: ClassVar[bool] = True
-
-    async def run(self, call: Call) -> None:
-        """Answer a call until the client, its deadline or the server's end ends it."""
-        try:
-            async with asyncio.timeout(call.time_remaining()):
-                async with contextlib.aclosing(self.answers(call.messages())) as answers:
-                    async for message in answers:
-                        await call.write(message)
-        except TimeoutError:
-            call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-        except ShardrankError as error:
-            call.refuse(error)
-        except asyncio.CancelledError:
-            # By the client, who hears nothing of it, or because the server stops.
-            call.end(grpc.StatusCode.UNAVAILABLE, STOPPING)
-            raise
-        except Exception:
-            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
-            call.end(grpc.StatusCode.INTERNAL, INTERNAL)
-        else:
-            call.end(grpc.StatusCode.OK)
 
 
 class UnknownServiceError(ServingError):
@@ -143,7 +62,6 @@ class GrpcServer:
         tokens: say who may do what; None lets everybody.
         tls: a server's context whose ALPN offers `h2`; None for plain text.
         addresses: accounts of those who connect, shared with the other fronts of the process.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -152,7 +70,6 @@ class GrpcServer:
         tokens: Tokens | None = None,
         tls: ssl.SSLContext | None = None,
         addresses: Addresses | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._service, limits = service, service.limits
         self._health = Health()
@@ -162,9 +79,9 @@ class GrpcServer:
             "gRPC",
             connection_limits(limits),
             limits.max_connections,
-            addresses or Addresses(limits, clock),
+            addresses or Addresses(limits, time.monotonic),
             self._methods.make_call,
-            clock,
+            time.monotonic,
             tls,
             partial(service.metrics.failed, "grpc", "connection"),
         )
@@ -303,13 +220,13 @@ class Health:
 
     def by_path(self) -> dict[bytes, Method]:
         """Its methods."""
-        return _paths(HEALTH, {"Check": UnaryMethod(self._check), "Watch": StreamedMethod(self._watch)})
+        return _paths(HEALTH, {"Check": Method(self._check), "Watch": streamed(self._watch)})
 
     async def _check(self, call: Call) -> bytes:
-        status = self._status(_decoded(await call.receive(), health_pb2.HealthCheckRequest).service)
-        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+        name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
+        if name not in KNOWN_TO_HEALTH:
             raise UnknownServiceError("there is no such service")
-        return _health_message(status)
+        return self._message(name)
 
     async def _watch(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         async for data in requests:
@@ -318,21 +235,15 @@ class Health:
                 changed = self._changed
                 if changed is None:
                     changed = self._changed = asyncio.get_running_loop().create_future()
-                yield _health_message(self._status(name))
+                yield self._message(name)
                 # Others wait for the same; one that is cancelled takes nothing from them.
                 await asyncio.shield(changed)
         raise MalformedRequestError("", "the call has no request message")
 
-    def _status(self, name: str) -> Any:
+    def _message(self, name: str) -> bytes:
         response = health_pb2.HealthCheckResponse
-        if name not in ("", RANKING, INFERENCE):
-            return response.SERVICE_UNKNOWN
-        return response.SERVING if self._is_serving else response.NOT_SERVING
-
-
-def _health_message(status: Any) -> bytes:
-    message: Message = health_pb2.HealthCheckResponse(status=status)
-    return message.SerializeToString()
+        status = response.SERVING if self._is_serving else response.NOT_SERVING
+        return response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN).SerializeToString()
 
 
 def reflection_methods() -> dict[bytes, Method]:
@@ -354,23 +265,15 @@ def reflection_methods() -> dict[bytes, Method]:
 
     methods: dict[bytes, Method] = {}
     for package in REFLECTION:
-        methods |= _paths(f"{package}.ServerReflection", {"ServerReflectionInfo": StreamedMethod(tell, "describe")})
+        methods |= _paths(f"{package}.ServerReflection", {"ServerReflectionInfo": streamed(tell, "describe")})
     return methods
 
 
 def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
     """The same file in another package."""
-    moved = FileDescriptorProto()
-    moved.CopyFrom(file)
-    moved.name, moved.package = f"{package.replace('.', '/')}/reflection.proto", package
-    prefix = f".{file.package}."
-    for message in moved.message_type:
-        for one in message.field:
-            if one.type_name.startswith(prefix):
-                one.type_name = f".{package}.{one.type_name.removeprefix(prefix)}"
-    for method in moved.service[0].method:
-        method.input_type = f".{package}.{method.input_type.removeprefix(prefix)}"
-        method.output_type = f".{package}.{method.output_type.removeprefix(prefix)}"
+    text = text_format.MessageToString(file).replace(file.package, package)
+    moved = text_format.Parse(text, FileDescriptorProto())
+    moved.name = f"{package.replace('.', '/')}/reflection.proto"
     return moved
 
 
@@ -378,7 +281,7 @@ def _ranked(service: RankingService, codec: Codec) -> Method:
     async def ranked(call: Call) -> bytes:
         return (await answer(service, codec, call.receive, call)).body
 
-    return UnaryMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
+    return Method(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 
 
 def _document(
@@ -398,7 +301,7 @@ def _document(
                 service.admit(counted)
             return tell(counted, _decoded(data, takes))
 
-    return UnaryMethod(document, scope=scope)
+    return Method(document, scope=scope)
 
 
 def _paths(service: str, methods: dict[str, Method]) -> dict[bytes, Method]:
