@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import grpc
 
@@ -65,8 +66,9 @@ _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e
 _CONTENT_TYPE = b"application/grpc"
 # The messages' format may follow. `application/grpc-web` is something else.
 _CONTENT_TYPES = re.compile(rb"application/grpc(?:[+;]|$)")
-# Printable ASCII but `%`, which travels as it is.
+_PART_OF_AN_ESCAPE = re.compile(r"%.?\Z")
 _OUTER_SPACE = re.compile(r"\A | \Z")
+# Printable ASCII but `%`, which travels as it is.
 _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _NOT_COMPRESSED = b"\x00"
 
@@ -141,29 +143,22 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
-        quoted = quote(status_details(details), _UNQUOTED, "utf-8", "replace")
-        # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
-        trailers.append((b"grpc-message", _OUTER_SPACE.sub("%20", quoted).encode()))
+        trailers.append((b"grpc-message", grpc_message(details).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
-def status_details(message: str) -> str:
-    """A message, cut where it would take more than `MAX_DETAILS_BYTES` on the wire.
-
-    There it is percent-encoded: printable ASCII but `%` takes one byte, every other byte of its UTF-8 form three. Peers
-    refuse trailers that are too long as a whole.
-    """
-    if 12 * len(message) <= MAX_DETAILS_BYTES:
-        return message
-    # No character takes less than a byte, so what is beyond the limit need not be looked at.
-    size, head = 0, message[: MAX_DETAILS_BYTES + 1]
-    for end, letter in enumerate(head):
-        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode("utf-8", "replace"))
-        if size > MAX_DETAILS_BYTES:
-            return message[: max(0, end - len(_CUT))] + _CUT
-    return message
+def grpc_message(details: str) -> str:
+    """Details as they travel, percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
+    # No character takes less than a byte.
+    quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
+    if len(quoted) > MAX_DETAILS_BYTES:
+        # What is there of a last character is left out.
+        kept = _PART_OF_AN_ESCAPE.sub("", quoted[: MAX_DETAILS_BYTES - len(_CUT)])
+        quoted = quote(unquote(kept, errors="ignore"), _UNQUOTED) + _CUT
+    # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
+    return _OUTER_SPACE.sub("%20", quoted)
 
 
 class MessageReader:
@@ -173,19 +168,15 @@ class MessageReader:
         max_bytes: of one message.
 
     Attributes:
-        message: the last one that is complete, as it was sent; whoever takes it sets it to None.
-        flag: of it: 0 as it is, 1 compressed.
         missing: bytes of the message under way that have not come; 0 until its length is known.
     """
 
-    __slots__ = ("_max_bytes", "_parts", "_prefix", "flag", "message", "missing")
+    __slots__ = ("_flag", "_max_bytes", "_parts", "_prefix", "missing")
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._prefix = b""
+        self._prefix, self._flag = b"", 0
         self._parts: list[memoryview | bytearray] = []
-        self.flag = 0
-        self.message: bytes | None = None
         self.missing = 0
 
     @property
@@ -193,8 +184,11 @@ class MessageReader:
         """Whether no message is under way."""
         return not self._prefix and not self.missing
 
-    def feed(self, data: memoryview) -> memoryview:
-        """Take bytes up to the end of a message. Returns the rest.
+    def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
+        """Take bytes up to the end of a message.
+
+        Returns:
+            A message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other bytes.
 
         Raises:
             BodyTooLargeError: the message is longer than the limit; it need not have come.
@@ -204,14 +198,13 @@ class MessageReader:
             prefix, data = self._prefix + bytes(data[:needs]), data[needs:]
             if len(prefix) < PREFIX_BYTES:
                 self._prefix = prefix
-                return data
-            self._prefix, self.flag = b"", prefix[0]
+                return None, data
+            self._prefix, self._flag = b"", prefix[0]
             size = int.from_bytes(prefix[1:], "big")
             if size > self._max_bytes:
                 raise BodyTooLargeError("", "max_body_bytes", self._max_bytes, size, "bytes in the message")
             if len(data) >= size:
-                self.message = bytes(data[:size])
-                return data[size:]
+                return (self._flag, bytes(data[:size])), data[size:]
             self.missing = size
         part, rest, parts = data[: self.missing], data[self.missing :], self._parts
         if len(part) >= VIEW_BYTES and 2 * len(part) >= len(part.obj):  # type: ignore[arg-type]  # bytes
@@ -223,13 +216,14 @@ class MessageReader:
         else:
             parts.append(bytearray(part))
         self.missing -= len(part)
-        if not self.missing:
-            self.message, self._parts = b"".join(parts), []
-        return rest
+        if self.missing:
+            return None, rest
+        self._parts = []
+        return (self._flag, b"".join(parts)), rest
 
     def clear(self) -> None:
         """Let go what has come of a message."""
-        self._parts, self.message = [], None
+        self._parts = []
 
 
 async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) -> bytes:
@@ -324,13 +318,11 @@ class Call:
         self._head, self._connection, self._stream_id, self._methods = head, connection, stream_id, methods
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
-        # With their flags, and compressed as they came: what waits is bounded by the window that way.
-        self._messages: deque[tuple[int, bytes]] = deque()
-        self._error: ShardrankError | None = None
+        # With their flags, and compressed as they came: what waits is bounded by the window that way. Last, an error.
+        self._messages: deque[tuple[int, bytes] | ShardrankError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._on_leave: Callable[[], None] | None = None
+        self._on_leave: Callable[[], object] | None = None
         self._has_head = self._has_all = False
         self._ignores_more = method is None
         self._began = connection.clock()
@@ -352,7 +344,8 @@ class Call:
         except ShardrankError as error:
             self._refuse(error)
         else:
-            task = self._task = self._connection.loop.create_task(self._run(method))
+            task = self._connection.loop.create_task(self._run(method))
+            self._on_leave = task.cancel
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
 
@@ -363,11 +356,10 @@ class Call:
         reader = self._reader
         try:
             while data:
-                data = reader.feed(data)
-                if reader.message is None:
+                message, data = reader.feed(data)
+                if message is None:
                     continue
-                self._messages.append((reader.flag, reader.message))
-                reader.message = None
+                self._messages.append(message)
                 self._wake()
                 if self._method is None or not self._method.is_streamed:
                     self._ignores_more = True
@@ -375,12 +367,9 @@ class Call:
                 if len(self._messages) > MAX_WAITING_MESSAGES:
                     raise OverloadedError(f"more than {MAX_WAITING_MESSAGES} messages of a call wait for their answers")
         except ShardrankError as error:
-            # Without the frames that it came through: they hold this call, and what it was sent.
-            self._error = error.with_traceback(None)
-            self._ignores_more = True
             self._messages.clear()
-            reader.clear()
-            self._wake()
+            # Without the frames that it came through: they hold this call, and what it was sent.
+            self._end_with(error.with_traceback(None))
             return
         missing = reader.missing - self._connection.connection.receive_window(self._stream_id) if reader.missing else 0
         if missing > 0:
@@ -390,8 +379,7 @@ class Call:
         """Note that no further message comes."""
         self._has_all = True
         if not self._ignores_more and not self._reader.is_between:
-            self._error = MalformedRequestError("", "the call ends before its request message does")
-            self._reader.clear()
+            self._end_with(MalformedRequestError("", "the call ends before its request message does"))
         self._wake()
 
     def drained(self) -> None:
@@ -404,12 +392,9 @@ class Call:
         self._ignores_more = True
         self._reader.clear()
         self._messages.clear()
-        if self._task is not None:
+        if self._on_leave is not None:
             self._connection.spent(CANCELLED_CALL_S)
-            if self._on_leave is None:
-                self._task.cancel()
-            else:
-                self._on_leave()
+            self._on_leave()
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves, instead of the method being cancelled."""
@@ -446,30 +431,21 @@ class Call:
                 says = f"the request was not complete after receive_timeout_s = {timeout_s} s"
                 raise RequestTimeoutError(says) from None
         if not self._messages:
-            self._raise_error()
             raise MalformedRequestError("", "the call has no request message")
-        message = await self._plain()
-        self._received_bytes, self._working_since = len(message), self._connection.clock()
-        return message
+        return await self._plain()
 
     async def messages(self) -> AsyncIterator[bytes]:
         """All messages; others have their turn after a few. Raises ShardrankError for one that can't be read."""
-        connection, number = self._connection, 0
-        while True:
+        connection = self._connection
+        for number in itertools.count(1):
             await self._wait()
-            if not self._messages:
-                self._raise_error()
-                return
-            number += 1
             if number % MESSAGES_OF_A_TURN == 0:
                 await asyncio.sleep(0)
             while connection.clock() >= connection.turn():  # noqa: ASYNC110  # others have theirs
                 await asyncio.sleep(0)
-            if self._messages:
-                connection.grant(self._stream_id, PREFIX_BYTES + len(self._messages[0][1]))
-                message = await self._plain()
-                self._working_since = connection.clock()
-                yield message
+            if not self._messages:
+                return
+            yield await self._plain()
 
     async def write(self, message: bytes) -> None:
         """Send one message of several; returns when the client has taken it."""
@@ -518,31 +494,35 @@ class Call:
         self._connection.send(self._stream_id, b"", b"", block)
 
     async def _plain(self) -> bytes:
-        flag, message = self._messages.popleft()
-        if not flag:
-            return message
-        assert self._method is not None
-        max_bytes = self._method.max_message_bytes
-        try:
-            plain = await plain_message(flag, message, self._head.coding, max_bytes)
-        except BodyTooLargeError:
-            self._connection.spent(BYTE_WORTH_S * max_bytes)
-            raise
-        self._connection.spent(BYTE_WORTH_S * len(plain))
-        return plain
-
-    def _raise_error(self) -> None:
-        """Raise what was wrong with the messages, and keep it no longer."""
-        error, self._error = self._error, None
-        if error is not None:
+        """The next message as it was before it was compressed, or the error that stands in its place."""
+        if isinstance(self._messages[0], ShardrankError):
+            # No variable of this frame may hold it.
+            raise self._messages.popleft()  # type: ignore[misc]  # it is one
+        flag, message = self._messages.popleft()  # type: ignore[misc]  # it is none
+        method, connection = self._method, self._connection
+        assert method is not None
+        if method.is_streamed:
+            connection.grant(self._stream_id, PREFIX_BYTES + len(message))
+        if flag:
             try:
-                raise error
-            finally:
-                del error
+                message = await plain_message(flag, message, self._head.coding, method.max_message_bytes)
+            except BodyTooLargeError:
+                connection.spent(BYTE_WORTH_S * method.max_message_bytes)
+                raise
+            connection.spent(BYTE_WORTH_S * len(message))
+        self._received_bytes, self._working_since = len(message), connection.clock()
+        return message
+
+    def _end_with(self, error: ShardrankError) -> None:
+        """Have an error come behind the messages that wait, and nothing more."""
+        self._ignores_more = True
+        self._reader.clear()
+        self._messages.append(error)
+        self._wake()
 
     async def _wait(self) -> None:
         """Until there is a message, an error, or the end."""
-        if not self._messages and self._error is None and not self._has_all:
+        if not self._messages and not self._has_all:
             self._waiter = self._connection.loop.create_future()
             await self._waiter
 

@@ -66,12 +66,10 @@ class _Stream:
     """What a stream may send and take.
 
     Attributes:
-        exchange: what serves it.
         send_window: bytes of data that the peer still takes; negative if it made its windows smaller.
         receive_window: bytes of data that the peer may still send.
         has_all: whether the peer has sent everything.
-        unsent: data that the peer's windows hold back.
-        trailers: the header block that goes out behind them.
+        unsent, trailers: data that the peer's windows hold back, and the header block that goes out behind them.
         waits_since: when it last could send something of them.
     """
 
@@ -88,7 +86,6 @@ class Connection:
     """A server's end of one connection.
 
     Args:
-        limits: of it.
         clock: monotonic seconds.
         open_stream: makes what serves a stream, from its id and the headers of its request.
 
@@ -130,7 +127,8 @@ class Connection:
         self._window = self._new_window = wire.DEFAULT_WINDOW
         self._frame_size = wire.DEFAULT_FRAME_SIZE
         self._sent_at = self._held_at = 0.0
-        self._has_to_shrink_table = self._has_shrunk_table = False
+        # What goes out before the next header block; None as long as the peer has not made the table smaller.
+        self._table_size: bytes | None = None
         # How it is kept.
         self._made = self._idle_since = self._pinged = clock()
         self._asked_to_go: float | None = None
@@ -182,17 +180,15 @@ class Connection:
         stream, size = self.streams.get(stream_id), len(body)
         if stream is None:
             return True
-        parts = self._out
         if head:
-            head = self._shrunk(head)
-            parts += (_pack_head(len(head) >> 8, len(head) & 0xFF, HEADERS, END_HEADERS, stream_id), head)
+            self._send_headers(stream_id, END_HEADERS, head)
         # A peer may make its windows smaller than what is on the way: they are negative then, and take only frames
         # without data.
         if not stream.unsent and (not size or size <= min(stream.send_window, self._window, self._frame_size)):
             if size:
                 stream.send_window -= size
                 self._window -= size
-                parts += (_pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id), body)
+                self._out += (_pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id), body)
             if trailers:
                 self._end(stream_id, stream, trailers)
             return True
@@ -496,7 +492,7 @@ class Connection:
         if any(name == wire.HEADER_TABLE_SIZE and value < wire.DEFAULT_TABLE_BYTES for name, value in found):
             # The smallest has to be answered, though a larger one follows (RFC 7541, section 4.2). No table is used, so
             # an empty one fits whatever the peer says later.
-            self._has_to_shrink_table = not self._has_shrunk_table
+            self._table_size = wire.EMPTY_TABLE if self._table_size is None else self._table_size
         # They count in their order, so the last one of a name is what holds.
         for name, value in dict(found).items():
             if name == wire.INITIAL_WINDOW_SIZE:
@@ -544,17 +540,14 @@ class Connection:
             stream.exchange.drained()
         return True
 
-    def _shrunk(self, block: bytes) -> bytes:
-        """A header block as the next one goes out."""
-        if not self._has_to_shrink_table:
-            return block
-        self._has_to_shrink_table, self._has_shrunk_table = False, True
-        return wire.EMPTY_TABLE + block
+    def _send_headers(self, stream_id: int, flags: int, block: bytes) -> None:
+        if self._table_size:
+            block, self._table_size = self._table_size + block, b""
+        size = len(block)
+        self._out += (_pack_head(size >> 8, size & 0xFF, HEADERS, flags, stream_id), block)
 
     def _end(self, stream_id: int, stream: _Stream, trailers: bytes) -> None:
-        trailers = self._shrunk(trailers)
-        size = len(trailers)
-        self._out += (_pack_head(size >> 8, size & 0xFF, HEADERS, END_HEADERS | END_STREAM, stream_id), trailers)
+        self._send_headers(stream_id, END_HEADERS | END_STREAM, trailers)
         self._was_useful(CONTROL_FRAMES_OF_AN_ANSWER)
         if not stream.has_all:
             # RFC 9113, section 8.1: the peer need not send the rest.

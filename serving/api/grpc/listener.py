@@ -37,14 +37,7 @@ MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
 class Http2Protocol(asyncio.Protocol):
-    """One connection's socket.
-
-    Attributes:
-        connection: its state.
-        loop: the event loop.
-        clock: monotonic seconds.
-        was_welcome: whether it was taken in, and counts for its address.
-    """
+    """One connection's socket. `was_welcome` says whether it was taken in, and counts for its address."""
 
     def __init__(self, listener: Http2Listener) -> None:
         self.was_welcome = False
@@ -317,6 +310,7 @@ class Http2Listener:
         self._turn = self._turn_ends = 0.0
         self._acceptor: Acceptor[Http2Protocol] | None = None
         self._none_left = asyncio.Event()
+        self._none_left.set()
         self._is_stopping = False
 
     async def start(self, host: str, port: int) -> int:
@@ -344,10 +338,10 @@ class Http2Listener:
             connection.ask_to_go()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._all_closed()
+                await self._none_left.wait()
         for connection in list(self._connections):
             connection.abort()
-        await self._all_closed()
+        await self._none_left.wait()
 
     def admit(self, connection: socket.socket, address: str) -> Http2Protocol | None:
         """Make the protocol of a new connection, unless its address is not welcome."""
@@ -375,6 +369,7 @@ class Http2Listener:
             self._remove(longest)
             longest.evict()
         self._connections.add(connection)
+        self._none_left.clear()
         self._idle[connection] = None
         connection.was_welcome = True
         self.addresses.opened(address)
@@ -427,8 +422,3 @@ class Http2Listener:
         self._connections.discard(connection)
         if not self._connections:
             self._none_left.set()
-
-    async def _all_closed(self) -> None:
-        while self._connections:
-            self._none_left.clear()
-            await self._none_left.wait()

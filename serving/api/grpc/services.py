@@ -149,58 +149,44 @@ def ranking_methods(service: RankingService) -> dict[bytes, Method]:
         {
             "Rank": _ranked(service, MessageCodec("rank")),
             "Lookup": _ranked(service, MessageCodec("lookup")),
-            "GetModel": _document(service, "grpc", ranking_pb2.GetModelRequest, describe, "describe"),
+            "GetModel": _document(service, "grpc", ranking_pb2.GetModelRequest, describe),
         },
     )
 
 
 def inference_methods(service: RankingService) -> dict[bytes, Method]:
     """Those of `inference.GRPCInferenceService`."""
-    m = inference
 
-    def tell(name: str, fields: Callable[[Any], _Fields], scope: Scope | None = "describe") -> Method:
-        gives = getattr(m, f"{name}Response")
-
-        def document(counted: ServedCall, request: Message) -> bytes:
-            del counted
-            made: Message = gives(**fields(request))
-            return made.SerializeToString()
-
-        return _document(service, "oip_grpc", getattr(m, f"{name}Request"), document, scope)
-
-    def of_model(name: str, tell_of: Callable[[RankingService, str, str], Any], key: str = "") -> Method:
-        def fields(request: Any) -> _Fields:
-            _check_model(request.name)
-            told = tell_of(service, request.name, request.version)
-            return {key: told} if key else told
-
-        return tell(name, fields, None if key == "ready" else "describe")
-
-    def refuse(request: Message) -> _Fields:
+    def refuse(request: Any) -> _Fields:
         del request
         raise RepositoryControlError()
 
-    return _paths(
-        INFERENCE,
-        {
-            "ModelInfer": _ranked(service, InferGrpcCodec()),
-            "ServerLive": tell("ServerLive", lambda _: {"live": True}, None),
-            "ServerReady": tell("ServerReady", lambda _: {"ready": not service.watch.problems()}, None),
-            "ModelReady": of_model("ModelReady", documents.model_is_ready, "ready"),
-            "ServerMetadata": tell("ServerMetadata", lambda _: documents.server_metadata()),
-            "ModelMetadata": of_model("ModelMetadata", documents.model_metadata),
-            "ModelConfig": of_model("ModelConfig", documents.model_config, "config"),
-            "ModelStatistics": tell(
-                "ModelStatistics", lambda request: documents.model_statistics(service, request.name, request.version)
-            ),
-            "RepositoryIndex": tell(
-                "RepositoryIndex",
-                lambda request: {"models": documents.repository_index(service, ready_only=request.ready)},
-            ),
-            "RepositoryModelLoad": tell("RepositoryModelLoad", refuse, "admin"),
-            "RepositoryModelUnload": tell("RepositoryModelUnload", refuse, "admin"),
-        },
-    )
+    def model_of(request: Any) -> tuple[RankingService, str, str]:
+        _check_model(request.name)
+        return service, request.name, request.version
+
+    fields_of: dict[str, tuple[Callable[[Any], _Fields], Scope | None]] = {
+        "ServerLive": (lambda _: {"live": True}, None),
+        "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
+        "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, None),
+        "ServerMetadata": (lambda _: documents.server_metadata(), "describe"),
+        "ModelMetadata": (lambda asked: documents.model_metadata(*model_of(asked)), "describe"),
+        "ModelConfig": (lambda asked: {"config": documents.model_config(*model_of(asked))}, "describe"),
+        "ModelStatistics": (lambda asked: documents.model_statistics(service, asked.name, asked.version), "describe"),
+        "RepositoryIndex": (
+            lambda asked: {"models": documents.repository_index(service, ready_only=asked.ready)},
+            "describe",
+        ),
+        "RepositoryModelLoad": (refuse, "admin"),
+        "RepositoryModelUnload": (refuse, "admin"),
+    }
+
+    def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> Method:
+        takes, gives = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
+        return _document(service, "oip_grpc", takes, lambda _, asked: gives(**fields(asked)).SerializeToString(), scope)
+
+    methods = {name: document(name, *told) for name, told in fields_of.items()}
+    return _paths(INFERENCE, {"ModelInfer": _ranked(service, InferGrpcCodec()), **methods})
 
 
 class Health:
@@ -289,7 +275,7 @@ def _document(
     api: str,
     takes: type[_Read],
     tell: Callable[[ServedCall, _Read], bytes],
-    scope: Scope | None,
+    scope: Scope | None = "describe",
 ) -> Method:
     """A method that tells what is known; without a scope it is a probe, which is answered under any load."""
 

@@ -45,10 +45,9 @@ def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity
         # In the midst of other bytes, as a frame's payload is.
         data = memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)]
         while data:
-            data = reader.feed(data)
-            if reader.message is not None:
-                messages.append(asyncio.run(plain_message(reader.flag, reader.message, coding, 1000)))
-                reader.message = None
+            message, data = reader.feed(data)
+            if message is not None:
+                messages.append(asyncio.run(plain_message(*message, coding, 1000)))
     return messages
 
 
@@ -134,8 +133,8 @@ def test_a_message_in_tiny_pieces_takes_no_more_than_its_length():
         assert tracemalloc.get_traced_memory()[1] < 3 * length
     finally:
         tracemalloc.stop()
-    reader.feed(memoryview(stream)[-1:])
-    assert reader.message == bytes(length)
+    message, _ = reader.feed(memoryview(stream)[-1:])
+    assert message == (0, bytes(length))
 
 
 @pytest.mark.parametrize("letter", ["x", "%", "é", "北", "\n"])
