@@ -77,7 +77,6 @@ class CallHead(NamedTuple):
     """What is to be known of a call's headers.
 
     Attributes:
-        path: `/service/method`.
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
         authorization: credentials; None without any.
@@ -133,14 +132,7 @@ OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
 def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
-    """The header block that ends a call.
-
-    Args:
-        code: its status.
-        details: of the status; cut where they take too much.
-        kind: of the error; "" without one.
-        http_status: None where it was sent before.
-    """
+    """The header block that ends a call; `http_status` is None where it was sent before, `kind` "" without an error."""
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
         trailers.append((b"grpc-message", grpc_message(details).encode()))
@@ -162,10 +154,7 @@ def grpc_message(details: str) -> str:
 
 
 class MessageReader:
-    """Puts the length-prefixed messages of one stream together.
-
-    Args:
-        max_bytes: of one message.
+    """Puts the length-prefixed messages of one stream together, each of at most `max_bytes`.
 
     Attributes:
         missing: bytes of the message under way that have not come; 0 until its length is known.
@@ -227,13 +216,7 @@ class MessageReader:
 
 
 async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) -> bytes:
-    """A message as it was before it was compressed.
-
-    Raises:
-        BodyTooLargeError: it becomes longer than the limit.
-        MalformedRequestError: it can't be decompressed.
-        UnknownCodingError: it is compressed in a way that is not known.
-    """
+    """A message as it was before it was compressed. Raises ShardrankError if it can't be had."""
     if not flag:
         return message
     if flag > 1:
@@ -281,15 +264,12 @@ def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], s
 
 @dataclass(slots=True)
 class Methods:
-    """The methods of a server.
+    """The methods of a server, and their calls under way.
 
     Attributes:
         by_path: such as `/shardrank.v1.RankingService/Rank`.
-        max_header_bytes: of a call.
         receive_timeout_s: in which a call's one message must be complete.
         tokens: None lets everybody do everything.
-        tasks: of calls under way.
-        takes_streamed: whether streamed calls may begin.
     """
 
     by_path: Mapping[bytes, Method]
@@ -371,9 +351,8 @@ class Call:
             # Without the frames that it came through: they hold this call, and what it was sent.
             self._end_with(error.with_traceback(None))
             return
-        missing = reader.missing - self._connection.connection.receive_window(self._stream_id) if reader.missing else 0
-        if missing > 0:
-            self._connection.grant(self._stream_id, missing)
+        if reader.missing:
+            self._connection.grant_up_to(self._stream_id, reader.missing)
 
     def ended(self) -> None:
         """Note that no further message comes."""
@@ -403,7 +382,7 @@ class Call:
     @property
     def owner(self) -> str:
         """The account of its client's address; "" for one that stands for many."""
-        return self._connection.owner
+        return self._connection.listener.addresses.owner(self._connection.address)
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the answer is sent, or given up."""
@@ -415,13 +394,7 @@ class Call:
         return None if timeout_s is None else max(0.0, timeout_s - (self._connection.clock() - self._began))
 
     async def receive(self) -> bytes:
-        """The message of a call that has one.
-
-        Raises:
-            RequestTimeoutError: if it does not come in time.
-            MalformedRequestError: if there is none.
-            ShardrankError: what was wrong with it.
-        """
+        """The message of a call that has one. Raises ShardrankError if none comes in time, or it can't be read."""
         if not self._messages:
             timeout_s = self._methods.receive_timeout_s
             try:
@@ -441,7 +414,7 @@ class Call:
             await self._wait()
             if number % MESSAGES_OF_A_TURN == 0:
                 await asyncio.sleep(0)
-            while connection.clock() >= connection.turn():  # noqa: ASYNC110  # others have theirs
+            while connection.clock() >= connection.listener.turn():  # noqa: ASYNC110  # others have theirs
                 await asyncio.sleep(0)
             if not self._messages:
                 return

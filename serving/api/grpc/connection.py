@@ -111,9 +111,13 @@ class Connection:
         self.failure: Http2Error | None = None
         self._clock, self._open_stream = clock, open_stream
         self._decoder = wire.HeaderDecoder(limits.max_block_bytes)
-        self._out = [
-            wire.settings(limits.settings) + wire.window_update(0, limits.connection_window - wire.DEFAULT_WINDOW)
-        ]
+        told = {
+            wire.MAX_CONCURRENT_STREAMS: limits.max_streams,
+            wire.INITIAL_WINDOW_SIZE: limits.stream_window,
+            wire.MAX_FRAME_SIZE: limits.frame_size,
+            wire.MAX_HEADER_LIST_SIZE: limits.max_header_bytes,
+        }
+        self._out = [wire.settings(told), wire.window_update(0, limits.connection_window - wire.DEFAULT_WINDOW)]
         self._buffer = b""
         self._has_preface = self._has_settings = False
         # Of the frame whose payload is passed on, or passed over, as it comes.
@@ -163,19 +167,11 @@ class Connection:
             stream.receive_window += size
             self._out.append(wire.window_update(stream_id, size))
 
-    def receive_window(self, stream_id: int) -> int:
-        """Bytes that the peer may still send on a stream."""
-        stream = self.streams.get(stream_id)
-        return stream.receive_window if stream is not None else 0
-
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
         """Send a header block, data, and a header block that ends the stream; what is empty is left out.
 
         What the peer's windows do not take is sent when they do; then the exchange is told, and until then no further
-        data may be sent on the stream. Nothing is sent on one that is over.
-
-        Returns:
-            Whether all of it was sent.
+        data may be sent on the stream. Nothing is sent on one that is over. Returns whether all of it was sent.
         """
         stream, size = self.streams.get(stream_id), len(body)
         if stream is None:
@@ -225,18 +221,15 @@ class Connection:
             self._out.append(wire.goaway(wire.MAX_STREAM_ID, ErrorCode.NO_ERROR) + wire.frame(wire.PING, 0, 0, _GOING))
 
     def tick(self, num_held: int, num_taken: int) -> bool:
-        """Do what time asks for; to be called every half of `patience_s` or so.
+        """Do what time asks for, every half of `patience_s` or so. Returns False if the connection is to be cut off.
 
         Args:
             num_held: bytes that were sent and that the peer's host does not have yet.
             num_taken: those that it has.
-
-        Returns:
-            Whether the connection may go on, or is to be cut off at once.
         """
-        now, limits = self._clock(), self.limits
         if self.is_over:
             return True
+        now, limits = self._clock(), self.limits
         self._drop_stuck(now, num_held)
         if self._asked_to_go is not None:
             if not self.is_refusing and now - self._asked_to_go >= limits.patience_s:
@@ -488,7 +481,7 @@ class Connection:
     def _on_settings(self, payload: bytes) -> None:
         self._has_settings = True
         self._out.append(wire.frame(wire.SETTINGS, ACK, 0))
-        found = list(wire.read_settings(payload))
+        found = wire.read_settings(payload)
         if any(name == wire.HEADER_TABLE_SIZE and value < wire.DEFAULT_TABLE_BYTES for name, value in found):
             # The smallest has to be answered, though a larger one follows (RFC 7541, section 4.2). No table is used, so
             # an empty one fits whatever the peer says later.

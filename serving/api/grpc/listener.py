@@ -37,19 +37,18 @@ MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
 class Http2Protocol(asyncio.Protocol):
-    """One connection's socket. `was_welcome` says whether it was taken in, and counts for its address."""
+    """One connection's socket."""
 
     def __init__(self, listener: Http2Listener) -> None:
-        self.was_welcome = False
         self.loop, self.clock = listener.loop, listener.clock
         self.connection = Connection(listener.limits, listener.clock, self._open_stream)
-        self._listener = listener
+        self.listener = listener
         # Streams that came, and are to begin.
         self._begun: list[int] = []
         # To be told once the answers of streams are sent.
         self._untaken: dict[int, Callable[[], None]] = {}
         self._transport: asyncio.Transport
-        self._address = ""
+        self.address = ""
         # Work that was paid for by completed calls, less work that was not; seconds.
         self._balance_s = -CONNECT_S
         # Of its handshake, until a call is answered.
@@ -63,23 +62,25 @@ class Http2Protocol(asyncio.Protocol):
         # Uvloop's are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) else ""
-        if self._listener.welcome(self, self._address):
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        if self.listener.welcome(self, self.address):
             self.flush()
-            self._schedule_tick()
+            self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
         else:
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop every stream."""
         del exc
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._timer is None:
+            # It was not welcome.
+            return
+        self._timer.cancel()
         self._begun = []
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()
-        self._listener.lost(self, self._address, self._unpaid_s + max(0.0, -self._balance_s))
+        self.listener.lost(self, self.address, self._unpaid_s + max(0.0, -self._balance_s))
 
     def pause_writing(self) -> None:
         """Do not read from a peer that takes no answers."""
@@ -96,7 +97,7 @@ class Http2Protocol(asyncio.Protocol):
         """Read frames, as long as it is this connection's turn."""
         self.connection.feed(data)
         if not self._is_waiting and not self._is_lingering:
-            self.work(self._listener.turn())
+            self.work(self.listener.turn())
 
     def eof_received(self) -> None:
         """Send what is answered by now; then the transport closes itself."""
@@ -117,7 +118,7 @@ class Http2Protocol(asyncio.Protocol):
         if connection.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
-            self._listener.wait_turn(self)
+            self.listener.wait_turn(self)
         else:
             self._resume()
         self._changed()
@@ -127,15 +128,6 @@ class Http2Protocol(asyncio.Protocol):
         is_sent = self.connection.send(stream_id, head, body, trailers)
         self._changed()
         return is_sent
-
-    def turn(self) -> float:
-        """Until when there may be work for this connection in this turn of the loop."""
-        return self._listener.turn()
-
-    @property
-    def owner(self) -> str:
-        """The account of the peer's address; "" for one that stands for many."""
-        return self._listener.addresses.owner(self._address)
 
     def when_taken(self, stream_id: int, callback: Callable[[], None]) -> None:
         """Have `callback` called when what a stream sends has left this process, or the stream is dropped."""
@@ -149,12 +141,18 @@ class Http2Protocol(asyncio.Protocol):
         self.connection.grant(stream_id, size)
         self._changed()
 
+    def grant_up_to(self, stream_id: int, size: int) -> None:
+        """Let the peer send `size` bytes on a stream, with those that it may send already."""
+        stream = self.connection.streams.get(stream_id)
+        if stream is not None and stream.receive_window < size:
+            self.grant(stream_id, size - stream.receive_window)
+
     def spent(self, seconds: float) -> None:
         """Charge the peer for time that it made the event loop spend."""
         self._balance_s -= seconds
         if self._balance_s < -TELL_S:
             owed, self._balance_s = -self._balance_s, 0.0
-            if self._listener.addresses.spent(self._address, owed):
+            if self.listener.addresses.spent(self.address, owed):
                 self.connection.fail(FloodError("too much work without a call that is completed"))
                 self._changed()
 
@@ -164,7 +162,7 @@ class Http2Protocol(asyncio.Protocol):
         self._unpaid_s = 0.0
         if self._balance_s > FORGIVEN_S:
             self._balance_s = 0.0
-            self._listener.addresses.completed(self._address)
+            self.listener.addresses.completed(self.address)
 
     def ask_to_go(self) -> None:
         """Have the connection end when its streams have."""
@@ -193,7 +191,7 @@ class Http2Protocol(asyncio.Protocol):
             self._num_written += len(out)
             self._transport.write(out)
         if not self.connection.streams:
-            self._listener.idle(self)
+            self.listener.idle(self)
         if self._untaken and not self._is_full:
             for stream_id in self._untaken.keys() - self.connection.streams.keys():
                 self._untaken.pop(stream_id)()
@@ -208,8 +206,8 @@ class Http2Protocol(asyncio.Protocol):
 
     def _open_stream(self, stream_id: int, headers: HeaderList) -> Exchange:
         self._begun.append(stream_id)
-        self._listener.busy(self)
-        return self._listener.make_exchange(self, stream_id, headers)
+        self.listener.busy(self)
+        return self.listener.make_exchange(self, stream_id, headers)
 
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
@@ -220,7 +218,7 @@ class Http2Protocol(asyncio.Protocol):
         if not self._is_lingering and not self._transport.is_closing():
             self._is_lingering = True
             if isinstance(self.connection.failure, FloodError):
-                self._listener.addresses.punish(self._address)
+                self.listener.addresses.punish(self.address)
             self.flush()
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -235,7 +233,7 @@ class Http2Protocol(asyncio.Protocol):
         held = self._num_held()
         if 0 < held < before:
             # A slow peer has the time that it needs, as long as it takes something.
-            self.loop.call_later(max(LINGER_S, self._listener.limits.patience_s), self._end_linger, held)
+            self.loop.call_later(max(LINGER_S, self.listener.limits.patience_s), self._end_linger, held)
         else:
             self._transport.abort()
 
@@ -251,13 +249,8 @@ class Http2Protocol(asyncio.Protocol):
             return 0
         return self._transport.get_write_buffer_size() + int(in_kernel)
 
-    def _schedule_tick(self) -> None:
-        limits = self._listener.limits
-        delay_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
-        self._timer = self.loop.call_later(max(0.01, delay_s), self._tick)
-
     def _tick(self) -> None:
-        self._schedule_tick()
+        self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
         if self._is_lingering:
             return
         held = self._num_held()
@@ -279,11 +272,6 @@ class Http2Listener:
         clock: monotonic seconds.
         tls: a server's context, which offers `h2`; None for plain text.
         note: told the kind of each connection that is refused before it is made.
-
-    Attributes:
-        port: where it listens; 0 before.
-        handshake_timeout_s: how long a TLS handshake may take.
-        handshake_cost_s: what one costs the event loop; 0 in plain text.
     """
 
     def __init__(
@@ -302,6 +290,8 @@ class Http2Listener:
         self.port = 0
         self._api, self._max_connections, self._tls = api, max_connections, tls
         self.handshake_timeout_s, self.note = limits.patience_s, note
+        tick_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
+        self.tick_s = max(0.01, tick_s)
         self.handshake_cost_s = 0.0 if tls is None else HANDSHAKE_S
         self._connections: set[Http2Protocol] = set()
         # Those without a stream; the one that is idle for longest is the first.
@@ -371,7 +361,6 @@ class Http2Listener:
         self._connections.add(connection)
         self._none_left.clear()
         self._idle[connection] = None
-        connection.was_welcome = True
         self.addresses.opened(address)
         if self._is_stopping:
             connection.ask_to_go()
@@ -379,9 +368,8 @@ class Http2Listener:
 
     def lost(self, connection: Http2Protocol, address: str, owed_s: float) -> None:
         """Forget a connection that has ended, with what it still owes."""
-        if connection.was_welcome:
-            self.addresses.spent(address, owed_s)
-            self.addresses.closed(address)
+        self.addresses.spent(address, owed_s)
+        self.addresses.closed(address)
         self._remove(connection)
 
     def busy(self, connection: Http2Protocol) -> None:

@@ -229,7 +229,8 @@ class Health:
     def _message(self, name: str) -> bytes:
         response = health_pb2.HealthCheckResponse
         status = response.SERVING if self._is_serving else response.NOT_SERVING
-        return response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN).SerializeToString()
+        message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
+        return message.SerializeToString()
 
 
 def reflection_methods() -> dict[bytes, Method]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpack.hpack import encode_integer
 from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_FAIL, HUFFMAN_TABLE
 from hpack.table import HeaderTable
 
@@ -26,7 +27,7 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
 )
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE = 65_535, 16_384
 MAX_WINDOW = MAX_STREAM_ID = 2**31 - 1
-MAX_GOAWAY_BYTES = 256
+MAX_GOAWAY_BYTES, MAX_FRAME_BYTES = 256, 2**24 - 1
 # Length as 16 high and 8 low bits, type, flags, stream id with a reserved bit.
 FRAME_HEAD = struct.Struct(">HBBBI")
 HEAD_BYTES = FRAME_HEAD.size
@@ -85,6 +86,15 @@ class FloodError(Http2Error):
         super().__init__(ErrorCode.ENHANCE_YOUR_CALM, message)
 
 
+# By setting: from, to, and what another value is (RFC 9113, section 6.5.2).
+_ANY = (0, 2**32 - 1, ErrorCode.PROTOCOL_ERROR)
+_ALLOWED = {
+    ENABLE_PUSH: (0, 1, ErrorCode.PROTOCOL_ERROR),
+    INITIAL_WINDOW_SIZE: (0, MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR),
+    MAX_FRAME_SIZE: (DEFAULT_FRAME_SIZE, MAX_FRAME_BYTES, ErrorCode.PROTOCOL_ERROR),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """What one connection may take.
@@ -117,16 +127,6 @@ class ConnectionLimits:
         """Of a header block that is still read, for its request alone to be refused; others share the connection."""
         return 2 * self.max_header_bytes
 
-    @property
-    def settings(self) -> dict[int, int]:
-        """What the peer is told of them."""
-        return {
-            MAX_CONCURRENT_STREAMS: self.max_streams,
-            INITIAL_WINDOW_SIZE: self.stream_window,
-            MAX_FRAME_SIZE: self.frame_size,
-            MAX_HEADER_LIST_SIZE: self.max_header_bytes,
-        }
-
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """A frame."""
@@ -139,18 +139,16 @@ def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
 
 
-def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+def read_settings(payload: bytes) -> list[tuple[int, int]]:
     """The settings of a frame. Raises Http2Error for values that RFC 9113, section 6.5.2, does not allow."""
     if len(payload) % _SETTING.size:
         raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes; it must be a multiple of 6")
-    for name, value in _SETTING.iter_unpack(payload):
-        if name == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
-            raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE {value}; at most {MAX_WINDOW}")
-        if name == MAX_FRAME_SIZE and not DEFAULT_FRAME_SIZE <= value < 2**24:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE {value}; allowed are 16384 to 16777215")
-        if name == ENABLE_PUSH and value > 1:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH {value}; allowed are 0 and 1")
-        yield name, value
+    found = list(_SETTING.iter_unpack(payload))
+    for name, value in found:
+        low, high, code = _ALLOWED.get(name, _ANY)
+        if not low <= value <= high:
+            raise Http2Error(code, f"the setting {name} is {value}; allowed are {low} to {high}")
+    return found
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
@@ -363,16 +361,7 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _literal(text: bytes) -> bytes:
-    # RFC 7541, section 5.1: an integer with a prefix of seven bits; the eighth would say Huffman.
-    size = len(text)
-    if size < 127:
-        return bytes((size,)) + text
-    size, digits = size - 127, bytearray(b"\x7f")
-    while size >= 128:
-        digits.append(size & 127 | 128)
-        size >>= 7
-    digits.append(size)
-    return bytes(digits) + text
+    return bytes(encode_integer(len(text), 7)) + text
 
 
 # By state and byte: the next state, whether a string may end there, and what comes out. Filled as they are met; there
