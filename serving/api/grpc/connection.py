@@ -487,15 +487,13 @@ class Connection:
             # an empty one fits whatever the peer says later.
             self._table_size = wire.EMPTY_TABLE if self._table_size is None else self._table_size
         # They count in their order, so the last one of a name is what holds.
-        for name, value in dict(found).items():
-            if name == wire.INITIAL_WINDOW_SIZE:
-                for stream in self.streams.values():
-                    stream.send_window += value - self._new_window
-                    if stream.send_window > MAX_WINDOW:
-                        raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE makes a window too large")
-                self._new_window = value
-            elif name == wire.MAX_FRAME_SIZE:
-                self._frame_size = value
+        last = dict(found)
+        self._frame_size = last.get(wire.MAX_FRAME_SIZE, self._frame_size)
+        before, self._new_window = self._new_window, last.get(wire.INITIAL_WINDOW_SIZE, self._new_window)
+        for stream in self.streams.values():
+            stream.send_window += self._new_window - before
+            if stream.send_window > MAX_WINDOW:
+                raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE makes a window too large")
         self._send_blocked()
 
     def _send_blocked(self) -> None:

@@ -1,7 +1,6 @@
 """HTTP/2 on sockets: a port, its connections, and how they share the event loop.
 
-A thin shell around `Connection`: bytes are handed in as they come and handed out once a turn of the loop. Nothing here
-knows gRPC: what serves a stream is made by whoever makes the listener.
+Bytes are handed to a `Connection` as they come, and sent once a turn of the loop. Nothing here knows gRPC.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ CONNECT_S = 50e-6
 TELL_S = 0.005
 """Work that nothing was completed for is told to the address in portions of so much."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
-
 
 MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
@@ -304,11 +302,7 @@ class Http2Listener:
         self._is_stopping = False
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; other processes may listen on the same port. Returns the port, a free one if 0 was asked for.
-
-        Raises:
-            ListenError: if the port can't be bound.
-        """
+        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError."""
         self.loop = asyncio.get_running_loop()
         listener = listening_socket(host, port, self._api)
         self.port = bound = int(listener.getsockname()[1])
@@ -316,11 +310,7 @@ class Http2Listener:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Take in what has connected, then nothing more; end connections as their streams are answered.
-
-        Args:
-            grace_s: after it, what is left is dropped.
-        """
+        """Take in what has connected, then nothing more; end connections as streams do, or when the time is over."""
         self._is_stopping = True
         if self._acceptor is not None:
             await self._acceptor.stop(grace_s)

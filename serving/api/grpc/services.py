@@ -60,8 +60,8 @@ class GrpcServer:
     Args:
         service: answers the requests.
         tokens: say who may do what; None lets everybody.
-        tls: a server's context whose ALPN offers `h2`; None for plain text.
-        addresses: accounts of those who connect, shared with the other fronts of the process.
+        tls: a context whose ALPN offers `h2`; None for plain text.
+        addresses: shared with the other fronts of the process.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class GrpcServer:
         tls: ssl.SSLContext | None = None,
         addresses: Addresses | None = None,
     ) -> None:
-        self._service, limits = service, service.limits
-        self._health = Health()
+        limits = service.limits
+        self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
         self._methods = Methods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
         self._listener = Http2Listener(
@@ -88,36 +88,21 @@ class GrpcServer:
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which is a free one if 0 was asked for.
-
-        Raises:
-            ListenError: if the port can't be bound.
-        """
+        """Listen. Returns the port, a free one if 0 was asked for. Raises ListenError if it can't be bound."""
         bound = await self._listener.start(host, port)
-        await self._set_health()
-        self._service.watch.listen(self._set_health)
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, and give the calls in flight `grace_s` seconds."""
         if self._watcher is not None:
             self._watcher.cancel()
-            self._service.watch.unlisten(self._set_health)
-        self._health.set(is_serving=False)
+        self._health.stop()
         # Those who watch the health are told first that it has ended.
         asyncio.get_running_loop().call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
         await self._listener.stop(grace_s)
         if self._methods.tasks:
             await asyncio.wait(list(self._methods.tasks))
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-            await self._set_health()
-
-    async def _set_health(self) -> None:
-        self._health.set(is_serving=not self._service.watch.problems())
 
 
 def connection_limits(limits: RequestLimits) -> ConnectionLimits:
@@ -190,14 +175,26 @@ def inference_methods(service: RankingService) -> dict[bytes, Method]:
 
 
 class Health:
-    """`grpc.health.v1.Health`: one state for all that the process serves."""
+    """`grpc.health.v1.Health`: one state for all that the process serves, good while it has no `problems`."""
 
-    def __init__(self) -> None:
-        self._is_serving = False
+    def __init__(self, problems: Callable[[], object]) -> None:
+        self._problems = problems
+        self._is_serving = self._is_stopping = False
         self._changed: asyncio.Future[None] | None = None
 
-    def set(self, *, is_serving: bool) -> None:
-        """Say whether requests are answered."""
+    async def watch(self) -> None:
+        """Look at the state for ever."""
+        while True:
+            self._refresh()
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    def stop(self) -> None:
+        """Serve no more, whatever the problems."""
+        self._is_stopping = True
+        self._refresh()
+
+    def _refresh(self) -> None:
+        is_serving = not self._is_stopping and not self._problems()
         if is_serving != self._is_serving:
             self._is_serving = is_serving
             if self._changed is not None:
@@ -212,12 +209,14 @@ class Health:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
             raise UnknownServiceError("there is no such service")
+        self._refresh()
         return self._message(name)
 
     async def _watch(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         async for data in requests:
             name = _decoded(data, health_pb2.HealthCheckRequest).service
             while True:
+                self._refresh()
                 changed = self._changed
                 if changed is None:
                     changed = self._changed = asyncio.get_running_loop().create_future()
