@@ -15,7 +15,7 @@ ServingError
 ├── UnauthenticatedError        401 UNAUTHENTICATED      no token, or one that is not known
 ├── PermissionDeniedError       403 PERMISSION_DENIED    a token whose scope is too narrow
 ├── ModelNotFoundError          404 NOT_FOUND            no such model here, or not that version of it
-├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the HTTP API does not have
+├── NoSuchRouteError            404 UNIMPLEMENTED        a path that the API does not have
 ├── MethodNotAllowedError       405 UNIMPLEMENTED
 ├── RequestTimeoutError         408 DEADLINE_EXCEEDED    the request was not complete in time
 ├── UnknownCodingError          415 UNIMPLEMENTED        a gRPC message compressed in a way that is not known here
@@ -178,7 +178,7 @@ class ModelNotFoundError(ServingError):
 
 
 class NoSuchRouteError(ServingError):
-    """A path that the HTTP API does not have."""
+    """A path that the API does not have."""
 
     http_status = 404
     grpc_status = "UNIMPLEMENTED"

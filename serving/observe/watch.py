@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from loader.errors import ShardrankError
 from serving.observe.collectors import ReportedNode, degraded_reason
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 1.0
-Listener: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class NodeWatch:
@@ -58,7 +57,6 @@ class NodeWatch:
         self._faults: dict[str, int] = {}
         self._card_error: CardError | None = None
         self._cards_failed = asyncio.Event()
-        self._listeners: list[Listener] = []
 
     def nodes(self) -> list[ReportedNode]:
         """What the shards of all models last said."""
@@ -119,16 +117,6 @@ class NodeWatch:
             del self._problems[gone]
         for gone in set(self._faults) - set(models):
             del self._faults[gone]
-        for listener in list(self._listeners):
-            await listener()
-
-    def listen(self, listener: Listener) -> None:
-        """Calls it after every refresh, on the loop that refreshes, until `unlisten`."""
-        self._listeners.append(listener)
-
-    def unlisten(self, listener: Listener) -> None:
-        """Calls it no more."""
-        self._listeners.remove(listener)
 
     async def cards_failed(self) -> NoReturn:
         """Waits until cards of this process have failed. Only a new process can use them again.
