@@ -358,9 +358,7 @@ class Connection:
             self._control_frame()
         self._left, self._padding, self._into = size, padding, stream_id if stream is not None else 0
         self._ends_stream = bool(flags & END_STREAM)
-        if not size:
-            self._end_data()
-        return at
+        return at if size else self._pass_on(data, at)
 
     def _pass_on(self, data: bytes, at: int) -> int:
         """Pass on what there is of a payload. Returns where it stopped."""
@@ -370,15 +368,10 @@ class Connection:
         stream = self.streams.get(self._into)
         if stream is not None and content_end > at:
             stream.exchange.take(memoryview(data)[at:content_end])
-        if not self._left:
-            self._end_data()
-        return stop
-
-    def _end_data(self) -> None:
-        stream = self.streams.get(self._into)
-        if self._ends_stream and stream is not None:
+        if not self._left and self._ends_stream and stream is not None and self._into in self.streams:
             stream.has_all = True
             stream.exchange.ended()
+        return stop
 
     def _on_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         places, sizes = _RULES[kind]

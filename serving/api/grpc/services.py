@@ -26,7 +26,6 @@ from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryC
 from serving.formats.infer_grpc import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
-from serving.limits import RequestLimits
 from serving.observe.times import Call as ServedCall
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -75,9 +74,19 @@ class GrpcServer:
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
         self._methods = Methods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
+        patience_s = limits.receive_timeout_s / 2
+        of_a_connection = ConnectionLimits(
+            max_streams=limits.max_concurrent_streams,
+            max_header_bytes=limits.max_header_bytes,
+            patience_s=patience_s,
+            idle_s=limits.keep_alive_s,
+            age_s=limits.max_connection_age_s,
+            # No call that was taken lasts longer, so a connection that is asked to go loses none.
+            grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
+        )
         self._listener = Http2Listener(
             "gRPC",
-            connection_limits(limits),
+            of_a_connection,
             limits.max_connections,
             addresses or Addresses(limits, time.monotonic),
             self._methods.make_call,
@@ -103,20 +112,6 @@ class GrpcServer:
         await self._listener.stop(grace_s)
         if self._methods.tasks:
             await asyncio.wait(list(self._methods.tasks))
-
-
-def connection_limits(limits: RequestLimits) -> ConnectionLimits:
-    """Those of a connection, from those of requests."""
-    patience_s = limits.receive_timeout_s / 2
-    return ConnectionLimits(
-        max_streams=limits.max_concurrent_streams,
-        max_header_bytes=limits.max_header_bytes,
-        patience_s=patience_s,
-        idle_s=limits.keep_alive_s,
-        age_s=limits.max_connection_age_s,
-        # No call that was taken lasts longer, so a connection that is asked to go loses none.
-        grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
-    )
 
 
 def ranking_methods(service: RankingService) -> dict[bytes, Method]:
