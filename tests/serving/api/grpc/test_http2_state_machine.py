@@ -154,6 +154,8 @@ def test_random_bytes_end_in_goaway(sent):
     at.feed(wire.PREFACE + sent)
     at.read()
     assert at.is_over == (at.failure is not None)
+    if at.failure is not None:
+        assert at.take().endswith(wire.goaway(at.last_stream_id, at.failure.code, str(at.failure)))
 
 
 def frames_until_the_end(flood: bytes, begin: bytes = BEGIN, limits: ConnectionLimits = LIMITS) -> int:
