@@ -108,7 +108,7 @@ class ModelNotFoundError(ServingError, kind="model_not_found", http=404, grpc="N
 
 
 class NoSuchRouteError(ServingError, kind="no_such_route", http=404, grpc="UNIMPLEMENTED"):
-    """A path that the HTTP API does not have."""
+    """A path that the API does not have."""
 
 
 class MethodNotAllowedError(ServingError, kind="method_not_allowed", http=405, grpc="UNIMPLEMENTED"):

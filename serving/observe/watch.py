@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from loader.errors import ShardrankError
 from shard_node.card_watch import ENOUGH_FAULTS
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 1.0
-Listener: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class _Told(NamedTuple):
@@ -56,7 +55,6 @@ class NodeWatch:
         self._shutting_down = False
         self._card_error: CardError | None = None
         self._cards_failed = asyncio.Event()
-        self._listeners: list[Listener] = []
 
     def nodes(self) -> list[tuple[str, str, NodeInfo]]:
         """What the nodes of all shards last said: of which model, the node's address (`local` here), and what.
@@ -107,16 +105,6 @@ class NodeWatch:
         models = self._generations.models()
         await asyncio.gather(*(self._refresh(model) for model in models))
         self._told = {model: told for model, told in self._told.items() if model in models}
-        for listener in list(self._listeners):
-            await listener()
-
-    def listen(self, listener: Listener) -> None:
-        """Calls it after every refresh, on the loop that refreshes, until `unlisten`."""
-        self._listeners.append(listener)
-
-    def unlisten(self, listener: Listener) -> None:
-        """Calls it no more."""
-        self._listeners.remove(listener)
 
     async def cards_failed(self) -> NoReturn:
         """Waits until cards of this process have failed, and raises their CardError. It takes a new process."""

@@ -6,47 +6,59 @@ The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import logging
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
-from urllib.parse import quote
+from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 import grpc
 
 from loader.errors import ShardrankError
 from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
-from serving.api.grpc.wire import RequestReceived, header_block
+from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
 from serving.errors import (
+    BadRequestError,
     BodyTooLargeError,
     HeaderTooLargeError,
+    InvalidFieldError,
     MalformedRequestError,
+    MethodNotAllowedError,
+    NoSuchRouteError,
     OverloadedError,
     RequestTimeoutError,
     ShuttingDownError,
     UnknownCodingError,
+    UnknownIdError,
 )
+from shard_node.errors import DeadlineExceededError
+
+logger = logging.getLogger(__name__)
 
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096
 MAX_WAITING_MESSAGES = 256
 MESSAGES_OF_A_TURN = 8
+MAX_SMALL_MESSAGE_BYTES = 2**16
+"""Of a message that is no ranking request."""
 PREFIX_BYTES = 5
 VIEW_BYTES = 4096
 """Of a piece of a message: from here on a view costs less than a copy."""
-BYTE_WORTH_S = 2e-9
-"""Work at the front that each byte of the message of a completed call makes good."""
+SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-4, 2e-9
+"""Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, beside reading it."""
 REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
 """What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
-STOPPING = "the server stops"
+INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
 IDENTITY = "identity"
 KNOWN_CODINGS = ", ".join((IDENTITY, *CODINGS))
-
 
 _CUT = "..."
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
@@ -54,79 +66,63 @@ _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e
 _CONTENT_TYPE = b"application/grpc"
 # The messages' format may follow. `application/grpc-web` is something else.
 _CONTENT_TYPES = re.compile(rb"application/grpc(?:[+;]|$)")
-# Printable ASCII but `%`, which travels as it is.
+_PART_OF_AN_ESCAPE = re.compile(r"%.?\Z")
 _OUTER_SPACE = re.compile(r"\A | \Z")
+# Printable ASCII but `%`, which travels as it is.
 _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _NOT_COMPRESSED = b"\x00"
-
-
-class Problem(NamedTuple):
-    """Why a call is refused at its head."""
-
-    code: grpc.StatusCode
-    says: str
-    http_status: int = 200
-    kind: str = ""
 
 
 class CallHead(NamedTuple):
     """What is to be known of a call's headers.
 
     Attributes:
-        path: `/service/method`.
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
         authorization: credentials; None without any.
-        problem: why the call is refused; None if it is a gRPC call.
+        refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
     """
 
     path: bytes
     timeout_s: float | None = None
     coding: str = IDENTITY
     authorization: str | None = None
-    problem: Problem | None = None
+    refusal: tuple[ShardrankError, int] | None = None
 
 
-def read_head(request: RequestReceived, max_bytes: int) -> CallHead:
-    """Read the headers of a call. What can't be is left for the answer to say.
-
-    Args:
-        request: with its headers.
-        max_bytes: that they may take, as RFC 9113 counts them (section 10.5.1).
-    """
+def read_head(request: HeaderList, max_bytes: int) -> CallHead:
+    """Read the headers of a call, which may take `max_bytes` as RFC 9113 counts them (section 10.5.1)."""
     found = dict(request.headers)
     path, timeout = found.get(b":path", b""), found.get(b"grpc-timeout")
-    problem, timeout_s, authorization = _head_problem(request, found, max_bytes), None, None
-    if timeout and problem is None:
+    refusal, timeout_s, authorization = _refusal(request, found, max_bytes), None, None
+    if timeout and refusal is None:
         read = _TIMEOUT.fullmatch(timeout)
         if read is None:
-            says = f"grpc-timeout is {timeout.decode('latin-1')!r}; it must be digits and a unit"
-            problem = Problem(grpc.StatusCode.INVALID_ARGUMENT, says)
+            says = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
+            refusal = InvalidFieldError("grpc-timeout", says), 200
         else:
             timeout_s = int(read[1]) * _UNIT_S[read[2]]
     if b"authorization" in found:
         # Joined, as HTTP has it of headers that come twice: then they are no token.
-        authorization = b", ".join(value for name, value in request.headers if name == b"authorization").decode(
-            "latin-1"
-        )
+        sent = b", ".join(value for name, value in request.headers if name == b"authorization")
+        authorization = sent.decode("latin-1")
     coding = found.get(b"grpc-encoding")
-    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, problem)
+    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, refusal)
 
 
-def _head_problem(request: RequestReceived, found: dict[bytes, bytes], max_bytes: int) -> Problem | None:
+def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> tuple[ShardrankError, int] | None:
     if request.size > max_bytes:
         says = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
-        return Problem(grpc.StatusCode.RESOURCE_EXHAUSTED, says, kind=HeaderTooLargeError.kind)
+        return HeaderTooLargeError(says), 200
     if request.problem is not None:
         # RFC 9113, section 8.1.1: an answer may say so.
-        return Problem(grpc.StatusCode.INVALID_ARGUMENT, request.problem, 400)
+        return MalformedRequestError("", request.problem), 400
     if found[b":method"] != b"POST":
-        says = f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST"
-        return Problem(grpc.StatusCode.UNIMPLEMENTED, says, 405)
+        return MethodNotAllowedError(f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST"), 405
     content_type = found.get(b"content-type", b"")
     if not _CONTENT_TYPES.match(content_type):
         says = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
-        return Problem(grpc.StatusCode.INVALID_ARGUMENT, says, 415)
+        return MalformedRequestError("", says), 415
     return None
 
 
@@ -135,64 +131,41 @@ ANSWER_HEAD = header_block(_BEGINNING[:1], status=200)
 OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
-def status_block(
-    code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str]], *, http_status: int | None
-) -> bytes:
-    """The header block that ends a call.
-
-    Args:
-        code: its status.
-        details: of the status; cut where they take too much.
-        metadata: further trailers; printable ASCII.
-        http_status: None where it was sent before.
-    """
+def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
+    """The header block that ends a call; `http_status` is None where it was sent before, `kind` "" without an error."""
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
-        quoted = quote(status_details(details), _UNQUOTED, "utf-8", "replace")
-        # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
-        quoted = _OUTER_SPACE.sub("%20", quoted)
-        trailers.append((b"grpc-message", quoted.encode()))
-    trailers += ((name.encode(), value.encode()) for name, value in metadata)
+        trailers.append((b"grpc-message", grpc_message(details).encode()))
+    if kind:
+        trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
-def status_details(message: str) -> str:
-    """A message, cut where it would take more than `MAX_DETAILS_BYTES` on the wire.
-
-    There it is percent-encoded: printable ASCII but `%` takes one byte, every other byte of its UTF-8 form three. Peers
-    refuse trailers that are too long as a whole.
-    """
-    if 12 * len(message) <= MAX_DETAILS_BYTES:
-        return message
-    # No character takes less than a byte, so what is beyond the limit need not be looked at.
-    size, head = 0, message[: MAX_DETAILS_BYTES + 1]
-    for end, letter in enumerate(head):
-        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode("utf-8", "replace"))
-        if size > MAX_DETAILS_BYTES:
-            return message[: max(0, end - len(_CUT))] + _CUT
-    return message
+def grpc_message(details: str) -> str:
+    """Details as they travel, percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
+    # No character takes less than a byte.
+    quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
+    if len(quoted) > MAX_DETAILS_BYTES:
+        # What is there of a last character is left out.
+        kept = _PART_OF_AN_ESCAPE.sub("", quoted[: MAX_DETAILS_BYTES - len(_CUT)])
+        quoted = quote(unquote(kept, errors="ignore"), _UNQUOTED) + _CUT
+    # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
+    return _OUTER_SPACE.sub("%20", quoted)
 
 
 class MessageReader:
-    """Puts the length-prefixed messages of one stream together.
-
-    Args:
-        max_bytes: of one message.
+    """Puts the length-prefixed messages of one stream together, each of at most `max_bytes`.
 
     Attributes:
-        message: the last one that is complete, as it was sent; whoever takes it sets it to None.
-        flag: of it: 0 as it is, 1 compressed.
         missing: bytes of the message under way that have not come; 0 until its length is known.
     """
 
-    __slots__ = ("_max_bytes", "_parts", "_prefix", "flag", "message", "missing")
+    __slots__ = ("_flag", "_max_bytes", "_parts", "_prefix", "missing")
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._prefix = b""
+        self._prefix, self._flag = b"", 0
         self._parts: list[memoryview | bytearray] = []
-        self.flag = 0
-        self.message: bytes | None = None
         self.missing = 0
 
     @property
@@ -200,8 +173,11 @@ class MessageReader:
         """Whether no message is under way."""
         return not self._prefix and not self.missing
 
-    def feed(self, data: memoryview) -> memoryview:
-        """Take bytes up to the end of a message. Returns the rest.
+    def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
+        """Take bytes up to the end of a message.
+
+        Returns:
+            A message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other bytes.
 
         Raises:
             BodyTooLargeError: the message is longer than the limit; it need not have come.
@@ -211,14 +187,13 @@ class MessageReader:
             prefix, data = self._prefix + bytes(data[:needs]), data[needs:]
             if len(prefix) < PREFIX_BYTES:
                 self._prefix = prefix
-                return data
-            self._prefix, self.flag = b"", prefix[0]
+                return None, data
+            self._prefix, self._flag = b"", prefix[0]
             size = int.from_bytes(prefix[1:], "big")
             if size > self._max_bytes:
                 raise BodyTooLargeError("", "max_body_bytes", self._max_bytes, size, "bytes in the message")
             if len(data) >= size:
-                self.message = bytes(data[:size])
-                return data[size:]
+                return (self._flag, bytes(data[:size])), data[size:]
             self.missing = size
         part, rest, parts = data[: self.missing], data[self.missing :], self._parts
         if len(part) >= VIEW_BYTES and 2 * len(part) >= len(part.obj):  # type: ignore[arg-type]  # bytes
@@ -230,23 +205,18 @@ class MessageReader:
         else:
             parts.append(bytearray(part))
         self.missing -= len(part)
-        if not self.missing:
-            self.message, self._parts = b"".join(parts), []
-        return rest
+        if self.missing:
+            return None, rest
+        self._parts = []
+        return (self._flag, b"".join(parts)), rest
 
     def clear(self) -> None:
         """Let go what has come of a message."""
-        self._parts, self.message = [], None
+        self._parts = []
 
 
 async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) -> bytes:
-    """A message as it was before it was compressed.
-
-    Raises:
-        BodyTooLargeError: it becomes longer than the limit.
-        MalformedRequestError: it can't be decompressed.
-        UnknownCodingError: it is compressed in a way that is not known.
-    """
+    """A message as it was before it was compressed. Raises ShardrankError if it can't be had."""
     if not flag:
         return message
     if flag > 1:
@@ -258,36 +228,48 @@ async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) 
     return await expand(message, max_bytes)
 
 
-class Method(Protocol):
-    """What answers the calls of one path."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What answers the calls of one path.
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether a call may have more than one message, in either direction, and go on for ever."""
+    Attributes:
+        answer: gives the bytes of the one answer; or None once it has written those of a streamed call.
+        max_message_bytes: of a request.
+        scope: what a token has to allow; None if anybody may call it.
+        worth_s: work that a completed call makes good.
+        is_streamed: whether a call may have several messages, in either direction, and go on for ever.
+    """
 
-    @property
-    def max_message_bytes(self) -> int:
-        """Of a request."""
+    answer: Callable[[Call], Awaitable[bytes | None]]
+    max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
+    scope: Scope | None = None
+    worth_s: float = SMALL_CALL_WORTH_S
+    is_streamed: bool = False
 
-    @property
-    def scope(self) -> Scope | None:
-        """What a token has to allow; None if anybody may call it."""
 
-    async def run(self, call: Call) -> None:
-        """Answer a call, with an error if need be."""
+def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None) -> Method:
+    """A method that turns messages into messages, until the client, its deadline or the server's end ends the call."""
+
+    async def answer(call: Call) -> None:
+        try:
+            async with asyncio.timeout(call.time_remaining()):
+                async with contextlib.aclosing(answers(call.messages())) as made:
+                    async for message in made:
+                        await call.write(message)
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed") from None
+
+    return Method(answer, scope=scope, is_streamed=True)
 
 
 @dataclass(slots=True)
 class Methods:
-    """The methods of a server.
+    """The methods of a server, and their calls under way.
 
     Attributes:
         by_path: such as `/shardrank.v1.RankingService/Rank`.
-        max_header_bytes: of a call.
         receive_timeout_s: in which a call's one message must be complete.
         tokens: None lets everybody do everything.
-        tasks: of calls under way.
-        takes_streamed: whether calls may begin that may go on for ever.
     """
 
     by_path: Mapping[bytes, Method]
@@ -297,12 +279,12 @@ class Methods:
     tasks: dict[asyncio.Task[None], Method] = field(default_factory=dict)
     takes_streamed: bool = True
 
-    def make_call(self, connection: Http2Protocol, request: RequestReceived) -> Call:
+    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> Call:
         """The call of a new stream."""
-        return Call(connection, request.stream_id, read_head(request, self.max_header_bytes), self)
+        return Call(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
-        """End the calls that may go on for ever, and take no more of them."""
+        """End the streamed calls, and take no more of them."""
         self.takes_streamed = False
         for task, method in list(self.tasks.items()):
             if method.is_streamed:
@@ -310,24 +292,17 @@ class Methods:
 
 
 class Call:
-    """One call: a stream whose data are messages.
-
-    Attributes:
-        head: what its headers say.
-    """
+    """One call: a stream whose data are messages."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: Methods) -> None:
-        self.head = head
-        self._connection, self._stream_id, self._methods = connection, stream_id, methods
-        method = self._method = None if head.problem is not None else methods.by_path.get(head.path)
+        self._head, self._connection, self._stream_id, self._methods = head, connection, stream_id, methods
+        method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
-        # With their flags, and compressed as they came: what waits is bounded by the window that way.
-        self._messages: deque[tuple[int, bytes]] = deque()
-        self._error: ShardrankError | None = None
+        # With their flags, and compressed as they came: what waits is bounded by the window that way. Last, an error.
+        self._messages: deque[tuple[int, bytes] | ShardrankError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._on_leave: Callable[[], None] | None = None
+        self._on_leave: Callable[[], object] | None = None
         self._has_head = self._has_all = False
         self._ignores_more = method is None
         self._began = connection.clock()
@@ -335,22 +310,22 @@ class Call:
 
     def begin(self) -> None:
         """Start the method."""
-        method, problem, methods = self._method, self.head.problem, self._methods
-        if problem is not None:
-            metadata = ((ERROR_KIND_METADATA, problem.kind),) if problem.kind else ()
-            self.end(problem.code, problem.says, metadata, problem.http_status)
-        elif method is None:
-            self.end(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {self.head.path.decode('latin-1')}")
+        method, methods, head = self._method, self._methods, self._head
+        if head.refusal is not None:
+            self._refuse(*head.refusal)
+            return
+        try:
+            if method is None:
+                raise NoSuchRouteError(f"there is no method {head.path.decode('latin-1')}")
+            if method.is_streamed and not methods.takes_streamed:
+                raise ShuttingDownError(STOPPING)
+            if methods.tokens is not None and method.scope is not None:
+                methods.tokens.check(head.authorization, method.scope)
+        except ShardrankError as error:
+            self._refuse(error)
         else:
-            try:
-                if method.is_streamed and not methods.takes_streamed:
-                    raise ShuttingDownError(STOPPING)
-                if methods.tokens is not None and method.scope is not None:
-                    methods.tokens.check(self.head.authorization, method.scope)
-            except ShardrankError as error:
-                self.refuse(error)
-                return
-            task = self._task = self._connection.loop.create_task(method.run(self))
+            task = self._connection.loop.create_task(self._run(method))
+            self._on_leave = task.cancel
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
 
@@ -358,38 +333,32 @@ class Call:
         """Put messages together. Behind the one message of a call that has one, nothing is kept."""
         if self._ignores_more:
             return
-        reader, is_streamed = self._reader, self._method is not None and self._method.is_streamed
+        reader = self._reader
         try:
             while data:
-                data = reader.feed(data)
-                if reader.message is None:
+                message, data = reader.feed(data)
+                if message is None:
                     continue
-                self._messages.append((reader.flag, reader.message))
-                reader.message = None
+                self._messages.append(message)
                 self._wake()
-                if not is_streamed:
+                if self._method is None or not self._method.is_streamed:
                     self._ignores_more = True
                     return
                 if len(self._messages) > MAX_WAITING_MESSAGES:
                     raise OverloadedError(f"more than {MAX_WAITING_MESSAGES} messages of a call wait for their answers")
         except ShardrankError as error:
-            # Without the frames that it came through: they hold this call, and what it was sent.
-            self._error = error.with_traceback(None)
-            self._ignores_more = True
             self._messages.clear()
-            reader.clear()
-            self._wake()
+            # Without the frames that it came through: they hold this call, and what it was sent.
+            self._end_with(error.with_traceback(None))
             return
-        missing = reader.missing - self._connection.connection.receive_window(self._stream_id) if reader.missing else 0
-        if missing > 0:
-            self._connection.grant(self._stream_id, missing)
+        if reader.missing:
+            self._connection.grant_up_to(self._stream_id, reader.missing)
 
     def ended(self) -> None:
         """Note that no further message comes."""
         self._has_all = True
         if not self._ignores_more and not self._reader.is_between:
-            self._error = MalformedRequestError("", "the call ends before its request message does")
-            self._reader.clear()
+            self._end_with(MalformedRequestError("", "the call ends before its request message does"))
         self._wake()
 
     def drained(self) -> None:
@@ -402,12 +371,9 @@ class Call:
         self._ignores_more = True
         self._reader.clear()
         self._messages.clear()
-        if self._task is not None:
+        if self._on_leave is not None:
             self._connection.spent(CANCELLED_CALL_S)
-            if self._on_leave is None:
-                self._task.cancel()
-            else:
-                self._on_leave()
+            self._on_leave()
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves, instead of the method being cancelled."""
@@ -416,7 +382,7 @@ class Call:
     @property
     def owner(self) -> str:
         """The account of its client's address; "" for one that stands for many."""
-        return self._connection.owner
+        return self._connection.listener.addresses.owner(self._connection.address)
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the answer is sent, or given up."""
@@ -424,17 +390,11 @@ class Call:
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none."""
-        timeout_s = self.head.timeout_s
+        timeout_s = self._head.timeout_s
         return None if timeout_s is None else max(0.0, timeout_s - (self._connection.clock() - self._began))
 
     async def receive(self) -> bytes:
-        """The message of a call that has one.
-
-        Raises:
-            RequestTimeoutError: if it does not come in time.
-            MalformedRequestError: if there is none.
-            ShardrankError: what was wrong with it.
-        """
+        """The message of a call that has one. Raises ShardrankError if none comes in time, or it can't be read."""
         if not self._messages:
             timeout_s = self._methods.receive_timeout_s
             try:
@@ -444,30 +404,21 @@ class Call:
                 says = f"the request was not complete after receive_timeout_s = {timeout_s} s"
                 raise RequestTimeoutError(says) from None
         if not self._messages:
-            self._raise_error()
             raise MalformedRequestError("", "the call has no request message")
-        message = await self._plain()
-        self._received_bytes, self._working_since = len(message), self._connection.clock()
-        return message
+        return await self._plain()
 
     async def messages(self) -> AsyncIterator[bytes]:
         """All messages; others have their turn after a few. Raises ShardrankError for one that can't be read."""
-        connection, number = self._connection, 0
-        while True:
+        connection = self._connection
+        for number in itertools.count(1):
             await self._wait()
-            if not self._messages:
-                self._raise_error()
-                return
-            number += 1
             if number % MESSAGES_OF_A_TURN == 0:
                 await asyncio.sleep(0)
-            while connection.clock() >= connection.turn():  # noqa: ASYNC110  # others have theirs
+            while connection.clock() >= connection.listener.turn():  # noqa: ASYNC110  # others have theirs
                 await asyncio.sleep(0)
-            if self._messages:
-                connection.grant(self._stream_id, PREFIX_BYTES + len(self._messages[0][1]))
-                message = await self._plain()
-                self._working_since = connection.clock()
-                yield message
+            if not self._messages:
+                return
+            yield await self._plain()
 
     async def write(self, message: bytes) -> None:
         """Send one message of several; returns when the client has taken it."""
@@ -480,61 +431,71 @@ class Call:
             self._drained = self._connection.loop.create_future()
             await self._drained
 
-    def answer(self, message: bytes, worth_s: float) -> None:
-        """Send the answer of a call that has one, and end it."""
-        self._connection.completed(worth_s + BYTE_WORTH_S * self._received_bytes)
-        self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
+    async def _run(self, method: Method) -> None:
+        """Answer it, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
+        try:
+            message = await method.answer(self)
+        except ShardrankError as error:
+            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError) and self._working_since:
+                # It was seen while the message was read, in one go: what that took beyond the usual is charged.
+                took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
+                self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
+            self._refuse(error)
+        except asyncio.CancelledError:
+            # By the client, who hears nothing of it, or because the server stops.
+            self._end(grpc.StatusCode.UNAVAILABLE, STOPPING)
+            raise
+        except Exception:
+            logger.exception("gRPC method %s failed", self._head.path.decode("latin-1"))
+            self._end(grpc.StatusCode.INTERNAL, INTERNAL, ShardrankError.kind)
+        else:
+            if message is None:
+                self._end(grpc.StatusCode.OK, "")
+            else:
+                self._connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
 
-    def refuse(self, error: ShardrankError) -> None:
-        """End the call with an error."""
-        self.end(grpc.StatusCode[error.grpc_status], str(error), ((ERROR_KIND_METADATA, error.kind),))
+    def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
+        self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
-    def end(
-        self,
-        code: grpc.StatusCode,
-        details: str = "",
-        metadata: Iterable[tuple[str, str]] = (),
-        http_status: int = 200,
-    ) -> None:
+    def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
         """End the call with a status; nothing more of it is kept."""
         self._ignores_more = True
         self._messages.clear()
         self._reader.clear()
-        block = status_block(code, details, metadata, http_status=None if self._has_head else http_status)
+        block = status_block(code, details, kind, http_status=None if self._has_head else http_status)
         self._connection.send(self._stream_id, b"", b"", block)
 
-    def charge_reading(self) -> None:
-        """Charge the client for the time in which its message was found to be wrong, beyond what is usual."""
-        if self._working_since:
-            took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
-            self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
-
     async def _plain(self) -> bytes:
-        flag, message = self._messages.popleft()
-        if not flag:
-            return message
-        assert self._method is not None
-        max_bytes = self._method.max_message_bytes
-        try:
-            plain = await plain_message(flag, message, self.head.coding, max_bytes)
-        except BodyTooLargeError:
-            self._connection.spent(BYTE_WORTH_S * max_bytes)
-            raise
-        self._connection.spent(BYTE_WORTH_S * len(plain))
-        return plain
-
-    def _raise_error(self) -> None:
-        """Raise what was wrong with the messages, and keep it no longer."""
-        error, self._error = self._error, None
-        if error is not None:
+        """The next message as it was before it was compressed, or the error that stands in its place."""
+        if isinstance(self._messages[0], ShardrankError):
+            # No variable of this frame may hold it.
+            raise self._messages.popleft()  # type: ignore[misc]  # it is one
+        flag, message = self._messages.popleft()  # type: ignore[misc]  # it is none
+        method, connection = self._method, self._connection
+        assert method is not None
+        if method.is_streamed:
+            connection.grant(self._stream_id, PREFIX_BYTES + len(message))
+        if flag:
             try:
-                raise error
-            finally:
-                del error
+                message = await plain_message(flag, message, self._head.coding, method.max_message_bytes)
+            except BodyTooLargeError:
+                connection.spent(BYTE_WORTH_S * method.max_message_bytes)
+                raise
+            connection.spent(BYTE_WORTH_S * len(message))
+        self._received_bytes, self._working_since = len(message), connection.clock()
+        return message
+
+    def _end_with(self, error: ShardrankError) -> None:
+        """Have an error come behind the messages that wait, and nothing more."""
+        self._ignores_more = True
+        self._reader.clear()
+        self._messages.append(error)
+        self._wake()
 
     async def _wait(self) -> None:
         """Until there is a message, an error, or the end."""
-        if not self._messages and self._error is None and not self._has_all:
+        if not self._messages and not self._has_all:
             self._waiter = self._connection.loop.create_future()
             await self._waiter
 

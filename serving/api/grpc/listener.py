@@ -1,7 +1,6 @@
 """HTTP/2 on sockets: a port, its connections, and how they share the event loop.
 
-A thin shell around `Connection`: bytes are handed in as they come and handed out once a turn of the loop. Nothing here
-knows gRPC: what serves a stream is made by whoever makes the listener.
+Bytes are handed to a `Connection` as they come, and sent once a turn of the loop. Nothing here knows gRPC.
 """
 
 from __future__ import annotations
@@ -15,20 +14,11 @@ import struct
 import termios
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from serving.api.addresses import FORGIVEN_S, HANDSHAKE_S, Addresses
-from serving.api.grpc.connection import Connection
-from serving.api.grpc.wire import (
-    ConnectionFailed,
-    ConnectionLimits,
-    DataReceived,
-    ErrorCode,
-    Event,
-    RequestEnded,
-    RequestReceived,
-    StreamDropped,
-)
+from serving.api.grpc.connection import Connection, Exchange
+from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
 from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
 
 TURN_S, TURN_OF_ALL_S = 0.005, 0.01
@@ -41,53 +31,22 @@ TELL_S = 0.005
 """Work that nothing was completed for is told to the address in portions of so much."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
 
-
-class Exchange(Protocol):
-    """What serves one stream. Its methods are called by the connection, on the event loop."""
-
-    def begin(self) -> None:
-        """Called once, after everything that came together with the stream's headers was taken."""
-
-    def take(self, data: memoryview) -> None:
-        """Take the next bytes of the request."""
-
-    def ended(self) -> None:
-        """Note that the request has ended."""
-
-    def drained(self) -> None:
-        """Note that all that `send` could not send at once has been sent."""
-
-    def dropped(self) -> None:
-        """Note that the stream was given up; nobody waits for its answer."""
-
-
-MakeExchange: TypeAlias = Callable[["Http2Protocol", RequestReceived], Exchange]
+MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
 class Http2Protocol(asyncio.Protocol):
-    """One connection's socket.
-
-    Args:
-        listener: that it belongs to.
-
-    Attributes:
-        connection: its state.
-        loop: the event loop.
-        clock: monotonic seconds.
-        was_welcome: whether it was taken in, and counts for its address.
-    """
+    """One connection's socket."""
 
     def __init__(self, listener: Http2Listener) -> None:
-        self.was_welcome = False
         self.loop, self.clock = listener.loop, listener.clock
-        self.connection = Connection(listener.limits, listener.clock)
-        self._listener = listener
-        self._exchanges: dict[int, Exchange] = {}
-        self._begun: list[Exchange] = []
+        self.connection = Connection(listener.limits, listener.clock, self._open_stream)
+        self.listener = listener
+        # Streams that came, and are to begin.
+        self._begun: list[int] = []
         # To be told once the answers of streams are sent.
         self._untaken: dict[int, Callable[[], None]] = {}
         self._transport: asyncio.Transport
-        self._address = ""
+        self.address = ""
         # Work that was paid for by completed calls, less work that was not; seconds.
         self._balance_s = -CONNECT_S
         # Of its handshake, until a call is answered.
@@ -101,25 +60,25 @@ class Http2Protocol(asyncio.Protocol):
         # Uvloop's are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) else ""
-        if self._listener.welcome(self, self._address):
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        if self.listener.welcome(self, self.address):
             self.flush()
-            self._schedule_tick()
+            self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
         else:
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop every stream."""
         del exc
-        if self._timer is not None:
-            self._timer.cancel()
-        exchanges, self._exchanges, self._begun = self._exchanges, {}, []
-        for exchange in exchanges.values():
-            exchange.dropped()
-        self.connection.fail(ErrorCode.NO_ERROR, "")
+        if self._timer is None:
+            # It was not welcome.
+            return
+        self._timer.cancel()
+        self._begun = []
+        self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()
-        self._listener.lost(self, self._address, self._unpaid_s + max(0.0, -self._balance_s))
+        self.listener.lost(self, self.address, self._unpaid_s + max(0.0, -self._balance_s))
 
     def pause_writing(self) -> None:
         """Do not read from a peer that takes no answers."""
@@ -136,7 +95,7 @@ class Http2Protocol(asyncio.Protocol):
         """Read frames, as long as it is this connection's turn."""
         self.connection.feed(data)
         if not self._is_waiting and not self._is_lingering:
-            self.work(self._listener.turn())
+            self.work(self.listener.turn())
 
     def eof_received(self) -> None:
         """Send what is answered by now; then the transport closes itself."""
@@ -147,20 +106,17 @@ class Http2Protocol(asyncio.Protocol):
         connection, began = self.connection, self.clock()
         self._is_waiting = False
         if began < until:
-            while connection.can_read:
-                for event in connection.read(until):
-                    self._handle(event)
-                if self.clock() >= until:
-                    break
-            begun, self._begun = self._begun[:CALLS_OF_A_TURN], self._begun[CALLS_OF_A_TURN:]
-            for exchange in begun:
-                exchange.begin()
+            connection.read(until)
+            came = [one for one in self._begun if one in connection.streams]
+            self._begun = came[CALLS_OF_A_TURN:]
+            for stream_id in came[:CALLS_OF_A_TURN]:
+                connection.streams[stream_id].exchange.begin()
             # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
             self.spent(min(TURN_S, self.clock() - began))
         if connection.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
-            self._listener.wait_turn(self)
+            self.listener.wait_turn(self)
         else:
             self._resume()
         self._changed()
@@ -168,19 +124,8 @@ class Http2Protocol(asyncio.Protocol):
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
         """Send on a stream, see `Connection.send`."""
         is_sent = self.connection.send(stream_id, head, body, trailers)
-        if trailers:
-            self._forget_ended(stream_id)
         self._changed()
         return is_sent
-
-    def turn(self) -> float:
-        """Until when there may be work for this connection in this turn of the loop."""
-        return self._listener.turn()
-
-    @property
-    def owner(self) -> str:
-        """The account of the peer's address; "" for one that stands for many."""
-        return self._listener.addresses.owner(self._address)
 
     def when_taken(self, stream_id: int, callback: Callable[[], None]) -> None:
         """Have `callback` called when what a stream sends has left this process, or the stream is dropped."""
@@ -194,13 +139,20 @@ class Http2Protocol(asyncio.Protocol):
         self.connection.grant(stream_id, size)
         self._changed()
 
+    def grant_up_to(self, stream_id: int, size: int) -> None:
+        """Let the peer send `size` bytes on a stream, with those that it may send already."""
+        stream = self.connection.streams.get(stream_id)
+        if stream is not None and stream.receive_window < size:
+            self.grant(stream_id, size - stream.receive_window)
+
     def spent(self, seconds: float) -> None:
         """Charge the peer for time that it made the event loop spend."""
         self._balance_s -= seconds
         if self._balance_s < -TELL_S:
             owed, self._balance_s = -self._balance_s, 0.0
-            if self._listener.addresses.spent(self._address, owed):
-                self._fail("too much work without a call that is completed")
+            if self.listener.addresses.spent(self.address, owed):
+                self.connection.fail(FloodError("too much work without a call that is completed"))
+                self._changed()
 
     def completed(self, worth_s: float) -> None:
         """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
@@ -208,7 +160,7 @@ class Http2Protocol(asyncio.Protocol):
         self._unpaid_s = 0.0
         if self._balance_s > FORGIVEN_S:
             self._balance_s = 0.0
-            self._listener.addresses.completed(self._address)
+            self.listener.addresses.completed(self.address)
 
     def ask_to_go(self) -> None:
         """Have the connection end when its streams have."""
@@ -217,7 +169,7 @@ class Http2Protocol(asyncio.Protocol):
 
     def evict(self) -> None:
         """Close an idle connection, for another to have its place."""
-        self.connection.fail(ErrorCode.NO_ERROR, "idle for longest while there are max_connections")
+        self.connection.fail(Http2Error(ErrorCode.NO_ERROR, "idle for longest while there are max_connections"))
         self._is_lingering = True
         self.flush()
         self._transport.close()
@@ -236,6 +188,8 @@ class Http2Protocol(asyncio.Protocol):
         if out and not self._transport.is_closing():
             self._num_written += len(out)
             self._transport.write(out)
+        if not self.connection.streams:
+            self.listener.idle(self)
         if self._untaken and not self._is_full:
             for stream_id in self._untaken.keys() - self.connection.streams.keys():
                 self._untaken.pop(stream_id)()
@@ -248,43 +202,10 @@ class Http2Protocol(asyncio.Protocol):
             self._will_flush = True
             self.loop.call_soon(self.flush)
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, DataReceived):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None:
-                exchange.take(event.data)
-        elif isinstance(event, RequestReceived):
-            exchange = self._exchanges[event.stream_id] = self._listener.make_exchange(self, event)
-            self._begun.append(exchange)
-            self._listener.busy(self)
-        elif isinstance(event, RequestEnded):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None:
-                exchange.ended()
-        elif isinstance(event, ConnectionFailed):
-            if event.is_flood:
-                self._listener.addresses.punish(self._address)
-        else:
-            exchange = self._exchanges.get(event.stream_id)
-            self._forget_ended(event.stream_id)
-            if exchange is not None:
-                if isinstance(event, StreamDropped):
-                    self._begun = [one for one in self._begun if one is not exchange]
-                    exchange.dropped()
-                else:
-                    exchange.drained()
-
-    def _forget_ended(self, stream_id: int) -> None:
-        if stream_id not in self.connection.streams:
-            self._exchanges.pop(stream_id, None)
-            if not self._exchanges:
-                self._listener.idle(self)
-
-    def _fail(self, problem: str) -> None:
-        self.connection.fail(ErrorCode.ENHANCE_YOUR_CALM, problem, is_flood=True)
-        for event in self.connection.read():
-            self._handle(event)
-        self._changed()
+    def _open_stream(self, stream_id: int, headers: HeaderList) -> Exchange:
+        self._begun.append(stream_id)
+        self.listener.busy(self)
+        return self.listener.make_exchange(self, stream_id, headers)
 
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
@@ -294,6 +215,8 @@ class Http2Protocol(asyncio.Protocol):
         # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
         if not self._is_lingering and not self._transport.is_closing():
             self._is_lingering = True
+            if isinstance(self.connection.failure, FloodError):
+                self.listener.addresses.punish(self.address)
             self.flush()
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -308,7 +231,7 @@ class Http2Protocol(asyncio.Protocol):
         held = self._num_held()
         if 0 < held < before:
             # A slow peer has the time that it needs, as long as it takes something.
-            self.loop.call_later(max(LINGER_S, self._listener.limits.patience_s), self._end_linger, held)
+            self.loop.call_later(max(LINGER_S, self.listener.limits.patience_s), self._end_linger, held)
         else:
             self._transport.abort()
 
@@ -324,20 +247,12 @@ class Http2Protocol(asyncio.Protocol):
             return 0
         return self._transport.get_write_buffer_size() + int(in_kernel)
 
-    def _schedule_tick(self) -> None:
-        limits = self._listener.limits
-        delay_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
-        self._timer = self.loop.call_later(max(0.01, delay_s), self._tick)
-
     def _tick(self) -> None:
-        self._schedule_tick()
+        self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
         if self._is_lingering:
             return
         held = self._num_held()
-        may_go_on, events = self.connection.tick(held, self._num_written - held)
-        for event in events:
-            self._handle(event)
-        if may_go_on:
+        if self.connection.tick(held, self._num_written - held):
             self._changed()
         else:
             self.abort()
@@ -355,11 +270,6 @@ class Http2Listener:
         clock: monotonic seconds.
         tls: a server's context, which offers `h2`; None for plain text.
         note: told the kind of each connection that is refused before it is made.
-
-    Attributes:
-        port: where it listens; 0 before.
-        handshake_timeout_s: how long a TLS handshake may take.
-        handshake_cost_s: what one costs the event loop; 0 in plain text.
     """
 
     def __init__(
@@ -378,6 +288,8 @@ class Http2Listener:
         self.port = 0
         self._api, self._max_connections, self._tls = api, max_connections, tls
         self.handshake_timeout_s, self.note = limits.patience_s, note
+        tick_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
+        self.tick_s = max(0.01, tick_s)
         self.handshake_cost_s = 0.0 if tls is None else HANDSHAKE_S
         self._connections: set[Http2Protocol] = set()
         # Those without a stream; the one that is idle for longest is the first.
@@ -386,14 +298,11 @@ class Http2Listener:
         self._turn = self._turn_ends = 0.0
         self._acceptor: Acceptor[Http2Protocol] | None = None
         self._none_left = asyncio.Event()
+        self._none_left.set()
         self._is_stopping = False
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; other processes may listen on the same port. Returns the port, a free one if 0 was asked for.
-
-        Raises:
-            ListenError: if the port can't be bound.
-        """
+        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError."""
         self.loop = asyncio.get_running_loop()
         listener = listening_socket(host, port, self._api)
         self.port = bound = int(listener.getsockname()[1])
@@ -401,11 +310,7 @@ class Http2Listener:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Take in what has connected, then nothing more; end connections as their streams are answered.
-
-        Args:
-            grace_s: after it, what is left is dropped.
-        """
+        """Take in what has connected, then nothing more; end connections as streams do, or when the time is over."""
         self._is_stopping = True
         if self._acceptor is not None:
             await self._acceptor.stop(grace_s)
@@ -413,10 +318,10 @@ class Http2Listener:
             connection.ask_to_go()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._all_closed()
+                await self._none_left.wait()
         for connection in list(self._connections):
             connection.abort()
-        await self._all_closed()
+        await self._none_left.wait()
 
     def admit(self, connection: socket.socket, address: str) -> Http2Protocol | None:
         """Make the protocol of a new connection, unless its address is not welcome."""
@@ -444,8 +349,8 @@ class Http2Listener:
             self._remove(longest)
             longest.evict()
         self._connections.add(connection)
+        self._none_left.clear()
         self._idle[connection] = None
-        connection.was_welcome = True
         self.addresses.opened(address)
         if self._is_stopping:
             connection.ask_to_go()
@@ -453,9 +358,8 @@ class Http2Listener:
 
     def lost(self, connection: Http2Protocol, address: str, owed_s: float) -> None:
         """Forget a connection that has ended, with what it still owes."""
-        if connection.was_welcome:
-            self.addresses.spent(address, owed_s)
-            self.addresses.closed(address)
+        self.addresses.spent(address, owed_s)
+        self.addresses.closed(address)
         self._remove(connection)
 
     def busy(self, connection: Http2Protocol) -> None:
@@ -496,8 +400,3 @@ class Http2Listener:
         self._connections.discard(connection)
         if not self._connections:
             self._none_left.set()
-
-    async def _all_closed(self) -> None:
-        while self._connections:
-            self._none_left.clear()
-            await self._none_left.wait()

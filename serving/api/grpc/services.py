@@ -3,136 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-import grpc
+from google.protobuf import text_format
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from loader.errors import ShardrankError
 from serving.api import inference_documents as documents
 from serving.api.addresses import Addresses
-from serving.api.grpc.calls import ERROR_KIND_METADATA, STOPPING, Call, Method, Methods
+from serving.api.grpc.calls import Call, Method, Methods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
 from serving.api.tokens import Scope, Tokens
-from serving.errors import (
-    BadRequestError,
-    InvalidFieldError,
-    MalformedRequestError,
-    RepositoryControlError,
-    ServingError,
-    UnknownIdError,
-)
+from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
-from serving.limits import RequestLimits
 from serving.observe.calls import Call as ServedCall
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.answer import answer
 from serving.rank.service import RankingService
 
-logger = logging.getLogger(__name__)
-
-HEALTH_INTERVAL_S = 0.5
-WATCHERS_GRACE_S = 0.1
-MAX_SMALL_MESSAGE_BYTES = 2**16
-"""Of a message that is no ranking request."""
-CALL_WORTH_S, SMALL_CALL_WORTH_S = 1e-3, 1e-4
-"""Work at the front that a completed call makes good, beside that of its bytes: a ranking one's, another's."""
-INTERNAL = "internal error; the server's log says more"
+HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
+CALL_WORTH_S = 1e-3
+"""Work at the front that a ranking call makes good, beside that of its bytes."""
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+KNOWN_TO_HEALTH = ("", RANKING, INFERENCE)
 REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 _Read = TypeVar("_Read", bound=Message)
 _Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class UnaryMethod:
-    """A method of one message and one answer.
-
-    Attributes:
-        answer: gives the answer's bytes; asks the call for the message.
-        max_message_bytes: of the message.
-        scope: what a token has to allow; None if anybody may call it.
-        worth_s: work that a completed call makes good.
-        is_streamed: whether a call may go on for ever.
-    """
-
-    answer: Callable[[Call], Awaitable[bytes]]
-    max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
-    scope: Scope | None = None
-    worth_s: float = SMALL_CALL_WORTH_S
-    is_streamed: ClassVar[bool] = False
-
-    async def run(self, call: Call) -> None:
-        """Answer a call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
-        try:
-            message = await self.answer(call)
-        except ShardrankError as error:
-            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError):
-                # It was seen while the message was read, in one go.
-                call.charge_reading()
-            call.refuse(error)
-        except Exception:
-            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
-            call.end(grpc.StatusCode.INTERNAL, INTERNAL, ((ERROR_KIND_METADATA, ShardrankError.kind),))
-        else:
-            call.answer(message, self.worth_s)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedMethod:
-    """A method whose calls may have many messages, in either direction. Attributes as of `UnaryMethod`."""
-
-    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]]
-    scope: Scope | None = None
-    max_message_bytes: ClassVar[int] = MAX_SMALL_MESSAGE_BYTES
-    is_streamed: ClassVar[bool] = True
-
-    async def run(self, call: Call) -> None:
-        """Answer a call until the client, its deadline or the server's end ends it."""
-        try:
-            async with asyncio.timeout(call.time_remaining()):
-                async with contextlib.aclosing(self.answers(call.messages())) as answers:
-                    async for message in answers:
-                        await call.write(message)
-        except TimeoutError:
-            call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-        except ShardrankError as error:
-            call.refuse(error)
-        except asyncio.CancelledError:
-            # By the client, who hears nothing of it, or because the server stops.
-            call.end(grpc.StatusCode.UNAVAILABLE, STOPPING)
-            raise
-        except Exception:
-            logger.exception("gRPC method %s failed", call.head.path.decode("latin-1"))
-            call.end(grpc.StatusCode.INTERNAL, INTERNAL)
-        else:
-            call.end(grpc.StatusCode.OK)
-
-
-class UnknownServiceError(ServingError):
+class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="NOT_FOUND"):
     """The health of a service was asked for that is not served here."""
-
-    http_status = 404
-    grpc_status = "NOT_FOUND"
-    kind = "unknown_service"
 
 
 class GrpcServer:
@@ -141,9 +55,8 @@ class GrpcServer:
     Args:
         service: answers the requests.
         tokens: say who may do what; None lets everybody.
-        tls: a server's context whose ALPN offers `h2`; None for plain text.
-        addresses: accounts of those who connect, shared with the other fronts of the process.
-        clock: monotonic seconds.
+        tls: a context whose ALPN offers `h2`; None for plain text.
+        addresses: shared with the other fronts of the process.
     """
 
     def __init__(
@@ -152,69 +65,49 @@ class GrpcServer:
         tokens: Tokens | None = None,
         tls: ssl.SSLContext | None = None,
         addresses: Addresses | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._service, limits = service, service.limits
-        self._health = Health()
+        limits = service.limits
+        self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
         self._methods = Methods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
+        patience_s = limits.receive_timeout_s / 2
+        of_a_connection = ConnectionLimits(
+            max_streams=limits.max_concurrent_streams,
+            max_header_bytes=limits.max_header_bytes,
+            patience_s=patience_s,
+            idle_s=limits.keep_alive_s,
+            age_s=limits.max_connection_age_s,
+            # No call that was taken lasts longer, so a connection that is asked to go loses none.
+            grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
+        )
         self._listener = Http2Listener(
             "gRPC",
-            connection_limits(limits),
+            of_a_connection,
             limits.max_connections,
-            addresses or Addresses(limits, clock),
+            addresses or Addresses(limits, time.monotonic),
             self._methods.make_call,
-            clock,
+            time.monotonic,
             tls,
             partial(service.metrics.failed, "grpc", "connection"),
         )
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which is a free one if 0 was asked for.
-
-        Raises:
-            ListenError: if the port can't be bound.
-        """
+        """Listen. Returns the port, a free one if 0 was asked for. Raises ListenError if it can't be bound."""
         bound = await self._listener.start(host, port)
-        await self._set_health()
-        self._service.watch.listen(self._set_health)
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, and give the calls in flight `grace_s` seconds."""
         if self._watcher is not None:
             self._watcher.cancel()
-            self._service.watch.unlisten(self._set_health)
-        self._health.set(is_serving=False)
+        self._health.stop()
         # Those who watch the health are told first that it has ended.
         asyncio.get_running_loop().call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
         await self._listener.stop(grace_s)
         if self._methods.tasks:
             await asyncio.wait(list(self._methods.tasks))
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-            await self._set_health()
-
-    async def _set_health(self) -> None:
-        self._health.set(is_serving=not self._service.watch.problems())
-
-
-def connection_limits(limits: RequestLimits) -> ConnectionLimits:
-    """Those of a connection, from those of requests."""
-    patience_s = limits.receive_timeout_s / 2
-    return ConnectionLimits(
-        max_streams=limits.max_concurrent_streams,
-        max_header_bytes=limits.max_header_bytes,
-        patience_s=patience_s,
-        idle_s=limits.keep_alive_s,
-        age_s=limits.max_connection_age_s,
-        # No call that was taken lasts longer, so a connection that is asked to go loses none.
-        grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
-    )
 
 
 def ranking_methods(service: RankingService) -> dict[bytes, Method]:
@@ -232,69 +125,67 @@ def ranking_methods(service: RankingService) -> dict[bytes, Method]:
         {
             "Rank": _ranked(service, MessageCodec("rank")),
             "Lookup": _ranked(service, MessageCodec("lookup")),
-            "GetModel": _document(service, "grpc", ranking_pb2.GetModelRequest, describe, "describe"),
+            "GetModel": _document(service, "grpc", ranking_pb2.GetModelRequest, describe),
         },
     )
 
 
 def inference_methods(service: RankingService) -> dict[bytes, Method]:
     """Those of `inference.GRPCInferenceService`."""
-    m = inference
 
-    def tell(name: str, fields: Callable[[Any], _Fields], scope: Scope | None = "describe") -> Method:
-        gives = getattr(m, f"{name}Response")
-
-        def document(counted: ServedCall, request: Message) -> bytes:
-            del counted
-            made: Message = gives(**fields(request))
-            return made.SerializeToString()
-
-        return _document(service, "oip_grpc", getattr(m, f"{name}Request"), document, scope)
-
-    def of_model(name: str, tell_of: Callable[[RankingService, str, str], Any], key: str = "") -> Method:
-        def fields(request: Any) -> _Fields:
-            _check_model(request.name)
-            told = tell_of(service, request.name, request.version)
-            return {key: told} if key else told
-
-        return tell(name, fields, None if key == "ready" else "describe")
-
-    def refuse(request: Message) -> _Fields:
+    def refuse(request: Any) -> _Fields:
         del request
         raise RepositoryControlError()
 
-    return _paths(
-        INFERENCE,
-        {
-            "ModelInfer": _ranked(service, InferGrpcCodec()),
-            "ServerLive": tell("ServerLive", lambda _: {"live": True}, None),
-            "ServerReady": tell("ServerReady", lambda _: {"ready": not service.watch.problems()}, None),
-            "ModelReady": of_model("ModelReady", documents.model_is_ready, "ready"),
-            "ServerMetadata": tell("ServerMetadata", lambda _: documents.server_metadata()),
-            "ModelMetadata": of_model("ModelMetadata", documents.model_metadata),
-            "ModelConfig": of_model("ModelConfig", documents.model_config, "config"),
-            "ModelStatistics": tell(
-                "ModelStatistics", lambda request: documents.model_statistics(service, request.name, request.version)
-            ),
-            "RepositoryIndex": tell(
-                "RepositoryIndex",
-                lambda request: {"models": documents.repository_index(service, ready_only=request.ready)},
-            ),
-            "RepositoryModelLoad": tell("RepositoryModelLoad", refuse, "admin"),
-            "RepositoryModelUnload": tell("RepositoryModelUnload", refuse, "admin"),
-        },
-    )
+    def model_of(request: Any) -> tuple[RankingService, str, str]:
+        _check_model(request.name)
+        return service, request.name, request.version
+
+    fields_of: dict[str, tuple[Callable[[Any], _Fields], Scope | None]] = {
+        "ServerLive": (lambda _: {"live": True}, None),
+        "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
+        "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, None),
+        "ServerMetadata": (lambda _: documents.server_metadata(), "describe"),
+        "ModelMetadata": (lambda asked: documents.model_metadata(*model_of(asked)), "describe"),
+        "ModelConfig": (lambda asked: {"config": documents.model_config(*model_of(asked))}, "describe"),
+        "ModelStatistics": (lambda asked: documents.model_statistics(service, asked.name, asked.version), "describe"),
+        "RepositoryIndex": (
+            lambda asked: {"models": documents.repository_index(service, ready_only=asked.ready)},
+            "describe",
+        ),
+        "RepositoryModelLoad": (refuse, "admin"),
+        "RepositoryModelUnload": (refuse, "admin"),
+    }
+
+    def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> Method:
+        takes, gives = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
+        return _document(service, "oip_grpc", takes, lambda _, asked: gives(**fields(asked)).SerializeToString(), scope)
+
+    methods = {name: document(name, *told) for name, told in fields_of.items()}
+    return _paths(INFERENCE, {"ModelInfer": _ranked(service, InferGrpcCodec()), **methods})
 
 
 class Health:
-    """`grpc.health.v1.Health`: one state for all that the process serves."""
+    """`grpc.health.v1.Health`: one state for all that the process serves, good while it has no `problems`."""
 
-    def __init__(self) -> None:
-        self._is_serving = False
+    def __init__(self, problems: Callable[[], object]) -> None:
+        self._problems = problems
+        self._is_serving = self._is_stopping = False
         self._changed: asyncio.Future[None] | None = None
 
-    def set(self, *, is_serving: bool) -> None:
-        """Say whether requests are answered."""
+    async def watch(self) -> None:
+        """Look at the state for ever."""
+        while True:
+            self._refresh()
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    def stop(self) -> None:
+        """Serve no more, whatever the problems."""
+        self._is_stopping = True
+        self._refresh()
+
+    def _refresh(self) -> None:
+        is_serving = not self._is_stopping and not self._problems()
         if is_serving != self._is_serving:
             self._is_serving = is_serving
             if self._changed is not None:
@@ -303,36 +194,33 @@ class Health:
 
     def by_path(self) -> dict[bytes, Method]:
         """Its methods."""
-        return _paths(HEALTH, {"Check": UnaryMethod(self._check), "Watch": StreamedMethod(self._watch)})
+        return _paths(HEALTH, {"Check": Method(self._check), "Watch": streamed(self._watch)})
 
     async def _check(self, call: Call) -> bytes:
-        status = self._status(_decoded(await call.receive(), health_pb2.HealthCheckRequest).service)
-        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+        name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
+        if name not in KNOWN_TO_HEALTH:
             raise UnknownServiceError("there is no such service")
-        return _health_message(status)
+        self._refresh()
+        return self._message(name)
 
     async def _watch(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         async for data in requests:
             name = _decoded(data, health_pb2.HealthCheckRequest).service
             while True:
+                self._refresh()
                 changed = self._changed
                 if changed is None:
                     changed = self._changed = asyncio.get_running_loop().create_future()
-                yield _health_message(self._status(name))
+                yield self._message(name)
                 # Others wait for the same; one that is cancelled takes nothing from them.
                 await asyncio.shield(changed)
         raise MalformedRequestError("", "the call has no request message")
 
-    def _status(self, name: str) -> Any:
+    def _message(self, name: str) -> bytes:
         response = health_pb2.HealthCheckResponse
-        if name not in ("", RANKING, INFERENCE):
-            return response.SERVICE_UNKNOWN
-        return response.SERVING if self._is_serving else response.NOT_SERVING
-
-
-def _health_message(status: Any) -> bytes:
-    message: Message = health_pb2.HealthCheckResponse(status=status)
-    return message.SerializeToString()
+        status = response.SERVING if self._is_serving else response.NOT_SERVING
+        message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
+        return message.SerializeToString()
 
 
 def reflection_methods() -> dict[bytes, Method]:
@@ -354,23 +242,15 @@ def reflection_methods() -> dict[bytes, Method]:
 
     methods: dict[bytes, Method] = {}
     for package in REFLECTION:
-        methods |= _paths(f"{package}.ServerReflection", {"ServerReflectionInfo": StreamedMethod(tell, "describe")})
+        methods |= _paths(f"{package}.ServerReflection", {"ServerReflectionInfo": streamed(tell, "describe")})
     return methods
 
 
 def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
     """The same file in another package."""
-    moved = FileDescriptorProto()
-    moved.CopyFrom(file)
-    moved.name, moved.package = f"{package.replace('.', '/')}/reflection.proto", package
-    prefix = f".{file.package}."
-    for message in moved.message_type:
-        for one in message.field:
-            if one.type_name.startswith(prefix):
-                one.type_name = f".{package}.{one.type_name.removeprefix(prefix)}"
-    for method in moved.service[0].method:
-        method.input_type = f".{package}.{method.input_type.removeprefix(prefix)}"
-        method.output_type = f".{package}.{method.output_type.removeprefix(prefix)}"
+    text = text_format.MessageToString(file).replace(file.package, package)
+    moved = text_format.Parse(text, FileDescriptorProto())
+    moved.name = f"{package.replace('.', '/')}/reflection.proto"
     return moved
 
 
@@ -378,7 +258,7 @@ def _ranked(service: RankingService, codec: Codec) -> Method:
     async def ranked(call: Call) -> bytes:
         return (await answer(service, codec, call.receive, call)).body
 
-    return UnaryMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
+    return Method(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 
 
 def _document(
@@ -386,7 +266,7 @@ def _document(
     api: str,
     takes: type[_Read],
     tell: Callable[[ServedCall, _Read], bytes],
-    scope: Scope | None,
+    scope: Scope | None = "describe",
 ) -> Method:
     """A method that tells what is known; without a scope it is a probe, which is answered under any load."""
 
@@ -398,7 +278,7 @@ def _document(
                 service.admit(counted)
             return tell(counted, _decoded(data, takes))
 
-    return UnaryMethod(document, scope=scope)
+    return Method(document, scope=scope)
 
 
 def _paths(service: str, methods: dict[str, Method]) -> dict[bytes, Method]:

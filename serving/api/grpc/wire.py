@@ -1,8 +1,7 @@
-"""The vocabulary of HTTP/2: frames (RFC 9113), header blocks (HPACK, RFC 7541), limits, errors and events.
+"""The vocabulary of HTTP/2: frames (RFC 9113), header blocks (HPACK, RFC 7541), limits and errors.
 
-Header blocks that go out are made without a table. The decoder of those that come is our own since each call's head is
-another one (`traceparent`, `x-request-id`, `grpc-timeout`): it takes a fifth to a third of the time of `hpack.Decoder`,
-whose tables of codes and static entries it uses.
+Header blocks that go out are made without a table. The decoder of those that come takes a fifth to a third of the time
+of `hpack.Decoder`, whose tables it uses: each call's head is another one.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import enum
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
+from hpack.hpack import encode_integer
+from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_FAIL, HUFFMAN_TABLE
 from hpack.table import HeaderTable
 
 from serving.errors import ServingError
@@ -27,14 +27,13 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
 )
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE = 65_535, 16_384
 MAX_WINDOW = MAX_STREAM_ID = 2**31 - 1
-MAX_GOAWAY_BYTES = 256
+MAX_GOAWAY_BYTES, MAX_FRAME_BYTES = 256, 2**24 - 1
 # Length as 16 high and 8 low bits, type, flags, stream id with a reserved bit.
 FRAME_HEAD = struct.Struct(">HBBBI")
 HEAD_BYTES = FRAME_HEAD.size
 _pack_head = FRAME_HEAD.pack
 _SETTING = struct.Struct(">HI")
 _TWO_WORDS = struct.Struct(">II")
-BLOCKS_OVER_LIMIT = 2
 
 Header = tuple[bytes, bytes]
 
@@ -57,13 +56,11 @@ _WRONG_IN_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 
 
 class ErrorCode(enum.IntEnum):
-    """Error codes of RFC 9113, section 7."""
+    """Error codes of RFC 9113, section 7, that are sent here."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
-    INTERNAL_ERROR = 2
     FLOW_CONTROL_ERROR = 3
-    SETTINGS_TIMEOUT = 4
     STREAM_CLOSED = 5
     FRAME_SIZE_ERROR = 6
     REFUSED_STREAM = 7
@@ -72,14 +69,8 @@ class ErrorCode(enum.IntEnum):
     ENHANCE_YOUR_CALM = 11
 
 
-class Http2Error(ServingError):
-    """The peer broke the protocol or a limit in a way that ends the connection. It does not leave this file.
-
-    Attributes:
-        code: what the GOAWAY frame says.
-    """
-
-    kind = "http2"
+class Http2Error(ServingError, kind="http2"):
+    """The peer broke the protocol or a limit in a way that ends the connection; GOAWAY tells it the code and why."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -87,10 +78,19 @@ class Http2Error(ServingError):
 
 
 class FloodError(Http2Error):
-    """Too many frames that cost work and carry no request."""
+    """The peer asks for too much work."""
 
-    def __init__(self) -> None:
-        super().__init__(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that carry no request, or headers too long")
+    def __init__(self, message: str = "too many frames that carry no request, or headers too long") -> None:
+        super().__init__(ErrorCode.ENHANCE_YOUR_CALM, message)
+
+
+# By setting: from, to, and what another value is (RFC 9113, section 6.5.2).
+_ANY = (0, 2**32 - 1, ErrorCode.PROTOCOL_ERROR)
+_ALLOWED = {
+    ENABLE_PUSH: (0, 1, ErrorCode.PROTOCOL_ERROR),
+    INITIAL_WINDOW_SIZE: (0, MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR),
+    MAX_FRAME_SIZE: (DEFAULT_FRAME_SIZE, MAX_FRAME_BYTES, ErrorCode.PROTOCOL_ERROR),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +98,13 @@ class ConnectionLimits:
     """What one connection may take.
 
     Attributes:
-        max_streams: at once on one connection.
-        max_header_bytes: of the list of headers of one request, as RFC 9113 counts it (section 10.5.1). Whoever reads
-            it refuses a longer one.
+        max_streams: at once.
+        max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1). Whoever reads it refuses more.
         stream_window, connection_window: bytes that a peer may send unasked.
         frame_size: longest payload that it is asked to send.
         patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
             A stream whose data it does not let go on for twice as long is dropped.
-        idle_s: time without a stream after which it is asked to go.
-        age_s: time after which it is asked to go.
+        idle_s, age_s: time without a stream, and time at all, after which it is asked to go.
         grace_s: how long the streams of a connection that was asked to go may take.
         max_control_frames: of a peer in `patience_s`: frames that cost work and carry no request.
     """
@@ -124,66 +122,8 @@ class ConnectionLimits:
 
     @property
     def max_block_bytes(self) -> int:
-        """Of a header block that is still read, for its request alone to be refused; a longer one ends the connection.
-
-        Others may share the connection, through a proxy that does not know the limit or does not keep to it.
-        """
-        return BLOCKS_OVER_LIMIT * self.max_header_bytes
-
-    @property
-    def settings(self) -> dict[int, int]:
-        """What the peer is told of them."""
-        return {
-            MAX_CONCURRENT_STREAMS: self.max_streams,
-            INITIAL_WINDOW_SIZE: self.stream_window,
-            MAX_FRAME_SIZE: self.frame_size,
-            MAX_HEADER_LIST_SIZE: self.max_header_bytes,
-        }
-
-
-class RequestReceived(NamedTuple):
-    """A stream was opened; `size` as RFC 9113 counts its headers, `problem` if they make it malformed."""
-
-    stream_id: int
-    headers: list[Header]
-    size: int
-    problem: str | None
-
-
-class DataReceived(NamedTuple):
-    """Data of a stream that has been opened and is not over. A view of what was fed."""
-
-    stream_id: int
-    data: memoryview
-
-
-class RequestEnded(NamedTuple):
-    """The peer sends no more on a stream."""
-
-    stream_id: int
-
-
-class StreamDropped(NamedTuple):
-    """The peer or the connection gave a stream up; nobody waits for its answer."""
-
-    stream_id: int
-
-
-class StreamDrained(NamedTuple):
-    """All that was to be sent on a stream, and that the peer's windows held back, has been sent."""
-
-    stream_id: int
-
-
-class ConnectionFailed(NamedTuple):
-    """The peer broke a rule, and has been told by GOAWAY. `is_flood`: by asking for too much work."""
-
-    code: ErrorCode
-    message: str
-    is_flood: bool
-
-
-Event: TypeAlias = RequestReceived | DataReceived | RequestEnded | StreamDropped | StreamDrained | ConnectionFailed
+        """Of a header block that is still read, for its request alone to be refused; others share the connection."""
+        return 2 * self.max_header_bytes
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
@@ -197,18 +137,16 @@ def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
 
 
-def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+def read_settings(payload: bytes) -> list[tuple[int, int]]:
     """The settings of a frame. Raises Http2Error for values that RFC 9113, section 6.5.2, does not allow."""
     if len(payload) % _SETTING.size:
         raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes; it must be a multiple of 6")
-    for name, value in _SETTING.iter_unpack(payload):
-        if name == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
-            raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE {value}; at most {MAX_WINDOW}")
-        if name == MAX_FRAME_SIZE and not DEFAULT_FRAME_SIZE <= value < 2**24:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE {value}; allowed are 16384 to 16777215")
-        if name == ENABLE_PUSH and value > 1:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH {value}; allowed are 0 and 1")
-        yield name, value
+    found = list(_SETTING.iter_unpack(payload))
+    for name, value in found:
+        low, high, code = _ALLOWED.get(name, _ANY)
+        if not low <= value <= high:
+            raise Http2Error(code, f"the setting {name} is {value}; allowed are {low} to {high}")
+    return found
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
@@ -241,32 +179,20 @@ def unpadded(flags: int, payload: bytes) -> bytes:
     return payload[start:end]
 
 
-class HpackError(ServingError):
-    """A header block that can't be decoded. What the table holds is not known any more.
-
-    Attributes:
-        is_too_large: whether its headers take more than the limit, and nothing else is wrong.
-    """
-
-    kind = "hpack"
-
-    def __init__(self, problem: str, *, is_too_large: bool = False) -> None:
-        super().__init__(problem)
-        self.is_too_large = is_too_large
-
-
 class HeaderList(NamedTuple):
     """The headers of one block.
 
     Attributes:
         headers: in their order.
         size: bytes that they take, as RFC 9113 counts them (section 10.5.1).
-        problem: why a request that has one of them is malformed (section 8.2); None if each is right by itself.
+        problem: why a request with them is malformed (sections 8.2 and 8.3); None if it is right.
+        num_spelled: those that the block spells out, which take longer to read than those of the table.
     """
 
     headers: list[Header]
     size: int
-    problem: str | None
+    problem: str | None = None
+    num_spelled: int = 0
 
 
 _Entry = tuple[Header, int, str | None]
@@ -296,11 +222,7 @@ _FIRST_DYNAMIC = 1 + len(_STATIC)
 
 
 class HeaderDecoder:
-    """Decodes the header blocks of one connection, each of them, in their order.
-
-    Args:
-        max_list_bytes: that the headers of one block may take.
-    """
+    """Decodes the header blocks of one connection, each of them, in their order."""
 
     def __init__(self, max_list_bytes: int) -> None:
         self._max_list_bytes = max_list_bytes
@@ -309,15 +231,15 @@ class HeaderDecoder:
         self._table_bytes = 0
         self._max_table_bytes = DEFAULT_TABLE_BYTES
 
-    def decode(self, block: bytes) -> HeaderList:
-        """Decode a block. Raises HpackError; the decoder is of no use after it."""
+    def decode(self, block: bytes, *, is_request: bool = True) -> HeaderList:
+        """Decode the block of a request, or of trailers. Raises Http2Error; the decoder is of no use after it."""
         try:
-            return self._decode(block)
+            return self._decode(block, is_request)
         except IndexError:
-            raise HpackError("a header block ends too early, or names an entry that there is not") from None
+            raise _undecodable("it ends too early, or names an entry that there is not") from None
 
-    def _decode(self, block: bytes) -> HeaderList:
-        table, total, problem = self._table, 0, None
+    def _decode(self, block: bytes, is_request: bool) -> HeaderList:
+        table, total, spelled, problem = self._table, 0, 0, None
         headers: list[Header] = []
         at, end = 0, len(block)
         while at < end:
@@ -329,10 +251,10 @@ class HeaderDecoder:
                     index, at = _integer(block, at, 0x7F)
                 entry = table[index]
                 if entry is None:
-                    raise HpackError("a header block names entry 0")
+                    raise _undecodable("it names entry 0")
             elif 0x20 <= first < 0x40:
                 if headers:
-                    raise HpackError("a header block sets the table's size behind a header")
+                    raise _undecodable("it sets the table's size behind a header")
                 at = self._resize(block, first & 0x1F, at)
                 continue
             else:
@@ -347,6 +269,7 @@ class HeaderDecoder:
                     name, at = _string(block, at)
                 value, at = _string(block, at)
                 entry = _entry(name, value)
+                spelled += 1
                 if first >= 0x40:
                     self._add(entry)
             header, size, wrong = entry
@@ -354,16 +277,18 @@ class HeaderDecoder:
             total += size
             if total > self._max_list_bytes:
                 says = f"the headers take more than {self._max_list_bytes} bytes"
-                raise HpackError(says, is_too_large=True)
+                raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, says)
             if wrong is not None and problem is None:
                 problem = wrong
-        return HeaderList(headers, total, problem)
+        if is_request and problem is None:
+            problem = _request_problem(headers)
+        return HeaderList(headers, total, problem, spelled)
 
     def _resize(self, block: bytes, size: int, at: int) -> int:
         if size == 0x1F:
             size, at = _integer(block, at, 0x1F)
         if size > DEFAULT_TABLE_BYTES:
-            raise HpackError(f"a header table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
+            raise _undecodable(f"it sets a table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
         self._max_table_bytes = size
         self._evict(0)
         return at
@@ -382,16 +307,11 @@ class HeaderDecoder:
             self._table_bytes -= last[1]  # type: ignore[index]  # only entry 0 is None
 
 
-def request_problem(block: HeaderList) -> str | None:
-    """What makes a request with these headers malformed (RFC 9113, sections 8.2 and 8.3); None if nothing does.
-
-    Proxies route by these headers too, so one that two readers could read differently is not to be served.
-    """
-    if block.problem is not None:
-        return block.problem
+def _request_problem(headers: list[Header]) -> str | None:
+    """What makes a request with these headers malformed: proxies route by them too, so all must read them alike."""
     seen: dict[bytes, bytes] = {}
     has_others = False
-    for name, value in block.headers:
+    for name, value in headers:
         if name[0] != 0x3A:
             has_others = True
         elif name not in _PSEUDO_HEADERS or name in seen or has_others:
@@ -423,7 +343,7 @@ def _integer(block: bytes, at: int, value: int) -> tuple[int, int]:
             return value, at
         shift += 7
         if shift > _MAX_SHIFT:
-            raise HpackError("an integer of a header block is too long")
+            raise _undecodable("an integer of it is too long")
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
@@ -433,74 +353,41 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
         size, at = _integer(block, at, 0x7F)
     end = at + size
     if end > len(block):
-        raise HpackError("a header block ends within a string")
+        raise _undecodable("it ends within a string")
     text = block[at:end]
     return (_unhuffman(text) if first >= 0x80 else text), end
 
 
 def _literal(text: bytes) -> bytes:
-    # RFC 7541, section 5.1: an integer with a prefix of seven bits; the eighth would say Huffman.
-    size = len(text)
-    if size < 127:
-        return bytes((size,)) + text
-    size, digits = size - 127, bytearray(b"\x7f")
-    while size >= 128:
-        digits.append(size & 127 | 128)
-        size >>= 7
-    digits.append(size)
-    return bytes(digits) + text
+    return bytes(encode_integer(len(text), 7)) + text
 
 
-_END_OF_STRING = 256
-
-
-def _tree() -> tuple[list[list[int]], frozenset[int]]:
-    """The nodes of the Huffman code (RFC 7541, appendix B), and those that a string may end at.
-
-    A node has what follows on 0 and on 1: another node, or a symbol as `-1 - symbol`.
-    """
-    nodes: list[list[int]] = [[0, 0]]
-    for symbol, (code, length) in enumerate(zip(REQUEST_CODES, REQUEST_CODES_LENGTH, strict=True)):
-        node = 0
-        for position in range(length - 1, 0, -1):
-            bit = code >> position & 1
-            if not nodes[node][bit]:
-                nodes[node][bit] = len(nodes)
-                nodes.append([0, 0])
-            node = nodes[node][bit]
-        nodes[node][code & 1] = -1 - symbol
-    # Padding is the beginning of the code of the end: up to seven ones.
-    ends = [0]
-    while len(ends) < 8:
-        ends.append(nodes[ends[-1]][1])
-    return nodes, frozenset(ends)
-
-
-_NODES, _ENDS = _tree()
-# By node and byte: the next node and what comes out. Filled as they are met; there are at most 65,536.
-_steps: dict[int, tuple[int, bytes]] = {}
+# By state and byte: the next state, whether a string may end there, and what comes out. Filled as they are met; there
+# are at most 65,536.
+_steps: dict[int, tuple[int, int, bytes]] = {}
 
 
 def _unhuffman(text: bytes) -> bytes:
-    node, parts, known = 0, [], _steps.get
+    state, may_end, parts, known = 0, 1, [], _steps.get
     for byte in text:
-        step = known(node << 8 | byte) or _step(node, byte)
-        node, part = step
+        state, may_end, part = known(state << 8 | byte) or _step(state, byte)
         parts.append(part)
-    if node not in _ENDS:
-        raise HpackError("a Huffman-coded string ends within a symbol")
+    if not may_end:
+        raise _undecodable("a Huffman-coded string of it ends within a symbol")
     return b"".join(parts)
 
 
-def _step(begin: int, byte: int) -> tuple[int, bytes]:
-    node, out = begin, bytearray()
-    for position in range(7, -1, -1):
-        node = _NODES[node][byte >> position & 1]
-        if node < 0:
-            symbol = -1 - node
-            if symbol == _END_OF_STRING:
-                raise HpackError("a Huffman-coded string holds its end")
+def _step(begin: int, byte: int) -> tuple[int, int, bytes]:
+    state, flags, out = begin, 0, bytearray()
+    for nibble in (byte >> 4, byte & 0xF):
+        state, flags, symbol = HUFFMAN_TABLE[state << 4 | nibble]
+        if flags & HUFFMAN_FAIL:
+            raise _undecodable("a Huffman-coded string of it holds its end")
+        if flags & HUFFMAN_EMIT_SYMBOL:
             out.append(symbol)
-            node = 0
-    made = _steps[begin << 8 | byte] = node, bytes(out)
+    made = _steps[begin << 8 | byte] = state, flags & HUFFMAN_COMPLETE, bytes(out)
     return made
+
+
+def _undecodable(problem: str) -> Http2Error:
+    return Http2Error(ErrorCode.COMPRESSION_ERROR, f"a header block can't be decoded: {problem}")

@@ -15,7 +15,7 @@ import uvloop
 from serving.api.addresses import Addresses
 from serving.api.grpc import wire as frames
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
-from serving.api.grpc.wire import ConnectionLimits, RequestReceived
+from serving.api.grpc.wire import ConnectionLimits, Header
 from serving.limits import RequestLimits
 
 LIMITS = ConnectionLimits(
@@ -122,8 +122,8 @@ class Http2Peer:
 class EchoStream:
     """Answers with the request's data, when there are all of them, unless its path says `/hold`."""
 
-    def __init__(self, connection: Http2Protocol, request: RequestReceived, echo: Echo) -> None:
-        self.connection, self.stream_id, self.headers = connection, request.stream_id, request.headers
+    def __init__(self, connection: Http2Protocol, stream_id: int, headers: list[Header], echo: Echo) -> None:
+        self.connection, self.stream_id, self.headers = connection, stream_id, headers
         self.received: list[bytes] = []
         self.echo = echo
         echo.streams.append(self)
@@ -201,7 +201,7 @@ def echo_listener(
         limits,
         max_connections,
         addresses,
-        lambda connection, request: EchoStream(connection, request, echo),
+        lambda connection, stream_id, request: EchoStream(connection, stream_id, request.headers, echo),
         clock,
     )
 

@@ -20,7 +20,7 @@ from serving.api.grpc.calls import (
     read_head,
     status_block,
 )
-from serving.api.grpc.wire import HeaderDecoder, RequestReceived, header_block, request_problem
+from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 
 MAX_HEADER_BYTES = 1000
 CALL = [
@@ -35,9 +35,8 @@ def prefixed(message: bytes, flag: int = 0) -> bytes:
     return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
-def received(headers) -> RequestReceived:
-    found = HeaderDecoder(2**20).decode(header_block(headers, status=None))
-    return RequestReceived(1, found.headers, found.size, request_problem(found))
+def received(headers) -> HeaderList:
+    return HeaderDecoder(2**20).decode(header_block(headers, status=None))
 
 
 def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity") -> list[bytes]:
@@ -46,10 +45,9 @@ def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity
         # In the midst of other bytes, as a frame's payload is.
         data = memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)]
         while data:
-            data = reader.feed(data)
-            if reader.message is not None:
-                messages.append(asyncio.run(plain_message(reader.flag, reader.message, coding, 1000)))
-                reader.message = None
+            message, data = reader.feed(data)
+            if message is not None:
+                messages.append(asyncio.run(plain_message(*message, coding, 1000)))
     return messages
 
 
@@ -107,21 +105,21 @@ def test_a_timeout_is_digits_and_a_unit(sent, timeout_s):
 
 @pytest.mark.parametrize("sent", [b"S", b"1", b"1s", b"-1S", b"1.5S", b"123456789S", b"1S "])
 def test_a_timeout_that_is_none_is_refused(sent):
-    problem = read_head(received([*CALL, (b"grpc-timeout", sent)]), MAX_HEADER_BYTES).problem
-    assert (problem.code, "grpc-timeout" in problem.says) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    error, _ = read_head(received([*CALL, (b"grpc-timeout", sent)]), MAX_HEADER_BYTES).refusal
+    assert (error.grpc_status, "grpc-timeout" in str(error)) == ("INVALID_ARGUMENT", True)
 
 
 @pytest.mark.parametrize("sent", [b"text/html", b"application/grpc-web", b"application/grpcx", b""])
 def test_what_is_no_grpc_call_is_refused(sent):
-    head = read_head(received([*CALL[:3], (b"content-type", sent)]), MAX_HEADER_BYTES)
-    assert ("application/grpc" in head.problem.says, head.problem.http_status) == (True, 415)
-    head = read_head(received([(b":method", b"GET"), *CALL[1:]]), MAX_HEADER_BYTES)
-    assert ("POST" in head.problem.says, head.problem.http_status) == (True, 405)
+    error, status = read_head(received([*CALL[:3], (b"content-type", sent)]), MAX_HEADER_BYTES).refusal
+    assert ("application/grpc" in str(error), error.grpc_status, status) == (True, "INVALID_ARGUMENT", 415)
+    error, status = read_head(received([(b":method", b"GET"), *CALL[1:]]), MAX_HEADER_BYTES).refusal
+    assert ("POST" in str(error), error.grpc_status, status) == (True, "UNIMPLEMENTED", 405)
 
 
 @pytest.mark.parametrize("sent", [b"application/grpc", b"application/grpc+proto", b"application/grpc;charset=utf-8"])
 def test_the_content_type_may_say_the_messages_format(sent):
-    assert read_head(received([*CALL[:3], (b"content-type", sent)]), MAX_HEADER_BYTES).problem is None
+    assert read_head(received([*CALL[:3], (b"content-type", sent)]), MAX_HEADER_BYTES).refusal is None
 
 
 def test_a_message_in_tiny_pieces_takes_no_more_than_its_length():
@@ -135,24 +133,24 @@ def test_a_message_in_tiny_pieces_takes_no_more_than_its_length():
         assert tracemalloc.get_traced_memory()[1] < 3 * length
     finally:
         tracemalloc.stop()
-    reader.feed(memoryview(stream)[-1:])
-    assert reader.message == bytes(length)
+    message, _ = reader.feed(memoryview(stream)[-1:])
+    assert message == (0, bytes(length))
 
 
 @pytest.mark.parametrize("letter", ["x", "%", "é", "北", "\n"])
 def test_a_status_fits_into_one_frame_whatever_its_details(letter):
-    block = status_block(grpc.StatusCode.NOT_FOUND, letter * 10_000, (("kind", "x"),), http_status=200)
+    block = status_block(grpc.StatusCode.NOT_FOUND, letter * 10_000, "x", http_status=200)
     assert MAX_DETAILS_BYTES - 40 < len(block) < MAX_DETAILS_BYTES + 200
 
 
 def test_a_status_begins_and_ends_with_no_space():
-    block = status_block(grpc.StatusCode.NOT_FOUND, "  a b ", (), http_status=415)
+    block = status_block(grpc.StatusCode.NOT_FOUND, "  a b ", "", http_status=415)
     headers = dict(hpack.Decoder().decode(block))
     assert (headers[":status"], headers["grpc-message"]) == ("415", "%20 a b%20")
 
 
 def test_a_status_holds_what_utf_8_can_not():
-    block = status_block(grpc.StatusCode.INVALID_ARGUMENT, "\ud800 is none", (), http_status=None)
+    block = status_block(grpc.StatusCode.INVALID_ARGUMENT, "\ud800 is none", "", http_status=None)
     assert dict(hpack.Decoder().decode(block)) == {"grpc-status": "3", "grpc-message": "? is none"}
 
 
@@ -164,8 +162,8 @@ def test_credentials_that_come_twice_are_none_that_is_known():
 
 
 def test_a_malformed_request_is_refused_with_what_is_wrong():
-    problem = read_head(received([*CALL, (b"x-a", b"b\nc")]), MAX_HEADER_BYTES).problem
-    assert (problem.code, problem.http_status, "x-a" in problem.says) == (grpc.StatusCode.INVALID_ARGUMENT, 400, True)
+    error, http_status = read_head(received([*CALL, (b"x-a", b"b\nc")]), MAX_HEADER_BYTES).refusal
+    assert (error.grpc_status, http_status, "x-a" in str(error)) == ("INVALID_ARGUMENT", 400, True)
 
 
 def test_a_long_message_is_expanded_in_pieces_with_turns_between_them():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import hpack
 import pytest
@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.api.grpc import wire
-from serving.api.grpc.connection import EVENTS_AT_ONCE, Connection
-from serving.api.grpc.wire import (
-    ConnectionFailed,
-    ConnectionLimits,
-    DataReceived,
-    ErrorCode,
-    Event,
-    RequestEnded,
-    RequestReceived,
-    StreamDropped,
-)
+from serving.api.grpc.connection import SPELLED_HEADERS, Connection
+from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList
 from shardrank_testing.http2_peer import LIMITS
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/a"), ("te", "trailers")]
@@ -38,36 +29,59 @@ def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
     return wire.frame(wire.DATA, flags, stream_id, payload)
 
 
-def connection(limits: ConnectionLimits = LIMITS) -> Connection:
-    return Connection(limits, lambda: 0.0)
+class Told:
+    """Keeps what a connection tells the exchanges of its streams; data that follow data of the same stream as one."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+
+    def open(self, stream_id: int, headers: HeaderList) -> Exchange:
+        self.events.append(("opened", stream_id, headers))
+        return Exchange(self, stream_id)
+
+    def ids(self, kind: str) -> set[object]:
+        return {event[1] for event in self.events if event[0] == kind}
 
 
-def read_all(at: Connection) -> list[Event]:
-    events = at.read()
-    while at.can_read:
-        events += at.read()
-    return events
+class Exchange:
+    def __init__(self, told: Told, stream_id: int) -> None:
+        self.told, self.stream_id = told, stream_id
 
+    def begin(self) -> None:
+        raise AssertionError("the listener begins exchanges")
 
-def joined(events: list[Event]) -> list[object]:
-    """Events, with data that follow data of the same stream as one."""
-    found: list[object] = []
-    for event in events:
-        if not isinstance(event, DataReceived):
-            found.append(event)
-        elif found and isinstance(found[-1], tuple) and found[-1][0] == ("data", event.stream_id):
-            found[-1] = (found[-1][0], found[-1][1] + bytes(event.data))
+    def take(self, data: memoryview) -> None:
+        events = self.told.events
+        if events[-1][:2] == ("data", self.stream_id):
+            events[-1] = ("data", self.stream_id, events[-1][2] + bytes(data))
         else:
-            found.append((("data", event.stream_id), bytes(event.data)))
-    return found
+            events.append(("data", self.stream_id, bytes(data)))
+
+    def ended(self) -> None:
+        self.told.events.append(("ended", self.stream_id))
+
+    def drained(self) -> None:
+        self.told.events.append(("drained", self.stream_id))
+
+    def dropped(self) -> None:
+        self.told.events.append(("dropped", self.stream_id))
+
+
+def connection(
+    limits: ConnectionLimits = LIMITS, told: Told | None = None, clock: Callable[[], float] = lambda: 0.0
+) -> Connection:
+    return Connection(limits, clock, (told or Told()).open)
 
 
 def test_a_request_is_told_of_and_answered_in_bytes():
-    at = connection()
+    told = Told()
+    at = connection(told=told)
     at.feed(BEGIN + headers(1) + data(1, b"abc") + data(1, b"def", END))
-    found = joined(read_all(at))
-    opened = RequestReceived(1, [(name.encode(), value.encode()) for name, value in REQUEST], found[0].size, None)
-    assert found == [opened, (("data", 1), b"abcdef"), RequestEnded(1)]
+    at.read()
+    opened, *others = told.events
+    assert opened[2].headers == [(name.encode(), value.encode()) for name, value in REQUEST]
+    assert (opened[:2], opened[2].problem) == (("opened", 1), None)
+    assert others == [("data", 1, b"abcdef"), ("ended", 1)]
     at.take()
     assert at.send(1, b"\x88", b"answer", b"\x88")
     ends = wire.frame(wire.HEADERS, END | END_HEADERS, 1, b"\x88")
@@ -96,16 +110,16 @@ FRAMES = st.one_of(
 @given(st.lists(FRAMES, max_size=12), st.lists(st.integers(1, 400), max_size=40))
 def test_any_split_of_the_same_bytes_gives_the_same_events_and_answers(parts, sizes):
     sent = BEGIN + b"".join(parts)
-    whole, cut = connection(), connection()
+    expected, found = Told(), Told()
+    whole, cut = connection(told=expected), connection(told=found)
     whole.feed(sent)
-    expected = joined(read_all(whole))
-    found: list[Event] = []
+    whole.read()
     for size in [*sizes, len(sent)]:
         piece, sent = sent[:size], sent[size:]
         if piece:
             cut.feed(piece)
-            found += read_all(cut)
-    assert joined(found) == expected
+            cut.read()
+    assert found.events == expected.events
     assert cut.take() == whole.take()
     assert (cut.streams.keys(), cut.is_over) == (whole.streams.keys(), whole.is_over)
 
@@ -116,42 +130,45 @@ def test_whatever_comes_nothing_is_raised_and_each_stream_that_is_opened_is_told
     sent = bytearray(BEGIN + headers(1) + b"".join(parts))
     for position, value in changes:
         sent[position % len(sent)] = value
-    at = connection()
+    told = Told()
+    at = connection(told=told)
     at.feed(bytes(sent))
-    events = read_all(at)
-    failed = [event for event in events if isinstance(event, ConnectionFailed)]
-    opened = {event.stream_id for event in events if isinstance(event, RequestReceived)}
-    dropped = {event.stream_id for event in events if isinstance(event, StreamDropped)}
-    assert opened - dropped == at.streams.keys()
-    if failed:
-        assert (at.is_over, at.streams, at.can_read, events[-1]) == (True, {}, False, failed[0])
-        last = wire.goaway(at.last_stream_id, failed[0].code, failed[0].message)
-        assert at.take().endswith(last)
-    at.feed(bytes(sent))
-    assert not failed or at.read() == []
+    at.read()
+    assert told.ids("opened") - told.ids("dropped") == at.streams.keys()
+    if at.failure is not None:
+        assert (at.is_over, at.streams, at.can_read) == (True, {}, False)
+        assert at.take().endswith(wire.goaway(at.last_stream_id, at.failure.code, str(at.failure)))
+        before = len(told.events)
+        at.feed(bytes(sent))
+        at.read()
+        assert len(told.events) == before
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_end_in_goaway(sent):
     at = connection()
-    at.feed(wire.PREFACE + sent)
-    events = read_all(at)
-    assert not any(isinstance(event, ConnectionFailed) for event in events[:-1])
-    at = connection()
     at.feed(b"\x00" + sent)
-    assert read_all(at)[0].code is ErrorCode.PROTOCOL_ERROR
+    at.read()
+    assert at.failure.code is ErrorCode.PROTOCOL_ERROR
+    at = connection()
+    at.feed(wire.PREFACE + sent)
+    at.read()
+    assert at.is_over == (at.failure is not None)
+    if at.failure is not None:
+        assert at.take().endswith(wire.goaway(at.last_stream_id, at.failure.code, str(at.failure)))
 
 
 def frames_until_the_end(flood: bytes, begin: bytes = BEGIN, limits: ConnectionLimits = LIMITS) -> int:
     """How many times a flood is read until the connection ends for it."""
     at = connection(limits)
     at.feed(begin)
-    read_all(at)
+    at.read()
     for count in range(100 * limits.max_control_frames):
         at.feed(flood)
-        events = read_all(at)
+        at.read()
         if at.is_over:
-            assert events[-1] == ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, events[-1].message, is_flood=True)
+            assert isinstance(at.failure, FloodError)
+            assert at.failure.code is ErrorCode.ENHANCE_YOUR_CALM
             return count
     raise AssertionError("the flood goes on")
 
@@ -189,7 +206,7 @@ def test_requests_and_resets_are_ended_after_so_many():
     number = 1
     while not at.is_over:
         at.feed(headers(number) + wire.rst_stream(number, ErrorCode.CANCEL))
-        read_all(at)
+        at.read()
         number += 2
     assert number <= 2 * LIMITS.max_control_frames + 5
 
@@ -200,7 +217,7 @@ def test_a_continuation_counts_for_all_that_it_has_copied():
     count = 0
     while not at.is_over:
         at.feed(wire.frame(wire.CONTINUATION, 0, 1, b"\x82" * 1000))
-        read_all(at)
+        at.read()
         count += 1
     assert count < 60
 
@@ -209,10 +226,10 @@ def test_full_data_frames_cost_nothing():
     limits = dataclasses.replace(LIMITS, stream_window=10**8, connection_window=10**8)
     at = connection(limits)
     at.feed(BEGIN + headers(1))
-    read_all(at)
+    at.read()
     for _ in range(10 * LIMITS.max_control_frames):
         at.feed(data(1, bytes(1000)))
-        read_all(at)
+        at.read()
     assert not at.is_over
 
 
@@ -224,7 +241,7 @@ def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
         now += 0.001
         return now
 
-    at = Connection(dataclasses.replace(LIMITS, max_control_frames=10_000), clock)
+    at = connection(dataclasses.replace(LIMITS, max_control_frames=10_000), clock=clock)
     pings = [wire.frame(wire.PING, 0, 0, number.to_bytes(8, "big")) for number in range(100)]
     at.feed(BEGIN + b"".join(pings))
     at.take()
@@ -238,14 +255,21 @@ def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
     assert out == wire.frame(wire.SETTINGS, wire.ACK, 0) + b"".join(pongs)
 
 
-def test_no_more_events_are_told_at_once_than_a_few():
-    at = connection(dataclasses.replace(LIMITS, max_control_frames=10_000))
-    at.feed(BEGIN + headers(1) + data(1, b"x") * 500)
-    counts = []
-    while at.can_read:
-        counts.append(len(at.read()))
-    assert max(counts) <= EVENTS_AT_ONCE + 1
-    assert sum(counts) == 501
+def spelled(stream_id: int, count: int, name: str) -> bytes:
+    more = [(f"{name}-{stream_id}-{number}", "v") for number in range(count)]
+    return headers(stream_id, END, more)
+
+
+def test_requests_with_many_new_headers_are_a_flood_though_each_is_answered_and_a_few_are_none():
+    limits = dataclasses.replace(LIMITS, max_header_bytes=2**15)
+    for count, is_flood in ((SPELLED_HEADERS - len(REQUEST), False), (400, True)):
+        at = connection(limits)
+        at.feed(BEGIN)
+        for stream_id in range(1, 2001, 2):
+            at.feed(spelled(stream_id, count, "x"))
+            at.read()
+            at.send(stream_id, b"\x88", b"", b"\x88")
+        assert isinstance(at.failure, FloodError) is is_flood
 
 
 def test_a_header_block_of_many_headers_ends_at_the_limit_of_its_size():
@@ -253,5 +277,6 @@ def test_a_header_block_of_many_headers_ends_at_the_limit_of_its_size():
     # The same entry of 4 KB, again and again: one byte each.
     block = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 10
     at.feed(BEGIN + wire.frame(wire.HEADERS, END_HEADERS, 1, block))
-    failed = read_all(at)[-1]
-    assert (failed.code, failed.is_flood) == (ErrorCode.ENHANCE_YOUR_CALM, False)
+    at.read()
+    assert at.failure.code is ErrorCode.ENHANCE_YOUR_CALM
+    assert not isinstance(at.failure, FloodError)
