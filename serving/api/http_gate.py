@@ -86,22 +86,21 @@ class Gate(asyncio.BufferedProtocol):
         has_connected: whether there is a transport: with TLS, once hands are shaken.
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
         has_begun: whether some of a request has come, but not all of it.
-        is_ended: whether nothing is read or written any more.
     """
 
     def __init__(self, gates: Gates, address: str) -> None:
         self._gates = gates
         self.address, self.owner = address, gates.addresses.owner(address)
-        self.has_connected = self.has_begun = self.is_ended = False
+        self.has_connected = self.has_begun = self.is_ended = self.is_feeding = self._is_lost = False
         self._phase: _Phase = "head"
         self._held, self._left = b"", 0
         self._body: memoryview | None = None
         self._chunks: ChunkReader
-        self._owes = self._has_written = self._has_ended_sending = self.is_feeding = self._was_refused = False
-        self._is_lost = False
+        self._owes = self._has_written = self._has_ended_sending = self._was_refused = False
         self._answer_head = b""
         self._paused_by: set[str] = set()
         self._watcher: CloseClient | None = None
+        self._unsent: list[CloseClient] = []
         self._untaken: list[CloseClient] = []
         self._work_s = CONNECT_S
         # Of its handshake, until a request is answered.
@@ -124,7 +123,7 @@ class Gate(asyncio.BufferedProtocol):
         self._work_s += self._unpaid_s
         self._tell_work()
         self._gates.lose(self)
-        self._taken()
+        self._take(self._unsent + self._untaken)
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
         watcher, self._watcher = self._watcher, None
@@ -204,8 +203,7 @@ class Gate(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Go on: the peer takes it."""
         self._gates.unread.pop(self, None)
-        if not self._owes:
-            self._taken()
+        self._take(self._unsent)
         if self._protocol is not None:
             self._protocol.resume_writing()
 
@@ -223,17 +221,20 @@ class Gate(asyncio.BufferedProtocol):
 
     def when_taken(self, callback: CloseClient) -> None:
         """Have `callback` called when the answer that comes next is sent, or the client has left."""
-        self._untaken.append(callback)
         if self._is_lost:
-            self._taken()
+            callback()
+        else:
+            self._untaken.append(callback)
 
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
         self._owes = False
         self._flush()
-        if self._untaken and self not in self._gates.unread:
-            self._taken()
+        if self._untaken:
+            self._unsent, self._untaken = self._unsent + self._untaken, []
+            if self not in self._gates.unread:
+                self._take(self._unsent)
         self._answers += 1
         self._idle_work_s = self._unpaid_s = 0.0
         if self.is_ended:
@@ -421,9 +422,9 @@ class Gate(asyncio.BufferedProtocol):
                 # The body was refused early, and dropped to its end.
                 self._await_next()
 
-    def _taken(self) -> None:
-        untaken, self._untaken = self._untaken, []
-        for callback in untaken:
+    def _take(self, callbacks: list[CloseClient]) -> None:
+        self._unsent = []
+        for callback in callbacks:
             callback()
 
     def _flush(self) -> None:
@@ -497,7 +498,6 @@ class Gates:
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
     Attributes:
-        state: of uvicorn.
         is_draining: whether each answer is its connection's last.
         idle, receiving: connections between two requests; with one that is not complete.
         lingering: connections that have their answer and send the rest of a body all the same.

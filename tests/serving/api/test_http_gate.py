@@ -231,3 +231,25 @@ def test_a_long_body_that_was_refused_before_its_end_is_dropped_and_its_memory_g
         gate.connection_lost(None)
 
     asyncio.run(main())
+
+
+def test_a_client_that_takes_an_answer_has_taken_that_one_and_not_the_next():
+    async def main() -> None:
+        served = Served(hold=True)
+        gate, _ = served.connect()
+        taken = []
+        gate.data_received(post())
+        gate.when_taken(lambda: taken.append("first"))
+        gate.pause_writing()
+        gate.answered()
+        assert taken == []
+        gate.data_received(post())
+        gate.when_taken(lambda: taken.append("second"))
+        gate.resume_writing()
+        assert taken == ["first"]
+        gate.connection_lost(None)
+        assert taken == ["first", "second"]
+        gate.when_taken(lambda: taken.append("late"))
+        assert taken[2:] == ["late"]
+
+    asyncio.run(main())
