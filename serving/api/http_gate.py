@@ -373,10 +373,12 @@ class Gate(asyncio.BufferedProtocol):
                 self._take_chunks(data[body_at:])
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
-            self._give(data)
-            if READ_BYTES < self._left <= gates.limits.max_body_bytes and self._owes and not self.is_ended:
+            if READ_BYTES < self._left <= gates.limits.max_body_bytes:
                 # One copy, and one turn of whoever waits for it, in place of one for each read.
-                self._body = memoryview(bytearray(self._left))
+                self._body = memoryview(bytearray(length))
+                self._body[: -self._left] = data[body_at:]
+                data = data[:body_at]
+            self._give(data)
         else:
             if len(data) > body_end:
                 data, self._held = data[:body_end], data[body_end:]
