@@ -18,14 +18,14 @@ SMALL = OracleShape(items=6000, users=2000, tags=100)
 
 @pytest.mark.timeout(300)
 def test_swaps_under_load_cost_no_answer_and_the_report_says_so(tmp_path: Path):
-    options = ["--swaps", "3", "--rate", "60", "--replicas", "1", "--items", "6000", "--pause-s", "1"]
+    options = ["--swaps", "2", "--rate", "60", "--replicas", "1", "--items", "6000", "--pause-s", "1"]
     # How fast a busy machine answers is not what is tested here.
     options += ["--max-ratio-p99", "1000", "--json", str(tmp_path / "swap.json"), "--keep", str(tmp_path / "kept")]
     result = CliRunner().invoke(drill, ["swap", *options])
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((tmp_path / "swap.json").read_text())
-    assert report["swaps"] == 3
-    assert report["answers"] > 200
+    assert report["swaps"] == 2
+    assert report["answers"] > 150
     assert [report[key] for key in ("failed", "mixed", "wrong", "stale")] == [0, 0, 0, 0]
     assert all(api["answers"] > 0 for api in report["by_api"].values())
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
