@@ -43,8 +43,7 @@ CONNECT_S = 50e-6
 """What a new connection costs the event loop before it brings a byte."""
 # What a read costs the event loop outside of here. One that brings a usual packet's worth is nobody's fault.
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
-# Work of a connection is told to its address in portions of so much.
-_TELL_S = 0.001
+_TELL_S = 0.001  # of a connection's work is told to its address at once
 READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
 LINGER_S = 1.0
@@ -408,8 +407,7 @@ class Gate(asyncio.BufferedProtocol):
             protocol.connection_made(_Wire(self, self._transport))
         self.is_feeding = True
         try:
-            # It takes whatever is a buffer.
-            protocol.data_received(cast(bytes, data))
+            protocol.data_received(cast(bytes, data))  # or whatever else is a buffer
         finally:
             self.is_feeding = False
         if self._was_refused:
