@@ -1,22 +1,106 @@
-"""The GPU bench's result as tables for people: short ones, the file has all of it."""
+"""Show the GPU bench's result as tables, and judge it by the engine's aims."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.gpu_aims import judge
-from loadtest.gpu_compare import BAG, CUPY, GATHER, OURS
-from loadtest.gpu_report import Report, Row
+from loadtest.gpu.parts import Report, Row
+from loadtest.gpu.pooling import BAG, GATHER, OURS
+
+LARGE_BATCH = 8192
+Figure = tuple[float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A figure that is wanted.
+
+    Attributes:
+        text: what it says.
+        bound: the figure.
+        at_least: whether the measured one must be at least that, else at most.
+        figures: all that were measured, each with its configuration; the worst one decides.
+    """
+
+    text: str
+    bound: float
+    at_least: bool
+    figures: Callable[[Report], list[Figure]]
+
+    def judge(self, report: Report) -> Row:
+        """Find the worst figure, the best one, and whether the worst will do; None of them if none was measured."""
+        figures = sorted(self.figures(report), reverse=not self.at_least)
+        row: Row = {"aim": self.text, "bound": self.bound, "configurations": len(figures)}
+        if not figures:
+            return {**row, "worst": None, "met": None}
+        (worst, where), (best, _) = figures[0], figures[-1]
+        met = sum(figure >= self.bound if self.at_least else figure <= self.bound for figure, _ in figures)
+        return {**row, "worst": worst, "worst_at": where, "best": best, "met_in": met, "met": met == len(figures)}
+
+
+def _right_rows(report: Report, part: str) -> list[Row]:
+    return [row for row in _rows(report, part) if row.get("correct")]
+
+
+def _where(row: Row, *keys: str) -> str:
+    return ", ".join(f"{key} {row[key]}" for key in keys)
+
+
+def _large_uniform(report: Report) -> list[Row]:
+    return [
+        row
+        for row in _right_rows(report, "kernel")
+        if row["ids"] == "uniform" and row["share_on_card"] == 1 and row["batch"] >= LARGE_BATCH
+    ]
+
+
+def _shares_of_copy(report: Report) -> list[Figure]:
+    rows = [row for row in _large_uniform(report) if row["logical_cards"] == 1 and row["share_of_copy"] is not None]
+    return [(row["share_of_copy"], _where(row, "dim", "hotness", "batch")) for row in rows]
+
+
+def _ratios_of_8_cards(report: Report) -> list[Figure]:
+    rows = [row for row in _large_uniform(report) if row["logical_cards"] == 8 and row["ratio_to_one_card"] is not None]
+    return [(row["ratio_to_one_card"], _where(row, "dim", "hotness", "batch")) for row in rows]
+
+
+def _times_embedding_bag(report: Report) -> list[Figure]:
+    rows = [
+        row
+        for row in _right_rows(report, "compare")
+        if row["dtype"] == "fp16" and row["batch"] >= LARGE_BATCH and BAG in row["times"]
+    ]
+    return [(row["times"][BAG], _where(row, "dim", "hotness", "batch")) for row in rows]
+
+
+def _dlrm_medians(report: Report) -> list[Figure]:
+    rows = [row for row in _right_rows(report, "ranking") if row["model"] == "dlrm" and row["candidates"] == 500]
+    return [(row["p50_ms"], _where(row, "graphs", "logical_cards")) for row in rows if row["graphs"]]
+
+
+AIMS = (
+    Aim("share of the copy bandwidth, in sectors, uniform ids, batch >= 8192", 0.85, True, _shares_of_copy),
+    Aim("8 logical cards, time by that of one, uniform ids, batch >= 8192", 1.05, False, _ratios_of_8_cards),
+    Aim("nn.EmbeddingBag fp16, its time by the kernel's, batch >= 8192", 2.0, True, _times_embedding_bag),
+    Aim("a request of 500 candidates, DLRM-v2, local mode with graphs, median ms", 2.0, False, _dlrm_medians),
+)
+
+
+def judge(report: Report) -> list[Row]:
+    """Judge all aims."""
+    return [aim.judge(report) for aim in AIMS]
+
 
 MISSING = "-"
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the parts' tables, then how far each part came, then the aims."""
+    """Print the parts' tables, then how far each part came, then the aims."""
     for title, columns, rows in (
         _copies(report),
         _kernel(report),
@@ -97,9 +181,9 @@ def _compared(report: Report) -> Content:
     for row in _rows(report, "compare"):
         key = [row["dtype"], *(str(row[name]) for name in ("dim", "hotness", "batch"))]
         times = row["times"]
-        figures = [_number(row["ns_per_row"][OURS], 3), *(_number(times.get(name)) for name in (BAG, GATHER, CUPY))]
+        figures = [_number(row["ns_per_row"][OURS], 3), *(_number(times.get(name)) for name in (BAG, GATHER))]
         lines.append([*key, *figures])
-    columns = ["dtype", "dim", "hotness", "batch", "ns/row", "EmbeddingBag", "torch gather", "CuPy gather"]
+    columns = ["dtype", "dim", "hotness", "batch", "ns/row", "EmbeddingBag", "torch gather"]
     return "beside others: shardrank's int8, then their time by its", columns, lines
 
 

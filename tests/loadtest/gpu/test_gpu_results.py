@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from loadtest.bench_gpu import SHARES, _command, _size, _size_options, allowance, main, run_apart
-from loadtest.gpu_aims import judge
-from loadtest.gpu_report import Part, Report, ReportError, Work, run_part
-from loadtest.gpu_sanitizer import SanitizerError, measure
-from loadtest.gpu_tables import show
+from loadtest.gpu.parts import Part, Report, ReportError, Work, run_part
+from loadtest.gpu.sanitizer import SanitizerError, measure
+from loadtest.gpu.tables import judge, show
 
 HEAD = {"benchmark": "bench_gpu", "format": 1}
 
@@ -86,7 +85,7 @@ def test_the_time_is_divided_among_the_parts_that_are_left():
     assert left == pytest.approx(0.0)
 
 
-BEGIN = "from pathlib import Path; from loadtest.gpu_report import Part, Report; import os, sys, time\n"
+BEGIN = "from pathlib import Path; from loadtest.gpu.parts import Part, Report; import os, sys, time\n"
 ENDINGS = {
     "done": "report.parts[name].status = 'done'; report.save()",
     "hangs": "time.sleep(600)",

@@ -1,4 +1,4 @@
-"""How long work on a card takes: CUDA events around replays of a graph, many times, in turns."""
+"""Time work on a card: CUDA events around replays of a graph, many times, in turns."""
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from loadtest.bench_gpu import main, run_here
-from loadtest.gpu_compare import BAG, GATHER, OURS
-from loadtest.gpu_report import Part, Report
-from loadtest.gpu_size import FULL
-from loadtest.gpu_tables import show
-from loadtest.gpu_timing import GROUP, time_in_turns
+from loadtest.gpu.parts import FULL, Part, Report
+from loadtest.gpu.pooling import BAG, GATHER, OURS
+from loadtest.gpu.tables import show
+from loadtest.gpu.timing import GROUP, time_in_turns
 from shardrank_testing.card_sets import card_factory
 
 TINY = replace(
