@@ -12,7 +12,7 @@ from loadtest.load.config import LoadConfig
 from loadtest.load.merge import MAX_CPU_SHARE
 from loadtest.load.result import LoadResult
 from loadtest.report import comparison as report
-from loadtest.report.ratios import measured
+from loadtest.report.comparison import measured
 from loadtest.serving_cost.messages import Weighed
 from loadtest.workloads.payloads import FORMS
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from loadtest.compare.measures import COUNTED, FORM
 from loadtest.report import numbers
 from loadtest.report.comparison import Comparison
-from loadtest.report.comparison_plots import ratio_text
+from loadtest.report.plots import ratio_text
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:

@@ -32,7 +32,7 @@ from loadtest.compare.hosts import (
     running_hosts,
 )
 from loadtest.report.comparison import Comparison
-from loadtest.report.reading import read_reported
+from loadtest.report.page import read_reported
 from shardrank_testing.processes import Program, running, wait_until
 
 TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "20", "--device", "cpu")

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loadtest.report.compared_runs import compare_runs
-from loadtest.report.comparison import Arm, Comparison
+from loadtest.report.comparison import Arm, Comparison, compare_runs, measured
 from loadtest.report.errors import ComparisonError
-from loadtest.report.ratios import measured
 from shardrank_testing.load_results import QueueLoad
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.report.scales import Linear, Log, Nines, Rows
+from loadtest.report.chart import Linear, Log, Nines, Rows
 
 amounts = st.floats(1e-3, 1e6, allow_nan=False)
 
