@@ -13,18 +13,20 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from loadtest.compare.arm_commands import (
+from loadtest.compare.cli import compare_cards
+from loadtest.compare.command import compared_snapshot
+from loadtest.compare.config import Arm, Budgets, CompareConfig, order_of_round
+from loadtest.compare.errors import ArmServerError, CompareStoreError
+from loadtest.compare.server import (
+    HOST,
     Ports,
     asking_arguments,
+    free_ports,
     node_arguments,
+    running_arm,
     server_arguments,
     server_commands,
 )
-from loadtest.compare.arm_server import HOST, free_ports, running_arm
-from loadtest.compare.cli import compare_cards
-from loadtest.compare.compared_model import compared_snapshot
-from loadtest.compare.config import Arm, Budgets, CompareConfig, order_of_round
-from loadtest.compare.errors import ArmServerError, CompareStoreError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadConfig
 from router.errors import PlanError
