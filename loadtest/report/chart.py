@@ -23,7 +23,7 @@ _CLOSE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A value of an axis that is named."""
+    """Name a value of an axis."""
 
     value: float
     label: str
@@ -140,24 +140,13 @@ class Log:
             return cls(1.0, 10.0)
         low, high = float(array.min()), float(array.max())
         if high > _CLOSE * low:
-            return cls(cls._at_or_below(low), cls._at_or_above(high))
+            below = [one for one in _around_power(low) if one <= low * (1 + 1e-9)]
+            return cls(max(below), min(one for one in _around_power(high) if one >= high * (1 - 1e-9)))
         if high <= low * 1.001:
             low, high = low * 0.99, high * 1.01
         # The step is at most a quarter of the span, so at most three quarters of `low`: 0 is not reached.
         step = _nice_step((high - low) / 8)
         return cls(step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9), step)
-
-    @staticmethod
-    def _at_or_below(value: float) -> float:
-        power = math.floor(math.log10(value))
-        return max(
-            one for one in (_of_ten(factor, power) for factor in (0.5, 1, 2, 5, 10)) if one <= value * (1 + 1e-9)
-        )
-
-    @staticmethod
-    def _at_or_above(value: float) -> float:
-        power = math.floor(math.log10(value))
-        return min(one for one in (_of_ten(factor, power) for factor in (1, 2, 5, 10, 20)) if one >= value * (1 - 1e-9))
 
     def place(self, values: npt.ArrayLike) -> Floats:
         """See `Scale`; what is 0 or below stands at the low end."""
@@ -174,6 +163,10 @@ class Log:
         values = [_of_ten(factor, power) for power in powers for factor in factors]
         inside = [value for value in values if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]
         return [Tick(value, compact(value)) for value in inside]
+
+
+def _around_power(value: float) -> list[float]:
+    return [_of_ten(factor, math.floor(math.log10(value))) for factor in (0.5, 1, 2, 5, 10, 20)]
 
 
 def _of_ten(factor: float, power: int) -> float:
@@ -218,7 +211,7 @@ class Nines:
         return 1.0 - 10.0 ** (-np.asarray(places, np.float64) * self.nines)
 
     def ticks(self) -> list[Tick]:
-        """See `Scale`: 0, 50%, and each further nine."""
+        """Name 0, 50%, and each further nine."""
         nines = [1.0 - 10.0**-count for count in range(1, math.floor(self.nines + 1e-9) + 1)]
         return [Tick(value, percentile_name(value)) for value in (0.0, 0.5, *nines)]
 
@@ -253,12 +246,12 @@ FRAME = Box(54.0, 52.0, WIDTH - 74, HEIGHT - 96)
 
 
 def picture(width: float, height: float, label: str) -> Element:
-    """An empty picture; `label` is what it shows, for those who can't see it."""
+    """Begin an empty picture; `label` is what it shows, for those who can't see it."""
     return element("svg", viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
 
 
 def written_at(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> Element:
-    """A line of text."""
+    """Write a line of text."""
     return element("text", text, x=x, y=y, class_=kind or None, text_anchor=None if anchor == "start" else anchor)
 
 
@@ -266,21 +259,21 @@ class Panel:
     """A frame with axes. Values are given in the axes' units, and held within the frame."""
 
     def __init__(self, parent: Element, box: Box, x: Scale, y: Scale) -> None:
-        """Adds a group for it to the picture."""
+        """Add a group for it to the picture."""
         self.box, self.x, self.y = box, x, y
         self.group = element("g", class_="panel")
         parent.append(self.group)
 
     def across(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Where values of the x axis stand."""
+        """Place values of the x axis."""
         return self.box.left + self.box.width * self.x.place(values)
 
     def up(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Where values of the y axis stand."""
+        """Place values of the y axis."""
         return self.box.bottom - self.box.height * self.y.place(values)
 
     def axes(self, y_label: str, x_label: str = "", x_names: bool = True) -> None:
-        """The grid, ticks and names; without `x_names` the panel below has those of x."""
+        """Draw the grid, ticks and names; without `x_names` the panel below has those of x."""
         box = self.box
         grid = element("g", class_="grid")
         names = element("g", class_="ticks")
@@ -301,12 +294,12 @@ class Panel:
             self.add(written_at(box.right, box.bottom + 32, x_label, "axis", "end"))
 
     def add(self, *contents: Content) -> None:
-        """Adds elements over those that are there."""
+        """Add elements over those that are there."""
         for content in contents:
             append(self.group, content)
 
     def line(self, x: npt.ArrayLike, y: npt.ArrayLike, series: str) -> None:
-        """A line through points; where y is NaN it has a gap."""
+        """Draw a line through points; where y is NaN it has a gap."""
         across, up = self.across(x), self.up(y)
         there = np.flatnonzero(np.isfinite(across) & np.isfinite(up))
         parts: list[str] = []
@@ -318,7 +311,7 @@ class Panel:
             self.add(element("path", d="".join(parts), class_=f"line {series}"))
 
     def dots(self, x: Sequence[float], y: Sequence[float], series: str, titles: Sequence[str], kind: str = "") -> None:
-        """Points, each with a text that shows while the pointer is over it."""
+        """Draw points, each with a text that shows while the pointer is over it."""
         places = zip(self.across(x).tolist(), self.up(y).tolist(), titles, strict=True)
         for horizontal, vertical, title in places:
             dot = element("circle", element("title", title), cx=horizontal, cy=vertical, r="3.5")
@@ -335,7 +328,7 @@ class Panel:
         over: npt.ArrayLike = 0.0,
         gap: float = 0.6,
     ) -> None:
-        """Bars between edges; one that is not 0 is at least one unit high, so that it can be seen.
+        """Draw bars between edges; one that is not 0 is at least one unit high, so that it can be seen.
 
         Args:
             edges: `[n + 1]`, on the x axis.
@@ -361,7 +354,7 @@ class Panel:
             )  # fmt: skip
 
     def vertical(self, at: float, kind: str, title: str = "") -> float:
-        """A line from top to bottom; returns where it stands."""
+        """Draw a line from top to bottom; returns where it stands."""
         x = float(self.across(at))
         self.add(
             element(
@@ -372,14 +365,14 @@ class Panel:
         return x
 
     def horizontal(self, at: float, kind: str, label: str, *, left: bool = True) -> None:
-        """A line from left to right, with its name above one of its ends."""
+        """Draw a line from left to right, with its name above one of its ends."""
         y = float(self.up(at))
         self.add(element("line", x1=self.box.left, x2=self.box.right, y1=y, y2=y, class_=kind))
         x = self.box.left + 6 if left else self.box.right - 4
         self.add(written_at(x, y - 4, label, f"label {kind}", "start" if left else "end"))
 
     def shade(self, low: float, high: float, label: str) -> None:
-        """A part of the x axis set apart."""
+        """Set a part of the x axis apart."""
         left, right = float(self.across(low)), float(self.across(high))
         if right > left:
             self.add(
@@ -390,14 +383,22 @@ class Panel:
 
 
 def deadline(panel: Panel, slo_ms: float, *, left: bool = True) -> None:
-    """A line at the deadline of goodput, its name at the end where there is more room."""
+    """Draw a line at the deadline of goodput, its name at the end where there is more room."""
     panel.horizontal(slo_ms, "deadline", f"deadline {compact(slo_ms)} ms", left=left)
+
+
+def half_chart(label: str, x: Scale, y: Scale, y_name: str, x_name: str) -> tuple[Element, Panel]:
+    """Begin a chart of half the page's width: the picture, and its one panel with axes."""
+    drawn = picture(WIDTH, HEIGHT, label)
+    panel = Panel(drawn, FRAME, x, y)
+    panel.axes(y_name, x_name)
+    return drawn, panel
 
 
 def legend(
     parent: Element, left: float, top: float, names: Sequence[tuple[str, str]], right: float = WIDTH - 8
 ) -> None:
-    """The series' names with their strokes, in a row, or in several if they would pass `right`.
+    """Write the series' names with their strokes, in a row, or in several if they would pass `right`.
 
     Args:
         parent: the picture.

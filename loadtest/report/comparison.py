@@ -14,7 +14,7 @@ four, 92% with five and 94% from six on (simulated). With one round there is non
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Literal, Self, TypeAlias
 
@@ -47,7 +47,7 @@ class Ratio(Frozen):
 
     @property
     def certain(self) -> bool:
-        """Whether the interval has 1 outside: the arms differ."""
+        """Tell whether the interval has 1 outside: the arms differ."""
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
@@ -137,25 +137,14 @@ _T_975 = (
 )  # fmt: skip
 
 
-def measured(
-    name: str,
-    unit: str,
-    better: Better,
-    values: Sequence[Sequence[float]],
-    *,
-    baseline: int = 0,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Measured:
-    """Reckons a measure's ratios.
+def measured(name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0) -> Measured:
+    """Compute a measure's ratios to the first arm.
 
     Args:
         name: of the measure.
         unit: of the values.
         better: which way is good.
         values: `[arms][rounds]`; round i of one arm goes with round i of every other.
-        baseline: index of the arm to compare to.
-        resamples: of the bootstrap.
         seed: of the bootstrap.
 
     Raises:
@@ -167,31 +156,27 @@ def measured(
         raise ComparisonError(
             f"{name}: arms have {[len(one) for one in values]} rounds; all must have as many, at least 1"
         )
-    if not 0 <= baseline < len(values):
-        raise ComparisonError(f"baseline: {baseline}; there are {len(values)} arms")
     table = np.asarray(values, np.float64)
     if not (np.isfinite(table).all() and (table > 0).all()):
         raise ComparisonError(f"{name}: {table.tolist()}; ratios need values above 0 in every round")
-    logs = np.log(table / table[baseline])
+    logs = np.log(table / table[0])
     return Measured(
         name=name,
         unit=unit,
         better=better,
         values=tuple(tuple(map(float, one)) for one in values),
         middle=tuple(np.median(table, axis=1).tolist()),
-        ratios=tuple(
-            Ratio(value=1.0) if arm == baseline else _ratio(one, resamples, seed) for arm, one in enumerate(logs)
-        ),
+        ratios=(Ratio(value=1.0), *(_ratio(one, seed) for one in logs[1:])),
     )
 
 
-def _ratio(logs: npt.NDArray[np.float64], resamples: int, seed: int) -> Ratio:
+def _ratio(logs: npt.NDArray[np.float64], seed: int) -> Ratio:
     rounds = len(logs)
     value = math.exp(float(logs.mean()))
     if rounds < 2:
         return Ratio(value=value)
     # The same rounds are drawn for every arm and measure: their ratios come from one set of resampled experiments.
-    drawn = np.random.default_rng(seed).integers(0, rounds, (resamples, rounds))
+    drawn = np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
     means = logs[drawn].mean(axis=1)
     tail = _expanded_tail(rounds)
     low, high = np.quantile(means, [tail, 1 - tail])
@@ -205,24 +190,21 @@ def _expanded_tail(rounds: int) -> float:
     return NormalDist().cdf(-math.sqrt(rounds / freedom) * quantile)
 
 
-MEASURES: tuple[tuple[str, str, Better], ...] = (
-    ("p50", "ms", "lower"),
-    ("p99", "ms", "lower"),
-    ("p99.9", "ms", "lower"),
-    ("answers in time", "/s", "higher"),
+_MEASURES: tuple[tuple[str, str, Better, Callable[[LoadResult], float | None]], ...] = (
+    ("p50", "ms", "lower", lambda run: run.latency_of_due.p50_ms),
+    ("p99", "ms", "lower", lambda run: run.latency_of_due.p99_ms),
+    ("p99.9", "ms", "lower", lambda run: run.latency_of_due.p999_ms),
+    ("answers in time", "/s", "higher", lambda run: run.goodput),
 )
 _ALIKE = ("target", "model", "workload", "api", "ids", "candidates", "arrivals", "rate", "duration_s", "slo_ms")
 
 
-def compare_runs(
-    title: str, arms: Mapping[str, Sequence[LoadResult]], *, setup: Mapping[str, str] | None = None, seed: int = 0
-) -> Comparison:
-    """Compares load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
+def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
+    """Compare load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
 
     Args:
         title: what is compared.
         arms: the runs of each, in rounds; the first arm is the baseline.
-        setup: what all have alike; what the runs themselves agree on is added.
         seed: of the bootstrap.
 
     Raises:
@@ -235,7 +217,8 @@ def compare_runs(
         raise ComparisonError(f"arms: {counts} runs; all must have as many, at least 1")
     runs = [run for of_arm in arms.values() for run in of_arm]
     found, left_out = [], []
-    for (name, unit, better), values in zip(MEASURES, _values_of(arms), strict=True):
+    for name, unit, better, value_of in _MEASURES:
+        values = [[value_of(run) or 0.0 for run in of_arm] for of_arm in arms.values()]
         if all(value > 0 for of_arm in values for value in of_arm):
             found.append(measured(name, unit, better, values, seed=seed))
         else:
@@ -243,7 +226,7 @@ def compare_runs(
     first = runs[0]
     return Comparison(
         title=title,
-        setup={**_alike(runs), **(setup or {})},
+        setup=_alike(runs),
         arms=tuple(Arm(name=name, runs=tuple(of_arm)) for name, of_arm in arms.items()),
         baseline=0,
         rounds=len(runs) // len(arms),
@@ -266,17 +249,8 @@ def _reasons(arms: Mapping[str, Sequence[LoadResult]]) -> list[str]:
     ]
 
 
-def _values_of(arms: Mapping[str, Sequence[LoadResult]]) -> list[list[list[float]]]:
-    """`[measures][arms][rounds]`; 0 where there is none."""
-    latencies = [
-        [[getattr(run.latency_of_due, field) or 0.0 for run in of_arm] for of_arm in arms.values()]
-        for field in ("p50_ms", "p99_ms", "p999_ms")
-    ]
-    return [*latencies, [[run.goodput for run in of_arm] for of_arm in arms.values()]]
-
-
 def _alike(runs: Sequence[LoadResult]) -> dict[str, str]:
-    """What all runs were asked, by field."""
+    """Collect what all runs were asked alike, by field."""
     values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
     alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
     forms = {FORMS[run.varied] for run in runs}

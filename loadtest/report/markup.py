@@ -51,7 +51,7 @@ def element(tag: str, *contents: Content, **attributes: str | float | None) -> E
 
 
 def append(parent: Element, content: Content) -> None:
-    """Adds an element or a text at the end."""
+    """Add an element or a text at the end."""
     if not isinstance(content, str):
         parent.append(content)
     elif len(parent):
@@ -61,17 +61,17 @@ def append(parent: Element, content: Content) -> None:
 
 
 def plain(text: str) -> str:
-    """The text, with U+FFFD for each character that XML can't hold."""
+    """Replace each character that XML can't hold by U+FFFD."""
     return _NOT_XML.sub("\ufffd", text)
 
 
 def coordinate(value: float) -> str:
-    """A number as SVG's attributes have it: at most one decimal."""
+    """Write a number as SVG's attributes have it: at most one decimal."""
     return f"{round(value, 1) + 0.0:.6g}"
 
 
 def written(root: Element) -> str:
-    """The element as text."""
+    """Write the element as text."""
     return ET.tostring(root, encoding="unicode", short_empty_elements=False)
 
 
@@ -101,11 +101,11 @@ class Fields:
         self._document, self._prefix = document, prefix
 
     def below(self, *keys: Key) -> Fields:
-        """Those of a part."""
+        """Read the fields of a part."""
         return Fields(self._document, *self._prefix, *keys)
 
     def value(self, *keys: Key) -> Any:
-        """A field's value."""
+        """Look up a field."""
         found: Any = self._document
         for key in (*self._prefix, *keys):
             found = getattr(found, key) if isinstance(found, BaseModel) and isinstance(key, str) else found[key]
@@ -126,49 +126,45 @@ class Fields:
         return element("data", text, value=repr(value), data_of=self.pointer(*keys))
 
     def ms(self, *keys: Key, unit: str = "") -> Cell:
-        """Milliseconds."""
-        return self._number(keys, numbers.significant, unit)
-
-    def seconds(self, *keys: Key, unit: str = "") -> Cell:
-        """Seconds, below 0 if before the beginning."""
+        """Show measured milliseconds or seconds, three digits."""
         return self._number(keys, numbers.significant, unit)
 
     def count(self, *keys: Key, unit: str = "") -> Cell:
-        """A whole number."""
+        """Show a count."""
         return self._number(keys, numbers.count, unit)
 
     def rate(self, *keys: Key, unit: str = "/s") -> Cell:
-        """Of a second."""
+        """Show a number a second."""
         return self._number(keys, numbers.rate, unit)
 
     def exact(self, *keys: Key, unit: str = "") -> Cell:
-        """As it is: what was asked for, not measured."""
+        """Show what was asked for, not measured, as it is."""
         return self._number(keys, numbers.compact, unit)
 
     def plain(self, *keys: Key, unit: str = "") -> Cell:
-        """A whole number that is a name and not an amount, without separators."""
+        """Show a whole number that is a name, without separators."""
         return self._number(keys, str, unit)
 
     def share(self, *keys: Key) -> Cell:
-        """In percent."""
+        """Show a measured share in percent."""
         return self._number(keys, numbers.share, "%")
 
     def exact_share(self, *keys: Key) -> Cell:
-        """In percent, what was asked for."""
+        """Show in percent a share that was asked for."""
         return self._number(keys, numbers.exact_share, "%")
 
     def size(self, *keys: Key) -> Cell:
-        """Bytes."""
+        """Show bytes."""
         return self._number(keys, numbers.size, "")
 
     def text(self, *keys: Key) -> Cell:
-        """Words; a dash for None."""
+        """Show words; a dash for None."""
         value = self.value(*keys)
         return Cell(element("span", numbers.MISSING if value is None else str(value), data_of=self.pointer(*keys)))
 
 
 def shown(cell: Cell) -> list[Content]:
-    """A cell's content with its unit, for use outside of a table."""
+    """List a cell's content and its unit."""
     return [cell.content, element("span", f" {cell.unit}", class_="unit")] if cell.unit else [cell.content]
 
 
@@ -176,7 +172,7 @@ Shown = Cell | Content
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Shown]], kind: str = "") -> Element:
-    """A table with a row of heads.
+    """Make a table with a row of heads.
 
     Args:
         heads: names of the columns; a unit stands after a comma.
@@ -198,19 +194,19 @@ def _cell(one: Shown) -> Element:
 
 
 def pairs(rows: Sequence[tuple[str, Shown]]) -> Element:
-    """Names with what they are, one under the other."""
+    """Make a table of names and what they are."""
     body = [element("tr", element("th", name, scope="row"), _cell(one)) for name, one in rows]
     return element("div", element("table", element("tbody", *body), class_="pairs"), class_="scroll")
 
 
 def figure(title: str, plot: Element, note: str = "", kind: str = "") -> Element:
-    """A plot with its title and a sentence on how to read it."""
+    """Put a title and a sentence on how to read it around a plot."""
     notes = [element("figcaption", note)] if note else []
     return element("figure", element("h2", title), element("div", plot, class_="scroll"), *notes, class_=kind or None)
 
 
 def verdict(valid: bool, good: Content, bad: str, reasons: Sequence[Content]) -> Element:
-    """Whether the numbers may be believed, before any of them."""
+    """Say whether the numbers may be believed."""
     if valid:
         return element("div", element("b", "Valid. "), good, class_="verdict valid")
     listed = element("ul", *[element("li", one) for one in reasons])
@@ -218,7 +214,7 @@ def verdict(valid: bool, good: Content, bad: str, reasons: Sequence[Content]) ->
 
 
 def tile(name: str, cell: Cell, more: str = "", kind: str = "") -> Element:
-    """A number of the headline."""
+    """Make a number of the headline."""
     parts: list[Content] = [
         element("div", name, class_="name"),
         element("div", *shown(cell), class_="figure"),
@@ -228,11 +224,11 @@ def tile(name: str, cell: Cell, more: str = "", kind: str = "") -> Element:
 
 
 def section(title: str, *contents: Content, note: str = "") -> Element:
-    """A part of the page under a heading, with a sentence on how to read it."""
+    """Put a part of the page under a heading, with a sentence on how to read it."""
     notes = [element("p", note, class_="note")] if note else []
     return element("section", element("h2", title), *contents, *notes)
 
 
 def folded(title: str, *contents: Content) -> Element:
-    """A part that is shown when its title is clicked."""
+    """Make a part that is shown when its title is clicked."""
     return element("details", element("summary", title), *contents)

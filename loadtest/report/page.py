@@ -51,8 +51,8 @@ from loadtest.workloads.payloads import FORMS
 PERCENTILES = ("min_ms", "mean_ms", "p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
 
 
-def setup(fields: Fields) -> Element:
-    """What was asked, of whom, and how."""
+def _setup(fields: Fields) -> Element:
+    """Say what was asked, of whom, and how."""
     return pairs(
         [
             ("target", fields.text("target")),
@@ -81,8 +81,8 @@ def _or_own(fields: Fields, field: str) -> Cell:
     return fields.text(field)
 
 
-def latencies(fields: Fields) -> Element:
-    """Every percentile, three ways."""
+def _latencies(fields: Fields) -> Element:
+    """Show every percentile, three ways."""
     rows: list[list[Shown]] = [
         [name, *[fields.ms(part, field) for field in PERCENTILES]]
         for name, part in (
@@ -94,8 +94,8 @@ def latencies(fields: Fields) -> Element:
     return table(["ms", "min", "mean", "p50", "p90", "p99", "p99.9", "max"], rows)
 
 
-def counts(result: LoadResult, fields: Fields) -> Element:
-    """Requests by what became of them."""
+def _counts(result: LoadResult, fields: Fields) -> Element:
+    """Count requests by what became of them."""
     rows: list[list[Shown]] = [
         [name, fields.count(field), _percent(fields.value(field), result.due)]
         for name, field in (("due", "due"), ("sent", "sent"), ("answered right", "answered"),
@@ -112,8 +112,8 @@ def _percent(part: int, whole: int) -> Cell:
     return Cell(numbers.share(part / whole) if whole else numbers.MISSING, True)
 
 
-def generator(result: LoadResult, fields: Fields) -> Element:
-    """Whether the generator kept up, process by process."""
+def _generator(result: LoadResult, fields: Fields) -> Element:
+    """Show whether the generator kept up, process by process."""
     own = fields.below("generator")
     rows: list[list[Shown]] = [
         [
@@ -136,17 +136,17 @@ def generator(result: LoadResult, fields: Fields) -> Element:
     return element("div", table(heads, rows), limits)
 
 
-def marks(result: LoadResult, fields: Fields) -> Element:
-    """What happened, with the numbers that it has in the time line."""
+def _marks(result: LoadResult, fields: Fields) -> Element:
+    """List what happened, with the numbers that it has in the time line."""
     rows: list[list[Shown]] = [
-        [str(index + 1), fields.seconds("marks", index, "at_s"), fields.text("marks", index, "label")]
+        [str(index + 1), fields.ms("marks", index, "at_s"), fields.text("marks", index, "label")]
         for index in range(len(result.marks))
     ]
     return table(["mark", "at, s", "what"], rows, "narrow")
 
 
-def seconds(result: LoadResult, fields: Fields) -> Element:
-    """The time line as numbers."""
+def _seconds(result: LoadResult, fields: Fields) -> Element:
+    """Show the time line as numbers."""
     rows: list[list[Shown]] = []
     for index, one in enumerate(result.time_line):
         own = fields.below("time_line", index)
@@ -162,20 +162,20 @@ def seconds(result: LoadResult, fields: Fields) -> Element:
     return table(["at, s", "due", "answered", "failed", "p50, ms", "p99, ms", "in flight", ""], rows)
 
 
-def machine(fields: Fields) -> Element:
-    """Where the generator ran, and with what."""
+def _machine(fields: Fields, cores: str = "cores for the generator") -> list[Element]:
+    """Say where it ran, and with what; nothing where that is not known."""
     own = fields.below("machine")
-    versions = sorted(fields.value("versions"))
-    return pairs(
-        [
+    rows: list[tuple[str, Shown]] = []
+    if fields.value("machine") is not None:
+        rows += [
             ("machine", own.text("name")),
             ("processor", own.text("cpu")),
-            ("cores for the generator", own.count("cores")),
+            (cores, own.count("cores")),
             ("memory", own.size("memory_bytes")),
             ("system", own.text("system")),
-            *[(name, fields.text("versions", name)) for name in versions],
         ]
-    )
+    rows += [(name, fields.text("versions", name)) for name in sorted(fields.value("versions"))]
+    return [section("Machine", pairs(rows))] if rows else []
 
 
 PERCENTILES_NOTE = (
@@ -187,9 +187,16 @@ TIME_LINE_NOTE = "Requests stand at the second in which they were due; what is s
 _FAILED = {"p50_ms": "half or more", "p99_ms": "1% or more", "p999_ms": "0.1% or more", "max_ms": "some"}
 
 
-def headline(result: LoadResult, fields: Fields) -> list[Content]:
-    """Whether it is valid, the rate, the latencies and the errors."""
-    reasons = [fields.text("invalid_because", index).content for index in range(len(result.invalid_because))]
+def run_page(result: LoadResult, fields: Fields) -> list[Content]:
+    """Make everything that is shown of one run."""
+    return [*_run_headline(result, fields), *_run_body(result, fields)]
+
+
+def _reasons(fields: Fields) -> list[Content]:
+    return [fields.text("invalid_because", index).content for index in range(len(fields.value("invalid_because")))]
+
+
+def _run_headline(result: LoadResult, fields: Fields) -> list[Content]:
     failed = result.due - result.answered
     sum_of_errors = Cell(
         element("data", numbers.count(failed), value=repr(failed), data_sum_of=fields.pointer("errors"))
@@ -208,7 +215,7 @@ def headline(result: LoadResult, fields: Fields) -> list[Content]:
             result.valid,
             "The generator kept up with the rate, so these numbers are the server's.",
             "These numbers are not the server's alone:",
-            reasons,
+            _reasons(fields),
         ),
         element("div", *tiles, class_="tiles"),
     ]
@@ -226,8 +233,8 @@ def _part(part: int, whole: int, of: str) -> str:
     return f"{numbers.share(part / whole)}% {of}" if whole else ""
 
 
-def plots(result: LoadResult) -> list[Content]:
-    """The three plots; none of latency where nothing was answered."""
+def _run_plots(result: LoadResult) -> list[Content]:
+    """Draw the three plots; none of latency where nothing was answered."""
     drawn: list[Content] = []
     if Histogram.decode(result.latency_histogram).count:
         percentiles = figure("Latency by percentile", percentile_plot(result), PERCENTILES_NOTE)
@@ -242,30 +249,29 @@ def plots(result: LoadResult) -> list[Content]:
     return drawn
 
 
-def run_body(result: LoadResult, fields: Fields) -> list[Content]:
-    """Everything below the headline."""
+def _run_body(result: LoadResult, fields: Fields) -> list[Content]:
     examples = [
         element("li", fields.text("error_examples", index).content) for index in range(len(result.error_examples))
     ]
-    requests: list[Content] = [counts(result, fields)]
+    requests: list[Content] = [_counts(result, fields)]
     requests += [element("p", "First failures:", class_="note"), element("ul", *examples)] if examples else []
-    parts: list[Content] = [*plots(result)]
+    parts: list[Content] = _run_plots(result)
     if result.marks:
-        parts.append(section("Marks", marks(result, fields)))
+        parts.append(section("Marks", _marks(result, fields)))
     parts += [
         section(
             "Latency",
-            latencies(fields),
+            _latencies(fields),
             note="From the intended send time, so a request that had to wait to be sent is charged for the wait. "
             "Percentiles have three significant digits.",
         ),
         element(
-            "div", section("Requests", *requests), section("Generator", generator(result, fields)), class_="columns"
+            "div", section("Requests", *requests), section("Generator", _generator(result, fields)), class_="columns"
         ),
-        element("div", section("Setup", setup(fields)), section("Machine", machine(fields)), class_="columns"),
+        element("div", section("Setup", _setup(fields)), *_machine(fields), class_="columns"),
     ]
     if result.time_line:
-        parts.append(section("Second by second", folded(f"{len(result.time_line)} seconds", seconds(result, fields))))
+        parts.append(section("Second by second", folded(f"{len(result.time_line)} seconds", _seconds(result, fields))))
     return parts
 
 
@@ -281,9 +287,14 @@ ANSWERS_NOTE = "On the dotted line everything that was due was answered."
 SWEEP_CURVES_NOTE = "Of all requests that were due, at some of the rates."
 
 
-def sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
-    """The highest rate, what it is limited by, and the latencies at it."""
-    best = chosen_step(sweep)
+def sweep_page(sweep: SweepResult, fields: Fields) -> list[Content]:
+    """Make everything that is shown of a sweep."""
+    return [*_sweep_headline(sweep, fields), *_sweep_body(sweep, fields)]
+
+
+def _sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
+    """Show the highest rate, what it is limited by, and the latencies at it."""
+    best = _chosen_step(sweep)
     found = sweep.highest_rate is not None and best is not None
     slo = numbers.compact(sweep.slo_ms)
     told = LIMITS[sweep.limited_by]
@@ -306,15 +317,15 @@ def sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
     ]
 
 
-def chosen_step(sweep: SweepResult) -> int | None:
-    """Index of the last valid step at the highest rate."""
+def _chosen_step(sweep: SweepResult) -> int | None:
+    """Find the last valid step at the highest rate."""
     found = [index for index, step in enumerate(sweep.steps) if step.valid and step.rate == sweep.highest_rate]
     return found[-1] if found else None
 
 
-def steps_table(sweep: SweepResult, fields: Fields) -> Element:
-    """A row for each step, by rate."""
-    best = chosen_step(sweep)
+def _steps_table(sweep: SweepResult, fields: Fields) -> Element:
+    """Make a row for each step, by rate."""
+    best = _chosen_step(sweep)
     rows: list[list[Shown]] = []
     for index, step in by_rate(sweep):
         own = fields.below("steps", index)
@@ -344,8 +355,7 @@ def _outcome(sweep: SweepResult, step: LoadResult, best: bool) -> Content:
     return element("span", "the highest" if best else "kept", class_="better")
 
 
-def sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
-    """Everything below the headline."""
+def _sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
     plots = [
         figure("Latency against rate", latency_plot(sweep), LATENCY_NOTE),
         figure("Answers against rate", throughput_plot(sweep), ANSWERS_NOTE),
@@ -353,12 +363,11 @@ def sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
     if chosen := _drawn(sweep):
         curves = curves_plot(chosen, sweep.slo_ms, "Percentiles by rate")
         plots.append(figure("Percentiles by rate", curves, SWEEP_CURVES_NOTE))
-    parts: list[Content] = [element("div", *plots, class_="plots"), section("Steps", steps_table(sweep, fields))]
+    parts: list[Content] = [element("div", *plots, class_="plots"), section("Steps", _steps_table(sweep, fields))]
     runs: list[Content] = []
     for index, step in by_rate(sweep):
         own = fields.below("steps", index)
-        inside = [*headline(step, own), *run_body(step, own)]
-        runs.append(folded(f"Step {index + 1}: {numbers.rate(step.rate)}/s", *inside))
+        runs.append(folded(f"Step {index + 1}: {numbers.rate(step.rate)}/s", *run_page(step, own)))
     return [*parts, section("Search", _search(fields)), section("Everything of each step", *runs)]
 
 
@@ -377,7 +386,7 @@ def _search(fields: Fields) -> Element:
 def _drawn(sweep: SweepResult) -> list[tuple[str, list[LoadResult]]]:
     """The steps whose percentiles are drawn: evenly chosen by rate, with the highest that kept and the next one."""
     steps = [(index, step) for index, step in by_rate(sweep) if step.answered]
-    best = chosen_step(sweep)
+    best = _chosen_step(sweep)
     if len(steps) > MAX_CURVES:
         apart = [place for place, (index, _) in enumerate(steps) if index == best]
         kept = {0, len(steps) - 1, *apart, *(place + 1 for place in apart)} & set(range(len(steps)))
@@ -395,10 +404,14 @@ RATIOS_NOTE = (
 ARM_CURVES_NOTE = "Of all requests that were due, all rounds together."
 
 
-def comparison_headline(comparison: Comparison, fields: Fields) -> list[Content]:
-    """Whether it may be believed, and how sure it is."""
+def comparison_page(comparison: Comparison, fields: Fields) -> list[Content]:
+    """Make everything that is shown of a comparison."""
+    return [*_comparison_headline(comparison, fields), *_comparison_body(comparison, fields)]
+
+
+def _comparison_headline(comparison: Comparison, fields: Fields) -> list[Content]:
+    """Say whether it may be believed, and how sure it is."""
     base = comparison.arms[comparison.baseline].name
-    reasons = [fields.text("invalid_because", index).content for index in range(len(comparison.invalid_because))]
     rounds = f"{comparison.rounds} round" + ("s" if comparison.rounds > 1 else "")
     if comparison.rounds < 2:
         sure = "One round has no confidence interval: a difference may be chance."
@@ -409,13 +422,13 @@ def comparison_headline(comparison: Comparison, fields: Fields) -> list[Content]
                 f" They can't go beyond the lowest and highest round, so with fewer than {FEW_ROUNDS} they cover less."
             )
     return [
-        verdict(comparison.valid, "Every run is.", "Some of it can't be believed:", reasons),
+        verdict(comparison.valid, "Every run is.", "Some of it can't be believed:", _reasons(fields)),
         element("p", f"{len(comparison.arms)} arms in {rounds}, as ratios to {base}. {sure}"),
     ]
 
 
-def ratios_table(comparison: Comparison, fields: Fields) -> Element:
-    """A row for each measure: every arm's median, and under it the ratio to the baseline."""
+def _ratios_table(comparison: Comparison, fields: Fields) -> Element:
+    """Make a row for each measure: every arm's median, and under it the ratio to the baseline."""
     rows: list[list[Shown]] = []
     for index, one in enumerate(comparison.measures):
         own = fields.below("measures", index)
@@ -444,8 +457,8 @@ def _with_ratio(value: Cell, one: Measured, fields: Fields, arm: int) -> Cell:
     return Cell(element("div", value.content, below), True)
 
 
-def rounds_table(comparison: Comparison, fields: Fields) -> Element:
-    """Every value that was measured."""
+def _rounds_table(comparison: Comparison, fields: Fields) -> Element:
+    """Show every value that was measured."""
     rows: list[list[Shown]] = [
         [one.name, one.unit, arm.name, *[_measure(one, fields, "measures", index, "values", number, turn)
                                          for turn in range(comparison.rounds)]]
@@ -455,11 +468,10 @@ def rounds_table(comparison: Comparison, fields: Fields) -> Element:
     return table(["", "unit", "", *[f"round {turn + 1}" for turn in range(comparison.rounds)]], rows)
 
 
-def comparison_body(comparison: Comparison, fields: Fields) -> list[Content]:
-    """Everything below the headline."""
+def _comparison_body(comparison: Comparison, fields: Fields) -> list[Content]:
     parts: list[Content] = []
     if comparison.measures:
-        parts.append(section("Ratios", ratios_table(comparison, fields), note=RATIOS_NOTE))
+        parts.append(section("Ratios", _ratios_table(comparison, fields), note=RATIOS_NOTE))
         if len(comparison.arms) > 1:
             parts.append(figure("Ratios to the baseline", ratio_plot(comparison), kind="long"))
     with_runs = [(arm.name, arm.runs) for arm in comparison.arms if any(run.answered for run in arm.runs)]
@@ -474,20 +486,18 @@ def comparison_body(comparison: Comparison, fields: Fields) -> list[Content]:
     if plots:
         parts.append(element("div", *plots, class_="plots"))
     if comparison.measures:
-        parts.append(section("Rounds", rounds_table(comparison, fields)))
-    parts.append(
-        element("div", section("Setup", _setup(comparison, fields)), *_machine(comparison, fields), class_="columns")
-    )
+        parts.append(section("Rounds", _rounds_table(comparison, fields)))
+    setup = section("Setup", _comparison_setup(comparison, fields))
+    parts.append(element("div", setup, *_machine(fields, "cores"), class_="columns"))
     runs: list[Content] = []
     for number, arm in enumerate(comparison.arms):
         for turn, run in enumerate(arm.runs):
             own = fields.below("arms", number, "runs", turn)
-            inside = [*headline(run, own), *run_body(run, own)]
-            runs.append(folded(f"{arm.name}, round {turn + 1}", *inside))
+            runs.append(folded(f"{arm.name}, round {turn + 1}", *run_page(run, own)))
     return [*parts, section("Everything of each run", *runs)] if runs else parts
 
 
-def _setup(comparison: Comparison, fields: Fields) -> Element:
+def _comparison_setup(comparison: Comparison, fields: Fields) -> Element:
     rows: list[tuple[str, Shown]] = [(name, fields.text("setup", name)) for name in comparison.setup]
     rows += [
         ("rounds", fields.count("rounds")),
@@ -498,29 +508,15 @@ def _setup(comparison: Comparison, fields: Fields) -> Element:
     return pairs(rows)
 
 
-def _machine(comparison: Comparison, fields: Fields) -> list[Element]:
-    rows: list[tuple[str, Shown]] = []
-    if comparison.machine is not None:
-        own = fields.below("machine")
-        rows += [
-            ("machine", own.text("name")),
-            ("processor", own.text("cpu")),
-            ("cores", own.count("cores")),
-            ("memory", own.size("memory_bytes")),
-            ("system", own.text("system")),
-        ]
-    rows += [(name, fields.text("versions", name)) for name in sorted(comparison.versions)]
-    return [section("Machine", pairs(rows))] if rows else []
-
-
 Reported: TypeAlias = LoadResult | SweepResult | Comparison
+_REPORTED: TypeAdapter[Reported] = TypeAdapter(Annotated[Reported, Field(discriminator="kind")])
 
 # The page may load nothing, even if something in it tried to.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def title(result: Reported) -> str:
-    """The page's title: what was measured."""
+    """Name what was measured."""
     if isinstance(result, Comparison):
         return result.title
     run = result.steps[0] if isinstance(result, SweepResult) else result
@@ -532,19 +528,18 @@ def title(result: Reported) -> str:
 
 
 def html(result: Reported) -> str:
-    """The page as text: an HTML document whose body is well-formed XML.
+    """Write the page as text: an HTML document whose body is well-formed XML.
 
     Raises:
         HistogramError: if a histogram in the result can't be decoded.
     """
     fields = Fields(result)
-    contents: list[Content]
     if isinstance(result, Comparison):
-        name, contents = "comparison", [*comparison_headline(result, fields), *comparison_body(result, fields)]
+        name, contents = "comparison", comparison_page(result, fields)
     elif isinstance(result, SweepResult):
-        name, contents = "load sweep", [*sweep_headline(result, fields), *sweep_body(result, fields)]
+        name, contents = "load sweep", sweep_page(result, fields)
     else:
-        name, contents = "load test", [*headline(result, fields), *run_body(result, fields)]
+        name, contents = "load test", run_page(result, fields)
     top = [
         element("div", f"shardrank {name}", class_="product"),
         element("h1", title(result), data_of="/title" if isinstance(result, Comparison) else None),
@@ -560,11 +555,7 @@ def html(result: Reported) -> str:
 
 
 def write_html(result: Reported, path: Path) -> None:
-    """Writes the page.
-
-    Args:
-        result: a run, a sweep or a comparison.
-        path: of the file; one that is there is replaced.
+    """Write the page to a file.
 
     Raises:
         HistogramError: if a histogram in the result can't be decoded.
@@ -577,18 +568,12 @@ def write_html(result: Reported, path: Path) -> None:
         raise PageFileError(f"{path}: {error.strerror or error}") from error
 
 
-_ANY: TypeAdapter[LoadResult | SweepResult | Comparison] = TypeAdapter(
-    Annotated[LoadResult | SweepResult | Comparison, Field(discriminator="kind")]
-)
-MAX_PROBLEMS = 5
-
-
-def read_reported(path: Path) -> LoadResult | SweepResult | Comparison:
-    """Reads a document that `--json` wrote.
+def read_reported(path: Path) -> Reported:
+    """Read a document that `--json` wrote.
 
     Raises:
         ResultFileError: no such file, too large, or not such a document.
     """
     return read_document(
-        path, _ANY, [LoadResult, SweepResult, Comparison], "no result of a run, a sweep or a comparison", MAX_PROBLEMS
+        path, _REPORTED, [LoadResult, SweepResult, Comparison], "no result of a run, a sweep or a comparison", 5
     )

@@ -17,9 +17,7 @@ from loadtest.load.result import EncodedHistogram, LoadResult, Mark, Percentiles
 from loadtest.report import numbers
 from loadtest.report.chart import (
     FRAME,
-    HEIGHT,
     LETTER,
-    WIDTH,
     Box,
     Linear,
     Log,
@@ -27,6 +25,7 @@ from loadtest.report.chart import (
     Panel,
     Rows,
     deadline,
+    half_chart,
     legend,
     picture,
     written_at,
@@ -57,7 +56,7 @@ class Histogram:
 
     @classmethod
     def decode(cls, encoded: EncodedHistogram) -> Histogram:
-        """Reads it.
+        """Decode it.
 
         Raises:
             HistogramError: if it is no HDR histogram, or has another count than is said beside it.
@@ -77,16 +76,16 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values in it."""
+        """Count the values in it."""
         return int(self.counts.sum())
 
     @property
     def middle_ms(self) -> Floats:
-        """Of each bucket."""
+        """Find the middle of each bucket."""
         return (self.low_ms + self.high_ms) / 2
 
     def curve(self, scale: Nines, of: int | None = None, points: int = 400) -> tuple[Floats, Floats]:
-        """Percentiles and the times at them, as far apart as the scale draws them.
+        """Find percentiles and the times at them, as far apart as the scale draws them.
 
         Args:
             scale: of the percentiles.
@@ -109,7 +108,7 @@ class Histogram:
         return quantiles, self.high_ms[np.searchsorted(np.cumsum(self.counts), wanted)]
 
     def bars(self, low_ms: float, high_ms: float, bars: int = 72) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """The counts in bars of equal ratio; all values must be within the ends.
+        """Count in bars of equal ratio; all values must be within the ends.
 
         Returns:
             float64 `[n + 1]` edges in milliseconds, and int64 `[n]` counts; n is less than asked for where bars would
@@ -125,7 +124,7 @@ class Histogram:
 
 
 def merged(histograms: list[Histogram]) -> Histogram:
-    """All values of several together."""
+    """Put all values of several together."""
     low = np.concatenate([one.low_ms for one in histograms])
     high = np.concatenate([one.high_ms for one in histograms])
     counts = np.concatenate([one.counts for one in histograms])
@@ -139,13 +138,12 @@ NAMED = (("p50", 0.5, "p50_ms"), ("p90", 0.9, "p90_ms"), ("p99", 0.99, "p99_ms")
 
 
 def percentile_plot(result: LoadResult) -> Element:
-    """Latency and service time by percentile, its axis stretched by the nines; failures stand beyond the line's end."""
+    """Draw latency and service time by percentile, stretched by the nines; failures stand beyond the line's end."""
     latency, service = Histogram.decode(result.latency_histogram), Histogram.decode(result.service_histogram)
     scale = Nines.of(max(result.due, 1))
     ends = [one.high_ms for one in (latency, service)] + [latency.low_ms, service.low_ms, np.array([result.slo_ms])]
-    drawn = picture(WIDTH, HEIGHT, "Latency by percentile")
-    panel = Panel(drawn, FRAME, scale, Log.around(np.concatenate(ends)))
-    panel.axes("ms", "percentile of requests")
+    y = Log.around(np.concatenate(ends))
+    drawn, panel = half_chart("Latency by percentile", scale, y, "ms", "percentile of requests")
     deadline(panel, result.slo_ms)
     _failures(panel, result)
     # Over all that were due: the lines end where failures begin.
@@ -180,15 +178,14 @@ def _named_points(panel: Panel, of: Percentiles, scale: Nines) -> None:
 
 
 def histogram_plot(result: LoadResult) -> Element:
-    """How many requests were answered in what time; bars of equal ratio."""
+    """Draw how many requests were answered in what time; bars of equal ratio."""
     histogram = Histogram.decode(result.latency_histogram)
     x = Log.around(np.concatenate([histogram.low_ms, histogram.high_ms]))
     # Fewer bars for fewer values, so that what shows is the shape and not the noise.
     bars = int(np.clip(2.5 * np.cbrt(histogram.count), 12, 72))
     edges, counts = histogram.bars(x.low, x.high, bars)
-    drawn = picture(WIDTH, HEIGHT, "Histogram of latency")
-    panel = Panel(drawn, FRAME, x, Linear.around(counts, whole=True))
-    panel.axes("answers", "latency, ms")
+    y = Linear.around(counts, whole=True)
+    drawn, panel = half_chart("Histogram of latency", x, y, "answers", "latency, ms")
     titles = [
         f"{significant(low)} to {significant(high)} ms: {count(number)}"
         for low, high, number in zip(edges[:-1], edges[1:], counts, strict=True)
@@ -238,7 +235,7 @@ class TimeLine:
 
     @classmethod
     def of(cls, result: LoadResult) -> TimeLine:
-        """Joins seconds where there are more than can be drawn."""
+        """Join seconds where there are more than can be drawn."""
         seconds = result.time_line
         window = max(1, math.ceil(len(seconds) / MAX_POINTS))
         end = result.warmup_s + result.duration_s
@@ -261,7 +258,7 @@ class TimeLine:
 
     @property
     def middle_s(self) -> Floats:
-        """Of each window."""
+        """Find the middle of each window."""
         return (self.edges_s[:-1] + self.edges_s[1:]) / 2
 
 
@@ -275,7 +272,7 @@ def _sums(groups: Sequence[Sequence[Second]], field: str) -> Floats:
 
 
 def time_line_plot(result: LoadResult) -> Element:
-    """Latency, requests and requests in flight, second by second, with marks through all three."""
+    """Draw latency, requests and requests in flight, second by second, with marks through all three."""
     line = TimeLine.of(result)
     before = min([0.0, *(mark.at_s for mark in result.marks)])
     x = Linear.between(before, max([float(line.edges_s[-1]), *(mark.at_s for mark in result.marks)]), 12)
@@ -333,7 +330,7 @@ MAX_CURVES = 6
 
 
 def curves_plot(named: Sequence[tuple[str, Sequence[LoadResult]]], slo_ms: float, label: str) -> Element:
-    """Percentiles of latency of several runs in one plot: all that were due, a line each.
+    """Draw percentiles of latency of several runs: all that were due, a line each.
 
     Args:
         named: at most `MAX_CURVES` lines; the runs of each are taken together.
@@ -343,9 +340,7 @@ def curves_plot(named: Sequence[tuple[str, Sequence[LoadResult]]], slo_ms: float
     lines = [(name, merged([Histogram.decode(run.latency_histogram) for run in runs]), runs) for name, runs in named]
     scale = Nines.of(max(sum(run.due for run in runs) for _, runs in named))
     ends = np.concatenate([[slo_ms], *[one.low_ms for _, one, _ in lines], *[one.high_ms for _, one, _ in lines]])
-    drawn = picture(WIDTH, HEIGHT, label)
-    panel = Panel(drawn, FRAME, scale, Log.around(ends))
-    panel.axes("ms", "percentile of requests")
+    drawn, panel = half_chart(label, scale, Log.around(ends), "ms", "percentile of requests")
     deadline(panel, slo_ms)
     for index, (_, histogram, runs) in enumerate(lines, 1):
         panel.line(*histogram.curve(scale, max(sum(run.due for run in runs), histogram.count)), f"s{index}")
@@ -357,19 +352,17 @@ SERIES = (("s1", "p99", "p99_ms"), ("s2", "p50", "p50_ms"), ("s6", "p99.9", "p99
 
 
 def by_rate(sweep: SweepResult) -> list[tuple[int, LoadResult]]:
-    """The steps with their numbers, from the lowest rate to the highest."""
+    """Order the steps, with their numbers, from the lowest rate to the highest."""
     return sorted(enumerate(sweep.steps), key=lambda one: (one[1].rate, one[0]))
 
 
 def latency_plot(sweep: SweepResult) -> Element:
-    """p50, p99 and p99.9 of all requests that were due, against the rate at which they were."""
+    """Draw p50, p99 and p99.9 of all requests that were due, against the rate at which they were."""
     steps = [step for _, step in by_rate(sweep)]
     rates = [step.rate for step in steps]
     values = {field: [_or_nan(getattr(step.latency_of_due, field)) for step in steps] for _, _, field in SERIES}
-    drawn = picture(WIDTH, HEIGHT, "Latency against rate")
     y = Log.around(np.concatenate([*map(np.array, values.values()), [sweep.slo_ms]]))
-    panel = Panel(drawn, FRAME, Linear.around(rates, 6), y)
-    panel.axes("ms", "requests a second")
+    drawn, panel = half_chart("Latency against rate", Linear.around(rates, 6), y, "ms", "requests a second")
     _highest_rate(panel, sweep)
     deadline(panel, sweep.slo_ms)
     for series, name, field in reversed(SERIES):
@@ -408,27 +401,26 @@ def _highest_rate(panel: Panel, sweep: SweepResult) -> None:
 
 
 def throughput_plot(sweep: SweepResult) -> Element:
-    """Answers a second, and answers in time, against the rate."""
+    """Draw answers a second, and answers in time, against the rate."""
     steps = [step for _, step in by_rate(sweep)]
     rates = [step.rate for step in steps]
-    drawn = picture(WIDTH, HEIGHT, "Answers against rate")
-    answers = [max(step.throughput, step.rate) for step in steps]
-    panel = Panel(drawn, FRAME, Linear.around(rates, 6), Linear.around([*rates, *answers]))
-    panel.axes("answers a second", "requests a second")
+    y = Linear.around([*rates, *(step.throughput for step in steps)])
+    x = Linear.around(rates, 6)
+    drawn, panel = half_chart("Answers against rate", x, y, "answers a second", "requests a second")
     panel.line([0.0, max(rates)], [0.0, max(rates)], "even")
     _highest_rate(panel, sweep)
     for series, name, field in (("s3", "answered", "throughput"), ("s1", "in time", "goodput")):
         values = [getattr(step, field) for step in steps]
         panel.line(rates, values, series)
-        titles = [f"{rate(step.rate)}/s: {rate(value)}/s {name}" for step, value in zip(steps, values, strict=True)]
-        for step, value, title in zip(steps, values, titles, strict=True):
+        for step, value in zip(steps, values, strict=True):
+            title = f"{rate(step.rate)}/s: {rate(value)}/s {name}"
             panel.dots([step.rate], [value], series, [title], "" if step.valid else "hollow")
     legend(drawn, 54, 16, [("s3", "answered right"), ("s1", "within the deadline"), ("even", "all that were due")])
     return drawn
 
 
 def ratio_plot(comparison: Comparison) -> Element:
-    """A row for each measure and arm: its ratio to the baseline, with the interval; 1 is a line."""
+    """Draw a row for each measure and arm: its ratio to the baseline, with the interval; 1 is a line."""
     base = comparison.arms[comparison.baseline].name
     others = [index for index in range(len(comparison.arms)) if index != comparison.baseline]
     ratios = [one.ratios[arm] for one in comparison.measures for arm in others]
@@ -454,17 +446,14 @@ def ratio_plot(comparison: Comparison) -> Element:
 
 
 def rounds_plot(comparison: Comparison, one: Measured) -> Element:
-    """A measure round by round, a line for each arm: what drifts, and what is one round's chance."""
-    drawn = picture(WIDTH, HEIGHT, f"{one.name}, round by round")
+    """Draw a measure round by round, a line for each arm: what drifts, and what is one round's chance."""
     rounds = list(range(1, comparison.rounds + 1))
-    panel = Panel(drawn, FRAME, Linear(0.5, comparison.rounds + 0.5, 1.0), Log.around(np.array(one.values)))
-    panel.axes(one.unit, "round")
+    x, y = Linear(0.5, comparison.rounds + 0.5, 1.0), Log.around(np.array(one.values))
+    drawn, panel = half_chart(f"{one.name}, round by round", x, y, one.unit, "round")
     for arm, values in enumerate(one.values):
-        name = comparison.arms[arm].name
+        titles = [f"{comparison.arms[arm].name}: {significant(value)} {one.unit}" for value in values]
         panel.line(rounds, values, _series(arm))
-        panel.dots(
-            rounds, values, _series(arm), [f"{name}: {numbers.significant(value)} {one.unit}" for value in values]
-        )
+        panel.dots(rounds, values, _series(arm), titles)
     legend(drawn, FRAME.left, 16, [(_series(index), arm.name) for index, arm in enumerate(comparison.arms)])
     return drawn
 
@@ -487,16 +476,14 @@ def _interval(drawn: Element, panel: Panel, comparison: Comparison, one: Measure
 
 
 def ratio_text(one: Measured, arm: int) -> str:
-    """Such as `0.61 × [0.58, 0.64]`."""
-    ratio = one.ratios[arm]
-    interval = "" if ratio.low is None or ratio.high is None else (
-        f" [{numbers.ratio(ratio.low)}, {numbers.ratio(ratio.high)}]"
-    )  # fmt: skip
-    return f"{numbers.ratio(ratio.value)} ×{interval}"
+    """Write a ratio, such as `0.61 × [0.58, 0.64]`."""
+    value, low, high = one.ratios[arm].value, one.ratios[arm].low, one.ratios[arm].high
+    interval = "" if low is None or high is None else f" [{numbers.ratio(low)}, {numbers.ratio(high)}]"
+    return f"{numbers.ratio(value)} ×{interval}"
 
 
 def judged(one: Measured, arm: int) -> str:
-    """`better` or `worse` where the interval says that the arms differ, else nothing."""
+    """Say `better` or `worse` where the interval says that the arms differ, else nothing."""
     ratio = one.ratios[arm]
     if not ratio.certain:
         return ""
