@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loader.manifest import ModelSpec
+from loader.manifest import Frozen, ModelSpec
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.store import Store
 from loadtest.compare.config import Arm, Budgets, CompareConfig
 from loadtest.compare.errors import CompareStoreError
 from loadtest.compare.hosts import check_hosts
-from loadtest.compare.rounds import TOLERANCES, Agreed, ArmRound, Measurements, measure_rounds, target_of
+from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_rounds, target_of
 from loadtest.compare.server import Ports
 from loadtest.drill.running import INTERRUPTED, drill_config
 from loadtest.load.config import LoadConfig
@@ -27,7 +27,6 @@ from loadtest.load.result import LoadResult
 from loadtest.load.result_file import check_writable, write_document
 from loadtest.report import comparison as report
 from loadtest.report import numbers
-from loadtest.report.comparison import Comparison, measured
 from loadtest.report.page import write_html
 from loadtest.report.plots import ratio_text
 from loadtest.serving_cost.messages import Weighed
@@ -43,7 +42,7 @@ from shard_node.cuda.device_choice import DeviceChoice
 
 
 def compared_snapshot(config: CompareConfig, load: LoadConfig, store: Path, progress: Progress = no_progress) -> Path:
-    """The folder of the workload's model in a store: its latest version there, or else one that is written.
+    """Find the workload's model in a store: its latest version there, or else one that is written.
 
     Args:
         config: the arms, and how rows are divided over them.
@@ -104,7 +103,7 @@ FORM = "requests are"
 
 
 def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> report.Comparison:
-    """Ratios to the first arm.
+    """Compute ratios to the first arm.
 
     Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of a
     server that is kept busy: answers a second, and what one costs. A measure that some run does not have, since too
@@ -123,7 +122,7 @@ def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements
     reasons = _reasons(rounds)
     for name, unit, better, values in _values(config, rounds):
         if all(value > 0 for of_arm in values for value in of_arm):
-            found.append(measured(name, unit, better, values, seed=config.seed))
+            found.append(report.measured(name, unit, better, values, seed=config.seed))
         else:
             reasons.append(f"{name} is left out: some rounds have none; too many requests failed")
     runs = [one.warm for of_arm in rounds.values() for one in of_arm]
@@ -181,10 +180,8 @@ def _reasons(rounds: Mapping[Arm, Sequence[ArmRound]]) -> list[str]:
         for arm, of_arm in rounds.items()
         for number, one in enumerate(of_arm, 1)
         for where in (
-            *(f"cold: {reason}" for reason in one.cold.invalid_because),
-            *(f"warm: {reason}" for reason in one.warm.invalid_because),
-            *(f"cold: {reason}" for reason in _why_failed(one.cold)),
-            *(f"warm: {reason}" for reason in _why_failed(one.warm)),
+            *(f"cold: {reason}" for reason in (*one.cold.invalid_because, *_why_failed(one.cold))),
+            *(f"warm: {reason}" for reason in (*one.warm.invalid_because, *_why_failed(one.warm))),
             *_why_not_busy(one.busy),
         )
     ]
@@ -230,7 +227,8 @@ def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) 
         "warm": f"{config.duration_s:g} s after {config.warmup_s:g} s of warm-up",
         "serving processes": config.workers,
         "dense model in": agreed.dtype if config.dtype == agreed.dtype else f"{agreed.dtype} ({config.dtype})",
-        "same scores": _agreement(agreed),
+        "same scores": f"of {agreed.requests} requests, to {agreed.largest_difference:.2g}; "
+        f"allowed is {TOLERANCES[agreed.dtype]:g}",
         "rows": _where(config) if several else "in each serving process",
         "network": _network(config) if config.hosts else None,
         "sharding": config.sharding,
@@ -246,10 +244,6 @@ def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) 
         "seed of the requests": load.seed,
     }
     return {name: str(value) for name, value in given.items() if value is not None}
-
-
-def _agreement(agreed: Agreed) -> str:
-    return f"of {agreed.requests} requests, to {agreed.largest_difference:.2g}; allowed is {TOLERANCES[agreed.dtype]:g}"
 
 
 def _where(config: CompareConfig) -> str:
@@ -277,8 +271,8 @@ def _about(rounds: Mapping[Arm, Sequence[ArmRound]], phase: str) -> str:
     return f"{min(due)}" if min(due) == max(due) else f"{min(due)} to {max(due)}"
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints a row for each measure: medians, and under them the ratios with their intervals."""
+def show_comparison(console: Console, comparison: report.Comparison) -> None:
+    """Print a row for each measure: medians, and under them the ratios with their intervals."""
     _line(console, comparison.title)
     _line(console, f"{FORM} {comparison.setup[FORM]}")
     table = Table(box=box.SIMPLE)
@@ -291,20 +285,17 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         table.add_row("", *ratios)
     console.print(table)
     base = comparison.arms[comparison.baseline].name
-    _line(console, f"{_medians(comparison.rounds)}, and ratios to {base} {_sure(comparison)}")
+    if comparison.rounds > 1:
+        medians, sure = (
+            f"medians of {comparison.rounds} rounds",
+            f"with {comparison.confidence:.0%} confidence intervals",
+        )
+    else:
+        medians, sure = "values of one round", "(one round has no confidence interval)"
+    _line(console, f"{medians}, and ratios to {base} {sure}")
     _line(console, f"{COUNTED}: {comparison.setup[COUNTED]}; p99.9 of fewer than 1000 is the slowest one")
     for reason in comparison.invalid_because:
         _line(console, f"not valid: {reason}")
-
-
-def _medians(rounds: int) -> str:
-    return f"medians of {rounds} rounds" if rounds > 1 else "values of one round"
-
-
-def _sure(comparison: Comparison) -> str:
-    if comparison.rounds < 2:
-        return "(one round has no confidence interval)"
-    return f"with {comparison.confidence:.0%} confidence intervals"
 
 
 def _line(console: Console, text: str) -> None:
@@ -315,42 +306,37 @@ def _line(console: Console, text: str) -> None:
 _ANY_PORTS = Ports(http=1, grpc=1)
 
 
-@dataclass(frozen=True, slots=True)
-class CompareCommand:
-    """What a command line says beside what is compared.
-
-    Attributes:
-        store: folder of the model; None for a temporary one.
-        json_file: where the comparison goes.
-        html_file: where the page goes.
-    """
-
-    store: Path | None
-    json_file: Path | None
-    html_file: Path | None
-
-
-def checked_configs(
-    compare: Mapping[str, object], budgets: Mapping[str, object], load: Mapping[str, object]
-) -> tuple[CompareConfig, LoadConfig]:
-    """The settings; a value of None is the default.
+def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, LoadConfig]:
+    """Make the settings from a command line's options, by name; a value of None is the default.
 
     Raises:
         click.UsageError: naming the option that does not fit.
         DeviceChoiceError: no such device.
     """
-    api = load["api"]
-    target = target_of("grpc" if api in GRPC_APIS else "json", _ANY_PORTS)
-    checked = drill_config(Budgets, dict(budgets))
-    DeviceChoice.parse(checked.device)
+
+    def own(schema: type[Frozen]) -> dict[str, object]:
+        return {name: given[name] for name in schema.model_fields if name in given}
+
+    target = target_of("grpc" if given["api"] in GRPC_APIS else "json", _ANY_PORTS)
+    budgets = drill_config(Budgets, own(Budgets))
+    DeviceChoice.parse(budgets.device)
     return (
-        drill_config(CompareConfig, {**compare, "budgets": checked}),
-        drill_config(LoadConfig, {**load, "target": target}),
+        drill_config(CompareConfig, {**own(CompareConfig), "budgets": budgets}),
+        drill_config(LoadConfig, {**own(LoadConfig), "target": target}),
     )
 
 
-def execute(command: CompareCommand, config: CompareConfig, load: LoadConfig) -> int:
-    """Runs a comparison.
+def execute(
+    config: CompareConfig, load: LoadConfig, store: Path | None, json_file: Path | None, html_file: Path | None
+) -> int:
+    """Run a comparison.
+
+    Args:
+        config: what is compared.
+        load: what is asked.
+        store: folder of the model; None for a temporary one.
+        json_file: where the comparison goes, if given.
+        html_file: where the page goes, if given.
 
     Returns:
         The exit code: 0; 1 if a run can't be believed; 130 after a signal.
@@ -358,32 +344,30 @@ def execute(command: CompareCommand, config: CompareConfig, load: LoadConfig) ->
     Raises:
         ShardrankError: it can't be run to its end, or a file can't be written.
     """
-    for file in (command.json_file, command.html_file):
+    for file in (json_file, html_file):
         if file is not None:
             check_writable(file)
     if config.hosts:
         check_hosts(config.delay_ms)
     try:
-        comparison = _measured(command, config, load)
+        comparison = _measured(config, load, store)
     except StopRequestedError:
         return INTERRUPTED
-    if command.json_file is not None:
-        write_document(comparison, command.json_file)
-    if command.html_file is not None:
-        write_html(comparison, command.html_file)
+    if json_file is not None:
+        write_document(comparison, json_file)
+    if html_file is not None:
+        write_html(comparison, html_file)
     show_comparison(stdout_console(), comparison)
     return 0 if comparison.valid else 1
 
 
-def _measured(command: CompareCommand, config: CompareConfig, load: LoadConfig) -> Comparison:
+def _measured(config: CompareConfig, load: LoadConfig, store: Path | None) -> report.Comparison:
     console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     with tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:
         folder = Path(temporary)
         with progress_bars() as bars:
-            snapshot = compared_snapshot(config, load, command.store or folder / "store", bars)
-        measurements = run_until_signalled(lambda: measure_rounds(config, load, snapshot, folder, console, say))
+            snapshot = compared_snapshot(config, load, store or folder / "store", bars)
+        measurements = run_until_signalled(
+            lambda: measure_rounds(config, load, snapshot, folder, console, partial(_line, console))
+        )
     return compared(config, load, measurements)

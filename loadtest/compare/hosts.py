@@ -51,13 +51,13 @@ class Host:
     address: str
 
     def inside(self, command: Command) -> Command:
-        """A command line that runs there, as the very process that is started."""
+        """Make a command line that runs there, as the very process that is started."""
         # Not `ip netns exec`: it mounts a new /sys, in which a process does not find the limits of its control group.
         return ("nsenter", f"--net={NAMESPACES / self.namespace}", "--", *command)
 
 
 def name_hosts(count: int, process_id: int, taken: Collection[str]) -> tuple[Host, ...]:
-    """Names and addresses of hosts.
+    """Choose names and addresses of hosts.
 
     Args:
         count: how many, up to 64.
@@ -86,7 +86,7 @@ def name_hosts(count: int, process_id: int, taken: Collection[str]) -> tuple[Hos
 
 
 def link_commands(host: Host) -> list[Command]:
-    """What makes a host and its link."""
+    """List what makes a host and its link."""
     within = ("ip", "-n", host.namespace)
     # RFC 3021: two ends need no more than a /31.
     return [
@@ -101,7 +101,7 @@ def link_commands(host: Host) -> list[Command]:
 
 
 def delay_commands(host: Host, delay_ms: float) -> list[Command]:
-    """What delays a host's packets, by half on each end of its link."""
+    """List what delays a host's packets, by half on each end of its link."""
     netem = ("root", "netem", "limit", str(QUEUE_PACKETS), "delay", f"{delay_ms * 500:.3f}us")
     return [
         ("tc", "qdisc", "add", "dev", host.link, *netem),
@@ -111,7 +111,7 @@ def delay_commands(host: Host, delay_ms: float) -> list[Command]:
 
 @contextlib.contextmanager
 def running_hosts(count: int, delay_ms: float | None = None) -> Iterator[tuple[Host, ...]]:
-    """Hosts that are there while the block runs. What is started in them must have ended before.
+    """Keep hosts there while the block runs. What is started in them must have ended before.
 
     Args:
         count: how many, up to 64.
@@ -142,7 +142,7 @@ def running_hosts(count: int, delay_ms: float | None = None) -> Iterator[tuple[H
 
 
 def check_hosts(delay_ms: float | None) -> None:
-    """Makes a host, as a comparison would, and removes it.
+    """Make a host, as a comparison would, and remove it.
 
     Raises:
         HostsError: as `running_hosts`; or a program is missing.

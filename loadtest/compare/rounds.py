@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -61,7 +61,7 @@ class ArmScores:
 
 
 async def served_dtype(arm: Arm, http_port: int, model: str) -> Dtype:
-    """What a server computes its dense model in.
+    """Ask in which dtype a server computes its dense model.
 
     Raises:
         ArmServerError: it does not say.
@@ -76,7 +76,7 @@ async def served_dtype(arm: Arm, http_port: int, model: str) -> Dtype:
 
 
 def check_agreement(first: Arm, expected: ArmScores, arm: Arm, found: ArmScores) -> None:
-    """Compares an arm's answers with the first one's.
+    """Compare an arm's answers with the first one's.
 
     Args:
         first: the first arm.
@@ -110,7 +110,7 @@ def check_agreement(first: Arm, expected: ArmScores, arm: Arm, found: ArmScores)
 
 
 def largest_difference(answers: Sequence[ArmScores]) -> float:
-    """Between the first arm's scores and any other's."""
+    """Find the largest difference between the first arm's scores and any other's."""
     first = answers[0].scores
     return max(
         (float(np.abs(other - one).max()) for arm in answers[1:] for one, other in zip(first, arm.scores, strict=True)),
@@ -139,10 +139,11 @@ class ArmRound:
     busy: Weighed
 
 
+@dataclass(slots=True)
 class ArmMeasure:
-    """One server after the other, asked by the same processes with the same requests.
+    """Measure one server after the other, asked by the same processes with the same requests.
 
-    Args:
+    Attributes:
         config: what all arms have alike.
         generators: send at a rate.
         client: keeps a server busy, and tells its scores.
@@ -152,28 +153,18 @@ class ArmMeasure:
         console: for the live line.
     """
 
-    def __init__(
-        self,
-        config: CompareConfig,
-        generators: Generators,
-        client: HelperProcess,
-        snapshot: Path,
-        ports: Ports,
-        folder: Path,
-        console: Console,
-    ) -> None:
-        self._config = config
-        self._generators = generators
-        self._client = client
-        self._snapshot = snapshot
-        self._ports = ports
-        self._folder = folder
-        self._console = console
-        self._starts = 0
-        self._asking: asyncio.Task[Frozen] | None = None
+    config: CompareConfig
+    generators: Generators
+    client: HelperProcess
+    snapshot: Path
+    ports: Ports
+    folder: Path
+    console: Console
+    _starts: int = field(default=0, init=False)
+    _asking: asyncio.Task[Frozen] | None = field(default=None, init=False)
 
     async def settle(self) -> None:
-        """Waits until no thread listens to the client: when a signal comes, its server is ended, so that it soon fails.
+        """Wait until no thread listens to the client: when a signal comes, its server is ended, so that it soon fails.
 
         Only then may the client be closed: a thread that waits for what is closed meanwhile waits until its time is up.
         """
@@ -181,13 +172,13 @@ class ArmMeasure:
             await asyncio.gather(self._asking, return_exceptions=True)
 
     async def rehearse(self, arm: Arm) -> None:
-        """Starts a server and asks it a little; nothing is kept."""
+        """Start a server and ask it a little; nothing is kept."""
         async with self._serving(arm) as process_ids:
-            await self._run(RunConfig(rate=self._config.rate, warmup_s=0, duration_s=REHEARSAL_S, seed=0))
+            await self._run(RunConfig(rate=self.config.rate, warmup_s=0, duration_s=REHEARSAL_S, seed=0))
             await self._busy(process_ids, 0.0, REHEARSAL_S)
 
     async def arm(self, arm: Arm, number: int, scored: Callable[[ArmScores], None] | None = None) -> ArmRound:
-        """Measures an arm.
+        """Measure an arm.
 
         Args:
             arm: which.
@@ -199,7 +190,7 @@ class ArmMeasure:
             CompareError: as `measure_rounds`, or what `scored` raises.
             HelperProcessError, LoadError: as `measure_rounds`.
         """
-        config, seed = self._config, self._config.seed + 2 * number
+        config, seed = self.config, self.config.seed + 2 * number
         async with self._serving(arm) as process_ids:
             cold = await self._run(RunConfig(rate=config.rate, warmup_s=0, duration_s=config.cold_s, seed=seed))
             warm = await self._run(
@@ -211,7 +202,7 @@ class ArmMeasure:
             return ArmRound(cold, warm, busy)
 
     async def _scores(self, arm: Arm) -> ArmScores:
-        ready, ports = self._generators.ready[0], self._ports
+        ready, ports = self.generators.ready[0], self.ports
         asked = [
             ScoresAsked(http_port=ports.http, grpc_port=ports.grpc, request=one)
             for one in range(min(CHECKED_REQUESTS, ready.requests))
@@ -223,9 +214,9 @@ class ArmMeasure:
     async def _busy(self, process_ids: tuple[int, ...], warmup_s: float, duration_s: float) -> Weighed:
         load = ServerLoad(
             host=HOST,
-            http_port=self._ports.http,
-            grpc_port=self._ports.grpc,
-            in_flight=self._config.in_flight,
+            http_port=self.ports.http,
+            grpc_port=self.ports.grpc,
+            in_flight=self.config.in_flight,
             warmup_s=warmup_s,
             seconds=duration_s,
             process_ids=process_ids,
@@ -233,28 +224,28 @@ class ArmMeasure:
         return await self._ask(load, Weighed, warmup_s + duration_s + ANSWER_SLACK_S)
 
     async def _ask(self, question: Frozen, answer: type[Answer], limit_s: float) -> Answer:
-        asking = asyncio.create_task(asyncio.to_thread(self._client.ask, question, answer, limit_s))
+        asking = asyncio.create_task(asyncio.to_thread(self.client.ask, question, answer, limit_s))
         self._asking = asking
         return await asyncio.shield(asking)
 
     @contextlib.asynccontextmanager
     async def _serving(self, arm: Arm) -> AsyncIterator[tuple[int, ...]]:
-        """An arm's server, newly started, with hosts of its own if it has some. Gives the ids of its processes."""
+        """Start an arm's server, with hosts of its own if it has some; gives the ids of its processes."""
         self._starts += 1
-        folder = self._folder / f"{self._starts}"
+        folder = self.folder / f"{self._starts}"
         folder.mkdir()
-        config = self._config
+        config = self.config
         with contextlib.ExitStack() as stack:
             count = arm.shards if config.hosts else None
             hosts = stack.enter_context(running_hosts(count, config.delay_ms)) if count else ()
-            commands = server_commands(arm, config, self._snapshot, self._ports, folder, hosts)
-            async with running_arm(arm, commands, self._ports) as process_ids:
+            commands = server_commands(arm, config, self.snapshot, self.ports, folder, hosts)
+            async with running_arm(arm, commands, self.ports) as process_ids:
                 yield process_ids
 
     async def _run(self, run: RunConfig) -> LoadResult:
-        with LiveLine(self._console, run) as line:
-            measured = await self._generators.run(run, line.update)
-        return make_result(self._generators.config, run, self._generators.ready, measured)
+        with LiveLine(self.console, run) as line:
+            measured = await self.generators.run(run, line.update)
+        return make_result(self.generators.config, run, self.generators.ready, measured)
 
 
 Say = Callable[[str], None]
@@ -289,14 +280,14 @@ class Measurements:
 
 
 def target_of(api: Api, ports: Ports) -> str:
-    """Where requests of an API go."""
+    """Say where requests of an API go."""
     return f"grpc://{HOST}:{ports.grpc}" if api in GRPC_APIS else f"http://{HOST}:{ports.http}"
 
 
 async def measure_rounds(
     config: CompareConfig, load: LoadConfig, snapshot: Path, folder: Path, console: Console, say: Say
 ) -> Measurements:
-    """Measures all rounds.
+    """Measure all rounds.
 
     Before the first one the first arm's server is started and asked once, and that is thrown away: what the first
     start on a machine pays, reading files from the disk for example, would be in one arm alone.

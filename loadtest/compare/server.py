@@ -22,6 +22,15 @@ from loadtest.compare.hosts import Host
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.fleet.supervisor import describe_exit, shardrank_command
 
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
+ASK_TIMEOUT_S = 5.0
+POLL_S = 0.05
+LOG_TAIL_BYTES = 2000
+LOWEST_PORT = 10_000
+PORT_TRIES = 1000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NODE_PORT = 7000
 """Of shard nodes on hosts; each host has all ports for itself."""
 
@@ -52,7 +61,7 @@ class ServerCommand:
 def server_commands(
     arm: Arm, config: CompareConfig, snapshot: Path, ports: Ports, folder: Path, hosts: Sequence[Host] = ()
 ) -> tuple[ServerCommand, ...]:
-    """What is started for an arm, in this order.
+    """List what is started for an arm, in this order.
 
     Args:
         arm: which.
@@ -78,7 +87,7 @@ def server_commands(
 
 
 def server_arguments(arm: Arm, config: CompareConfig, snapshot: Path, ports: Ports, registry: Path) -> tuple[str, ...]:
-    """`serve`, or `up` for shards; `registry` is the folder of the fleet's, not used without shards."""
+    """Make the arguments of `serve`, or of `up` for shards, which alone use the registry's folder."""
     flags = _divided(arm, config, snapshot) | _rows(arm, config) | _serving(config, ports)
     if arm.shards is None:
         return ("serve", *_given(flags | {"shutdown-delay-s": 0}))
@@ -86,7 +95,7 @@ def server_arguments(arm: Arm, config: CompareConfig, snapshot: Path, ports: Por
 
 
 def node_arguments(arm: Arm, config: CompareConfig, snapshot: Path, shard: int, address: str) -> tuple[str, ...]:
-    """`shard-node` for one of an arm's shards, which listens at an address."""
+    """Make the arguments of `shard-node` for one of an arm's shards, which listens at an address."""
     own = {"shard": f"{shard}/{arm.shards}", "listen": address}
     return ("shard-node", *_given(_divided(arm, config, snapshot) | _rows(arm, config) | own))
 
@@ -94,7 +103,7 @@ def node_arguments(arm: Arm, config: CompareConfig, snapshot: Path, shard: int, 
 def asking_arguments(
     arm: Arm, config: CompareConfig, snapshot: Path, ports: Ports, addresses: Sequence[str]
 ) -> tuple[str, ...]:
-    """`serve` for shard nodes at these addresses, the first one's first."""
+    """Make the arguments of `serve` for shard nodes at these addresses, the first one's first."""
     flags = _divided(arm, config, snapshot) | _serving(config, ports) | {"shutdown-delay-s": 0}
     return ("serve", *_given(flags), *(text for address in addresses for text in ("--shard", address)))
 
@@ -141,17 +150,6 @@ def _address(host: Host) -> str:
     return f"{host.address}:{NODE_PORT}"
 
 
-HOST = "127.0.0.1"
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 60.0
-ASK_TIMEOUT_S = 5.0
-POLL_S = 0.05
-LOG_TAIL_BYTES = 2000
-LOWEST_PORT = 10_000
-PORT_TRIES = 1000
-_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-
 @dataclass(frozen=True, slots=True)
 class _Started:
     command: ServerCommand
@@ -159,7 +157,7 @@ class _Started:
 
 
 def free_ports(draw: random.Random) -> Ports:
-    """Two ports of `HOST` that nobody has.
+    """Find two ports of `HOST` that nobody has.
 
     They are below those that the kernel gives to clients: between two servers no connection can come to have one.
 
@@ -183,7 +181,7 @@ def free_ports(draw: random.Random) -> Ports:
 
 @contextlib.asynccontextmanager
 async def running_arm(arm: Arm, commands: Sequence[ServerCommand], ports: Ports) -> AsyncIterator[tuple[int, ...]]:
-    """Starts an arm's server, waits until it is ready, and ends it with the block.
+    """Start an arm's server, wait until it is ready, and end it with the block.
 
     Yields the ids of its processes and of all that these started.
 
