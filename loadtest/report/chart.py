@@ -64,28 +64,12 @@ def _multiples(step: float, low: float, high: float) -> list[Tick]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Names and no numbers: rows of a height of 1, the first at the low end."""
-
-    high: float
-    low: float = 0.0
-
-    def place(self, values: npt.ArrayLike) -> Floats:
-        """See `Scale`."""
-        return np.clip(np.asarray(values, np.float64) / self.high, 0.0, 1.0)
-
-    def ticks(self) -> list[Tick]:
-        """None."""
-        return []
-
-
-@dataclass(frozen=True, slots=True)
 class Linear:
-    """Equal steps of 1, 2, 2.5 or 5 times a power of ten."""
+    """Equal steps of 1, 2, 2.5 or 5 times a power of ten; without a step it has no ticks."""
 
     low: float
     high: float
-    step: float
+    step: float | None = None
 
     @classmethod
     def around(cls, values: npt.ArrayLike, steps: int = 5, *, whole: bool = False) -> Linear:
@@ -113,7 +97,7 @@ class Linear:
 
     def ticks(self) -> list[Tick]:
         """See `Scale`."""
-        return _multiples(self.step, self.low, self.high)
+        return [] if self.step is None else _multiples(self.step, self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)

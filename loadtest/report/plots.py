@@ -23,7 +23,6 @@ from loadtest.report.chart import (
     Log,
     Nines,
     Panel,
-    Rows,
     deadline,
     half_chart,
     legend,
@@ -431,7 +430,7 @@ def ratio_plot(comparison: Comparison) -> Element:
     rows = len(comparison.measures) * (len(others) + 1) + 0.5
     frame = Box(left, 48.0, LONG_WIDTH - left - 190, ROW * rows)
     drawn = picture(LONG_WIDTH, frame.bottom + 40, "Ratios to the baseline")
-    panel = Panel(drawn, frame, Log.around(np.array([1.0, *ends])), Rows(rows))
+    panel = Panel(drawn, frame, Log.around(np.array([1.0, *ends])), Linear(0.0, rows))
     panel.axes("", f"ratio to {base}")
     panel.vertical(1.0, "one", base)
     y = frame.top
