@@ -34,7 +34,7 @@ try:
 
     import shard_node.cuda
     from loadtest.gpu import sanitizer
-    from loadtest.gpu.parts import FORMAT, FULL, QUICK, BenchSize, Part, Report, Work, run_part, wait_or_kill
+    from loadtest.gpu.parts import FORMAT, FULL, QUICK, BenchPart, BenchReport, BenchSize, Work, run_part, wait_or_kill
     from loadtest.gpu.pooling import measure_copies, measure_kernel, measure_others
     from loadtest.gpu.tables import show
     from shard_node.cuda.cards import Cards
@@ -127,7 +127,7 @@ def _nvidia_smi() -> dict[str, str] | None:
 
 
 def run_here(
-    report: Report,
+    report: BenchReport,
     names: Sequence[str],
     seconds: float,
     opened: OpenCards,
@@ -142,7 +142,7 @@ def run_here(
         run_part(report, name, budget_s, partial(measure, name=name, opened=opened, size=size), say=say)
 
 
-def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, command: Command) -> Report:
+def run_apart(report: BenchReport, path: Path, names: Sequence[str], seconds: float, command: Command) -> BenchReport:
     """Run each part in a process of its own, which adds to the file.
 
     Args:
@@ -162,8 +162,8 @@ def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, 
         # A group of its own, so that what the part starts ends with it.
         process = subprocess.Popen(command(name, path, budget_s), start_new_session=True)
         code = wait_or_kill(process, START_S + budget_s + GRACE_S)
-        report = Report.read(path)
-        part = report.parts.setdefault(name, Part(name, budget_s))
+        report = BenchReport.read(path)
+        part = report.parts.setdefault(name, BenchPart(name, budget_s))
         if code is None:
             part.status = "failed"
             part.error = f"it did not end within {START_S + budget_s + GRACE_S:.0f} s and was killed"
@@ -218,7 +218,7 @@ def main(
     chosen = [name for name in SHARES if not names or name in names]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = json_path or Path(folder) / "result.json"
-        report = Report.read(path) if add and path.exists() else Report(path)
+        report = BenchReport.read(path) if add and path.exists() else BenchReport(path)
         report.head = report.head or _head(size)
         try:
             report.save()

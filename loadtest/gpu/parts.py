@@ -106,7 +106,7 @@ Status = Literal["not run", "running", "done", "stopped", "failed"]
 Row = dict[str, Any]
 
 
-class ReportError(LoaderError):
+class BenchReportError(LoaderError):
     """A file that is not a result of this bench."""
 
     http_status = 400
@@ -115,7 +115,7 @@ class ReportError(LoaderError):
 
 
 @dataclass(slots=True)
-class Part:
+class BenchPart:
     """What one part of the bench measured.
 
     Attributes:
@@ -140,7 +140,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """All parts and what they ran on.
 
     Attributes:
@@ -151,23 +151,23 @@ class Report:
 
     path: Path | None
     head: Row = field(default_factory=dict)
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, BenchPart] = field(default_factory=dict)
     _saved_at: float = field(default=float("-inf"), init=False)
 
     @classmethod
-    def read(cls, path: Path) -> Report:
+    def read(cls, path: Path) -> BenchReport:
         """Read a file.
 
         Raises:
-            ReportError: not a result of this bench, or of another format.
+            BenchReportError: not a result of this bench, or of another format.
         """
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if fields["benchmark"] != "bench_gpu" or fields["format"] != FORMAT:
-                raise ReportError(f"{path}: not a result of bench_gpu in format {FORMAT}")
-            parts = {name: Part(**part) for name, part in fields.pop("parts").items()}
+                raise BenchReportError(f"{path}: not a result of bench_gpu in format {FORMAT}")
+            parts = {name: BenchPart(**part) for name, part in fields.pop("parts").items()}
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ReportError(f"{path}: not a result of bench_gpu: {error}") from error
+            raise BenchReportError(f"{path}: not a result of bench_gpu: {error}") from error
         return cls(path, fields, parts)
 
     def save(self) -> None:
@@ -193,7 +193,9 @@ class Report:
 class Work:
     """A part while it is measured: takes its rows, and says when its time is spent."""
 
-    def __init__(self, report: Report, part: Part, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, report: BenchReport, part: BenchPart, clock: Callable[[], float], say: Callable[[str], None]
+    ) -> None:
         self.part = part
         self.say = say
         self._report = report
@@ -238,15 +240,15 @@ class Work:
 
 
 def run_part(
-    report: Report,
+    report: BenchReport,
     name: str,
     budget_s: float,
     measure: Callable[[Work], None],
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda _: None,
-) -> Part:
+) -> BenchPart:
     """Run one part and keep whatever came of it, an error included."""
-    part = report.parts[name] = Part(name, budget_s, "running")
+    part = report.parts[name] = BenchPart(name, budget_s, "running")
     report.save()
     work = Work(report, part, clock, say)
     try:

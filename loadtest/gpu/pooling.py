@@ -150,7 +150,7 @@ KERNEL_NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class KernelCell:
     """One configuration of the grid; `share_on_card` 1 means that nothing is in pinned memory."""
 
     ids: Ids
@@ -205,10 +205,10 @@ def _measure_dim(work: Work, rows: RowsOnCard, size: BenchSize, reserve_s: float
         values.free()
 
 
-def _cells(size: BenchSize) -> list[Cell]:
+def _cells(size: BenchSize) -> list[KernelCell]:
     shapes = list(product(size.hotness, size.batches))
-    grid = [Cell(ids, *shape) for ids in ("uniform", "zipf") for shape in shapes]
-    return grid + [Cell("uniform", *shape, share) for share in size.shares_on_card for shape in shapes]
+    grid = [KernelCell(ids, *shape) for ids in ("uniform", "zipf") for shape in shapes]
+    return grid + [KernelCell("uniform", *shape, share) for share in size.shares_on_card for shape in shapes]
 
 
 def _sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:
@@ -216,7 +216,7 @@ def _sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:
     return min(max(MIN_SETS, -int(-size.cache_bytes // asked)), max(size.max_sets, MIN_SETS))
 
 
-def _draw(rows: RowsOnCard, values: Memory, cell: Cell) -> None:
+def _draw(rows: RowsOnCard, values: Memory, cell: KernelCell) -> None:
     count = values.size_bytes // 4
     with rows.card.torch_stream(rows.stream):
         drawn = (
@@ -228,7 +228,7 @@ def _draw(rows: RowsOnCard, values: Memory, cell: Cell) -> None:
     rows.stream.synchronize()
 
 
-def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: Cell, values: Memory) -> None:
+def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: KernelCell, values: Memory) -> None:
     numbers_of_cards = size.logical_cards if cell.share_on_card == 1 else size.logical_cards[:1]
     with Bags(rows, values, cell.batch, cell.hotness, _sets(rows, size, cell.hotness, cell.batch)) as bags:
         right: dict[int, float] = {}
@@ -262,7 +262,7 @@ def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: Cell, val
         )
 
 
-def _head(rows: RowsOnCard, cell: Cell) -> Row:
+def _head(rows: RowsOnCard, cell: KernelCell) -> Row:
     return {
         "dim": rows.embedding_dim,
         "ids": cell.ids,
@@ -272,7 +272,7 @@ def _head(rows: RowsOnCard, cell: Cell) -> Row:
     }
 
 
-def _figures(work: Work, rows: RowsOnCard, cell: Cell, timing: Timing) -> Row:
+def _figures(work: Work, rows: RowsOnCard, cell: KernelCell, timing: Timing) -> Row:
     looked_up = cell.hotness * cell.batch
     asked = asked_bytes(rows, cell.hotness, cell.batch)
     copy, bus = copy_gb_per_s(work, DEVICE), copy_gb_per_s(work, UP)

@@ -66,7 +66,7 @@ class BenchModel:
 
     @classmethod
     def make(cls, kind: ModelKind, table_rows: int, most_hotness: int, layer_divisor: int) -> BenchModel:
-        """DLRM-v2 with tables of at most `table_rows`, and bags of at most `most_hotness` ids.
+        """Make DLRM-v2 with tables of at most `table_rows`, and bags of at most `most_hotness` ids.
 
         Hidden layers are `layer_divisor` times smaller than published; the bottom MLP still ends with dim 128.
         """
@@ -83,7 +83,7 @@ class BenchModel:
         return cls(kind, spec, hotness, table_rows)
 
     def export(self, store: Path) -> Path:
-        """Writes a snapshot: rows that repeat after a while, random weights that keep the size of what passes ReLUs."""
+        """Write a snapshot: rows that repeat after a while, random weights that keep the size of what passes ReLUs."""
         rows = {
             table.name: rows_from_blocks(
                 _blocks(table.num_embeddings, table.embedding_dim), table.num_embeddings, table.embedding_dim
@@ -97,8 +97,8 @@ class BenchModel:
         }
         return export_snapshot(store, self.spec, rows=rows, dense=dense)
 
-    def request(self, candidates: int, seed: int) -> RequestParts:
-        """Uniform ids, and dense inputs of the order of 1."""
+    def request(self, candidates: int, seed: int) -> RankRequest:
+        """Make a request as an API's codec would: uniform ids, and dense inputs of the order of 1."""
         rng = np.random.default_rng(seed)
         schema = FeatureSchema.of(self.spec)
         hotness = np.array([self.hotness[feature.name] for feature in schema.features])
@@ -108,7 +108,7 @@ class BenchModel:
         bags_per_key = np.full(hotness.size, candidates, np.int64)
         bags = KeyedBags.from_lengths(keys, bags_per_key, np.repeat(hotness, candidates), values)
         dense = rng.standard_normal((candidates, self.spec.dense_inputs.candidate), dtype=np.float32)
-        return RequestParts(bags, dense)
+        return RankRequest(bags, candidates, np.zeros(0, np.float32), dense, TIMEOUT_S)
 
 
 def _dense_model(kind: ModelKind, divisor: int) -> DenseModelSpec:
@@ -130,23 +130,6 @@ def _blocks(num_rows: int, embedding_dim: int) -> Iterator[Float32Array]:
     block = _block(embedding_dim)
     for first in range(0, num_rows, DISTINCT_ROWS):
         yield block[: num_rows - first]
-
-
-@dataclass(frozen=True, eq=False)
-class RequestParts:
-    """A request before it is handed in: what an API makes of its bytes.
-
-    Attributes:
-        bags: of all features.
-        dense: float32 [candidates, dense inputs].
-    """
-
-    bags: KeyedBags
-    dense: Float32Array
-
-    def parsed(self, timeout_s: float) -> RankRequest:
-        """As an API's codec would give it."""
-        return RankRequest(self.bags, self.dense.shape[0], np.zeros(0, np.float32), self.dense, timeout_s)
 
 
 DISTINCT_REQUESTS = 8
@@ -184,14 +167,14 @@ CONFIGURATIONS = (Configuration(1, True), Configuration(4, True), Configuration(
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class ScoredRequest:
     """A request, and its scores in float32 on the CPU engine."""
 
-    request: RequestParts
+    request: RankRequest
     expected: Float32Array
 
     def difference(self, scores: Float32Array) -> float:
-        """The largest one; infinite if a score is not finite."""
+        """Find the largest difference of a score; infinite if one is not finite."""
         largest = float(np.abs(scores - self.expected).max())
         return largest if np.isfinite(largest) else float("inf")
 
@@ -210,11 +193,11 @@ class RankingBench:
     model: BenchModel
     snapshot: Path
     size: BenchSize
-    questions: dict[int, list[Question]]
+    questions: dict[int, list[ScoredRequest]]
 
 
 def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None:
-    """Every model, configuration and number of candidates, until the time is spent."""
+    """Measure every model, configuration and number of candidates, until the time is spent."""
     for note in NOTES:
         work.note(note)
     work.part.facts["table_rows"] = size.request_table_rows
@@ -245,13 +228,13 @@ def _measure_model(work: Work, bench: RankingBench, opened: Callable[[int], Card
         _measure_configuration(work, bench, cards, configuration, dtype)
 
 
-def _questions(model: BenchModel, snapshot: Path, size: BenchSize) -> dict[int, list[Question]]:
+def _questions(model: BenchModel, snapshot: Path, size: BenchSize) -> dict[int, list[ScoredRequest]]:
     source = ModelSource(snapshot=snapshot, verify=False, dtype="float32")
     with _serving(source, size) as served:
         requests = {
             count: [model.request(count, seed) for seed in range(DISTINCT_REQUESTS)] for count in size.candidates
         }
-        return {count: [Question(one, served.rank(one)) for one in some] for count, some in requests.items()}
+        return {count: [ScoredRequest(one, served.rank(one)) for one in some] for count, some in requests.items()}
 
 
 class InProcess:
@@ -260,20 +243,20 @@ class InProcess:
     def __init__(self, service: RankingService, model: str) -> None:
         self._service, self._model = service, model
 
-    def rank(self, request: RequestParts) -> Float32Array:
-        """float32 [candidates], the scores."""
+    def rank(self, request: RankRequest) -> Float32Array:
+        """Rank a request: float32 [candidates], its scores."""
         began, future = self._service.clock(), Future[Answer]()
         call, lease = Call("embedded", "rank", began, parsed=began), self._service.lease(self._model)
-        pending = Pending(request.parsed(TIMEOUT_S), lease, began + TIMEOUT_S, call, future, None)
+        pending = Pending(request, lease, began + TIMEOUT_S, call, future, None)
         return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds that requests have spent in each stage so far."""
+        """Read the seconds that requests have spent in each stage so far."""
         found = self._samples("shardrank_stage_seconds_sum", "stage")
         return {stage: seconds for stage, seconds in found.items() if stage in STAGES}
 
     def batches(self) -> dict[str, float]:
-        """Batches so far, by how they were put on a card: `graph` or `launches`."""
+        """Count batches so far, by how they were put on a card: `graph` or `launches`."""
         return {"graph": 0.0, "launches": 0.0, **self._samples("shardrank_card_batches_total", "how")}
 
     def _samples(self, name: str, label: str) -> dict[str, float]:
@@ -342,7 +325,7 @@ def _measure_configuration(
             work.add({**row, "largest_difference": difference, "spread_of_scores": spread, "correct": right})
 
 
-def _latencies(served: InProcess, questions: list[Question], count: int) -> tuple[dict[str, Any], float]:
+def _latencies(served: InProcess, questions: list[ScoredRequest], count: int) -> tuple[dict[str, Any], float]:
     """One request in flight: figures, and the largest difference of a score."""
     for number in range(min(WARM_UP, count)):
         served.rank(questions[number % len(questions)].request)
@@ -362,7 +345,7 @@ def _latencies(served: InProcess, questions: list[Question], count: int) -> tupl
     return figures, difference
 
 
-def _throughput(served: InProcess, questions: list[Question], seconds: float) -> tuple[dict[str, Any], float]:
+def _throughput(served: InProcess, questions: list[ScoredRequest], seconds: float) -> tuple[dict[str, Any], float]:
     """IN_FLIGHT requests in flight all the time, which the service joins into batches; as `_latencies`."""
     _answer(served, questions, seconds / 2)  # Graphs of batches of several requests are made at their second coming.
     answered, taken_s, difference = _answer(served, questions, seconds)
@@ -374,7 +357,7 @@ def _throughput(served: InProcess, questions: list[Question], seconds: float) ->
     return figures, difference
 
 
-def _answer(served: InProcess, questions: list[Question], seconds: float) -> tuple[int, float, float]:
+def _answer(served: InProcess, questions: list[ScoredRequest], seconds: float) -> tuple[int, float, float]:
     """Requests answered, at least one for each client; the seconds that it took; the largest difference."""
     ended = threading.Event()
 

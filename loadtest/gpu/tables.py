@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.gpu.parts import Report, Row
+from loadtest.gpu.parts import BenchReport, Row
 from loadtest.gpu.pooling import BAG, GATHER, OURS
 
 LARGE_BATCH = 8192
@@ -30,9 +30,9 @@ class Aim:
     text: str
     bound: float
     at_least: bool
-    figures: Callable[[Report], list[Figure]]
+    figures: Callable[[BenchReport], list[Figure]]
 
-    def judge(self, report: Report) -> Row:
+    def judge(self, report: BenchReport) -> Row:
         """Find the worst figure, the best one, and whether the worst will do; None of them if none was measured."""
         figures = sorted(self.figures(report), reverse=not self.at_least)
         row: Row = {"aim": self.text, "bound": self.bound, "configurations": len(figures)}
@@ -43,7 +43,7 @@ class Aim:
         return {**row, "worst": worst, "worst_at": where, "best": best, "met_in": met, "met": met == len(figures)}
 
 
-def _right_rows(report: Report, part: str) -> list[Row]:
+def _right_rows(report: BenchReport, part: str) -> list[Row]:
     return [row for row in _rows(report, part) if row.get("correct")]
 
 
@@ -51,7 +51,7 @@ def _where(row: Row, *keys: str) -> str:
     return ", ".join(f"{key} {row[key]}" for key in keys)
 
 
-def _large_uniform(report: Report) -> list[Row]:
+def _large_uniform(report: BenchReport) -> list[Row]:
     return [
         row
         for row in _right_rows(report, "kernel")
@@ -59,17 +59,17 @@ def _large_uniform(report: Report) -> list[Row]:
     ]
 
 
-def _shares_of_copy(report: Report) -> list[Figure]:
+def _shares_of_copy(report: BenchReport) -> list[Figure]:
     rows = [row for row in _large_uniform(report) if row["logical_cards"] == 1 and row["share_of_copy"] is not None]
     return [(row["share_of_copy"], _where(row, "dim", "hotness", "batch")) for row in rows]
 
 
-def _ratios_of_8_cards(report: Report) -> list[Figure]:
+def _ratios_of_8_cards(report: BenchReport) -> list[Figure]:
     rows = [row for row in _large_uniform(report) if row["logical_cards"] == 8 and row["ratio_to_one_card"] is not None]
     return [(row["ratio_to_one_card"], _where(row, "dim", "hotness", "batch")) for row in rows]
 
 
-def _times_embedding_bag(report: Report) -> list[Figure]:
+def _times_embedding_bag(report: BenchReport) -> list[Figure]:
     rows = [
         row
         for row in _right_rows(report, "compare")
@@ -78,7 +78,7 @@ def _times_embedding_bag(report: Report) -> list[Figure]:
     return [(row["times"][BAG], _where(row, "dim", "hotness", "batch")) for row in rows]
 
 
-def _dlrm_medians(report: Report) -> list[Figure]:
+def _dlrm_medians(report: BenchReport) -> list[Figure]:
     rows = [row for row in _right_rows(report, "ranking") if row["model"] == "dlrm" and row["candidates"] == 500]
     return [(row["p50_ms"], _where(row, "graphs", "logical_cards")) for row in rows if row["graphs"]]
 
@@ -91,7 +91,7 @@ AIMS = (
 )
 
 
-def judge(report: Report) -> list[Row]:
+def judge(report: BenchReport) -> list[Row]:
     """Judge all aims."""
     return [aim.judge(report) for aim in AIMS]
 
@@ -99,7 +99,7 @@ def judge(report: Report) -> list[Row]:
 MISSING = "-"
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: BenchReport, console: Console) -> None:
     """Print the parts' tables, then how far each part came, then the aims."""
     for title, columns, rows in (
         _copies(report),
@@ -130,19 +130,19 @@ def _number(value: Any, digits: int = 2) -> str:
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
-def _rows(report: Report, part: str) -> list[Row]:
+def _rows(report: BenchReport, part: str) -> list[Row]:
     return report.parts[part].rows if part in report.parts else []
 
 
 Content = tuple[str, list[str], list[list[str]]]
 
 
-def _copies(report: Report) -> Content:
+def _copies(report: BenchReport) -> Content:
     rows = [[row["copy"], _number(row["gb_per_s"], 1)] for row in _rows(report, "copy")]
     return "copies", ["copy", "GB/s"], rows
 
 
-def _kernel(report: Report) -> Content:
+def _kernel(report: BenchReport) -> Content:
     """One line for each size and kind of ids: one card, then the ratios of more."""
     cells: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in _rows(report, "kernel"):
@@ -161,7 +161,7 @@ def _kernel(report: Report) -> Content:
     return "kernel, int8, all rows on the card", [*columns, *(f"{count} cards" for count in more)], lines
 
 
-def _shares(report: Report) -> Content:
+def _shares(report: BenchReport) -> Content:
     cells: dict[tuple[Any, ...], dict[float, Row]] = {}
     for row in _rows(report, "kernel"):
         if row["share_on_card"] < 1:
@@ -176,7 +176,7 @@ def _shares(report: Report) -> Content:
     return "kernel, ns/row by share of the lookups on the card, the rest in pinned memory", columns, lines
 
 
-def _compared(report: Report) -> Content:
+def _compared(report: BenchReport) -> Content:
     lines = []
     for row in _rows(report, "compare"):
         key = [row["dtype"], *(str(row[name]) for name in ("dim", "hotness", "batch"))]
@@ -187,7 +187,7 @@ def _compared(report: Report) -> Content:
     return "beside others: shardrank's int8, then their time by its", columns, lines
 
 
-def _requests(report: Report) -> Content:
+def _requests(report: BenchReport) -> Content:
     lines = []
     for row in _rows(report, "ranking"):
         key = [str(row[name]) for name in ("model", "candidates", "logical_cards", "graphs")]
@@ -197,7 +197,7 @@ def _requests(report: Report) -> Content:
     return "one ranking request, local mode", columns, lines
 
 
-def _parts(report: Report) -> Content:
+def _parts(report: BenchReport) -> Content:
     lines = []
     for part in report.parts.values():
         wrong = sum(row.get("correct") is False for row in part.rows)
@@ -207,7 +207,7 @@ def _parts(report: Report) -> Content:
     return "parts", ["part", "status", "seconds", "rows", "wrong"], lines
 
 
-def _aims(report: Report) -> Content:
+def _aims(report: BenchReport) -> Content:
     lines = []
     for aim in judge(report):
         if aim["met"] is None:
