@@ -15,7 +15,7 @@ from loader.manifest import Frozen, ModelSpec
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
 from loader.store import Store
-from loadtest.compare.config import Arm, Budgets, CompareConfig
+from loadtest.compare.config import Budgets, CompareConfig, ServedArm
 from loadtest.compare.errors import CompareStoreError
 from loadtest.compare.hosts import check_hosts
 from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_rounds, target_of
@@ -118,7 +118,7 @@ def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements
         ComparisonError: arms have other numbers of rounds, or there are none.
     """
     rounds = measurements.rounds
-    found: list[report.Measured] = []
+    found: list[report.ComparedMeasure] = []
     reasons = _reasons(rounds)
     for name, unit, better, values in _values(config, rounds):
         if all(value > 0 for of_arm in values for value in of_arm):
@@ -153,7 +153,7 @@ def _runs(of_arm: Sequence[ArmRound], phase: str) -> list[LoadResult]:
 
 
 def _values(
-    config: CompareConfig, rounds: Mapping[Arm, Sequence[ArmRound]]
+    config: CompareConfig, rounds: Mapping[ServedArm, Sequence[ArmRound]]
 ) -> list[tuple[str, str, report.Better, list[list[float]]]]:
     """Name, unit, better and `[arms][rounds]` of each measure; 0 where there is none."""
     found: list[tuple[str, str, report.Better, list[list[float]]]] = []
@@ -174,7 +174,7 @@ def _values(
     return found
 
 
-def _reasons(rounds: Mapping[Arm, Sequence[ArmRound]]) -> list[str]:
+def _reasons(rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> list[str]:
     return [
         f"{arm.name}, round {number}, {where}"
         for arm, of_arm in rounds.items()
@@ -265,7 +265,7 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _about(rounds: Mapping[Arm, Sequence[ArmRound]], phase: str) -> str:
+def _about(rounds: Mapping[ServedArm, Sequence[ArmRound]], phase: str) -> str:
     """How many were due: arms have as many as each other in a round, rounds of Poisson arrivals differ."""
     due = [run.due for of_arm in rounds.values() for run in _runs(of_arm, phase)]
     return f"{min(due)}" if min(due) == max(due) else f"{min(due)} to {max(due)}"

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from loader.manifest import Frozen
 from loadtest.compare.closed_process import ScoresAsked
-from loadtest.compare.config import Arm, CompareConfig, Dtype, order_of_round
+from loadtest.compare.config import CompareConfig, Dtype, ServedArm, order_of_round
 from loadtest.compare.errors import ArmsDisagreeError, ArmServerError
 from loadtest.compare.hosts import running_hosts
 from loadtest.compare.server import ASK_TIMEOUT_S, HOST, Ports, free_ports, running_arm, server_commands
@@ -60,7 +60,7 @@ class ArmScores:
     scores: tuple[Float32Array, ...]
 
 
-async def served_dtype(arm: Arm, http_port: int, model: str) -> Dtype:
+async def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
     """Ask in which dtype a server computes its dense model.
 
     Raises:
@@ -75,7 +75,7 @@ async def served_dtype(arm: Arm, http_port: int, model: str) -> Dtype:
         raise ArmServerError(f"the server with {arm.name} does not describe its model at {address}: {error}") from error
 
 
-def check_agreement(first: Arm, expected: ArmScores, arm: Arm, found: ArmScores) -> None:
+def check_agreement(first: ServedArm, expected: ArmScores, arm: ServedArm, found: ArmScores) -> None:
     """Compare an arm's answers with the first one's.
 
     Args:
@@ -171,13 +171,13 @@ class ArmMeasure:
         if self._asking is not None:
             await asyncio.gather(self._asking, return_exceptions=True)
 
-    async def rehearse(self, arm: Arm) -> None:
+    async def rehearse(self, arm: ServedArm) -> None:
         """Start a server and ask it a little; nothing is kept."""
         async with self._serving(arm) as process_ids:
             await self._run(RunConfig(rate=self.config.rate, warmup_s=0, duration_s=REHEARSAL_S, seed=0))
             await self._busy(process_ids, 0.0, REHEARSAL_S)
 
-    async def arm(self, arm: Arm, number: int, scored: Callable[[ArmScores], None] | None = None) -> ArmRound:
+    async def arm(self, arm: ServedArm, number: int, scored: Callable[[ArmScores], None] | None = None) -> ArmRound:
         """Measure an arm.
 
         Args:
@@ -201,7 +201,7 @@ class ArmMeasure:
                 scored(await self._scores(arm))
             return ArmRound(cold, warm, busy)
 
-    async def _scores(self, arm: Arm) -> ArmScores:
+    async def _scores(self, arm: ServedArm) -> ArmScores:
         ready, ports = self.generators.ready[0], self.ports
         asked = [
             ScoresAsked(http_port=ports.http, grpc_port=ports.grpc, request=one)
@@ -229,7 +229,7 @@ class ArmMeasure:
         return await asyncio.shield(asking)
 
     @contextlib.asynccontextmanager
-    async def _serving(self, arm: Arm) -> AsyncIterator[tuple[int, ...]]:
+    async def _serving(self, arm: ServedArm) -> AsyncIterator[tuple[int, ...]]:
         """Start an arm's server, with hosts of its own if it has some; gives the ids of its processes."""
         self._starts += 1
         folder = self.folder / f"{self._starts}"
@@ -275,7 +275,7 @@ class Measurements:
         agreed: scores of the first round.
     """
 
-    rounds: dict[Arm, list[ArmRound]]
+    rounds: dict[ServedArm, list[ArmRound]]
     agreed: Agreed
 
 
@@ -307,10 +307,10 @@ async def measure_rounds(
     """
     ports = free_ports(random.Random())
     asked = load.model_copy(update={"target": target_of(load.spoken, ports)})
-    found: dict[Arm, list[ArmRound]] = {arm: [] for arm in config.arms}
-    scores: dict[Arm, ArmScores] = {}
+    found: dict[ServedArm, list[ArmRound]] = {arm: [] for arm in config.arms}
+    scores: dict[ServedArm, ArmScores] = {}
 
-    def agree(arm: Arm, answered: ArmScores) -> None:
+    def agree(arm: ServedArm, answered: ArmScores) -> None:
         scores[arm] = answered
         check_agreement(config.arms[0], scores[config.arms[0]], arm, answered)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from loadtest.compare.config import Arm, CompareConfig
+from loadtest.compare.config import CompareConfig, ServedArm
 from loadtest.compare.errors import ArmServerError
 from loadtest.compare.hosts import Host
 from serving.fleet.process import PARENT_PID_VARIABLE
@@ -59,7 +59,7 @@ class ServerCommand:
 
 
 def server_commands(
-    arm: Arm, config: CompareConfig, snapshot: Path, ports: Ports, folder: Path, hosts: Sequence[Host] = ()
+    arm: ServedArm, config: CompareConfig, snapshot: Path, ports: Ports, folder: Path, hosts: Sequence[Host] = ()
 ) -> tuple[ServerCommand, ...]:
     """List what is started for an arm, in this order.
 
@@ -86,7 +86,9 @@ def server_commands(
     return (*nodes, ServerCommand("server", asks, folder / "server.log"))
 
 
-def server_arguments(arm: Arm, config: CompareConfig, snapshot: Path, ports: Ports, registry: Path) -> tuple[str, ...]:
+def server_arguments(
+    arm: ServedArm, config: CompareConfig, snapshot: Path, ports: Ports, registry: Path
+) -> tuple[str, ...]:
     """Make the arguments of `serve`, or of `up` for shards, which alone use the registry's folder."""
     flags = _divided(arm, config, snapshot) | _rows(arm, config) | _serving(config, ports)
     if arm.shards is None:
@@ -94,21 +96,21 @@ def server_arguments(arm: Arm, config: CompareConfig, snapshot: Path, ports: Por
     return ("up", *_given(flags | {"shards": arm.shards, "registry": registry}))
 
 
-def node_arguments(arm: Arm, config: CompareConfig, snapshot: Path, shard: int, address: str) -> tuple[str, ...]:
+def node_arguments(arm: ServedArm, config: CompareConfig, snapshot: Path, shard: int, address: str) -> tuple[str, ...]:
     """Make the arguments of `shard-node` for one of an arm's shards, which listens at an address."""
     own = {"shard": f"{shard}/{arm.shards}", "listen": address}
     return ("shard-node", *_given(_divided(arm, config, snapshot) | _rows(arm, config) | own))
 
 
 def asking_arguments(
-    arm: Arm, config: CompareConfig, snapshot: Path, ports: Ports, addresses: Sequence[str]
+    arm: ServedArm, config: CompareConfig, snapshot: Path, ports: Ports, addresses: Sequence[str]
 ) -> tuple[str, ...]:
     """Make the arguments of `serve` for shard nodes at these addresses, the first one's first."""
     flags = _divided(arm, config, snapshot) | _serving(config, ports) | {"shutdown-delay-s": 0}
     return ("serve", *_given(flags), *(text for address in addresses for text in ("--shard", address)))
 
 
-def _divided(arm: Arm, config: CompareConfig, snapshot: Path) -> dict[str, object]:
+def _divided(arm: ServedArm, config: CompareConfig, snapshot: Path) -> dict[str, object]:
     """What every process of an arm must be told alike."""
     return {
         "snapshot": snapshot,
@@ -118,7 +120,7 @@ def _divided(arm: Arm, config: CompareConfig, snapshot: Path) -> dict[str, objec
     }
 
 
-def _rows(arm: Arm, config: CompareConfig) -> dict[str, object]:
+def _rows(arm: ServedArm, config: CompareConfig) -> dict[str, object]:
     """Of a process that holds rows. Without shards each of several serving processes does, on the same cards."""
     budgets = config.budgets
     holders, sharers = (config.workers, config.workers) if arm.shards is None else (arm.shards, 1)
@@ -180,7 +182,9 @@ def free_ports(draw: random.Random) -> Ports:
 
 
 @contextlib.asynccontextmanager
-async def running_arm(arm: Arm, commands: Sequence[ServerCommand], ports: Ports) -> AsyncIterator[tuple[int, ...]]:
+async def running_arm(
+    arm: ServedArm, commands: Sequence[ServerCommand], ports: Ports
+) -> AsyncIterator[tuple[int, ...]]:
     """Start an arm's server, wait until it is ready, and end it with the block.
 
     Yields the ids of its processes and of all that these started.
@@ -220,7 +224,7 @@ async def _start(command: ServerCommand) -> asyncio.subprocess.Process:
         )
 
 
-async def _until_ready(arm: Arm, started: Sequence[_Started], ports: Ports) -> None:
+async def _until_ready(arm: ServedArm, started: Sequence[_Started], ports: Ports) -> None:
     why = "it did not answer"
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -263,7 +267,7 @@ def _ended(started: Sequence[_Started]) -> _Started | None:
     return next((one for one in started if one.process.returncode is not None), None)
 
 
-def _whose(arm: Arm, one: _Started) -> str:
+def _whose(arm: ServedArm, one: _Started) -> str:
     return f"the {one.command.name} with {arm.name}"
 
 

@@ -51,7 +51,7 @@ class Ratio(Frozen):
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
-class Measured(Frozen):
+class ComparedMeasure(Frozen):
     """One measure on every arm.
 
     Attributes:
@@ -109,7 +109,7 @@ class Comparison(Frozen):
     arms: tuple[Arm, ...] = Field(min_length=1)
     baseline: int = Field(ge=0)
     rounds: int = Field(ge=1)
-    measures: tuple[Measured, ...]
+    measures: tuple[ComparedMeasure, ...]
     confidence: float = CONFIDENCE
     resamples: int = RESAMPLES
     seed: int = 0
@@ -137,7 +137,9 @@ _T_975 = (
 )  # fmt: skip
 
 
-def measured(name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0) -> Measured:
+def measured(
+    name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0
+) -> ComparedMeasure:
     """Compute a measure's ratios to the first arm.
 
     Args:
@@ -160,7 +162,7 @@ def measured(name: str, unit: str, better: Better, values: Sequence[Sequence[flo
     if not (np.isfinite(table).all() and (table > 0).all()):
         raise ComparisonError(f"{name}: {table.tolist()}; ratios need values above 0 in every round")
     logs = np.log(table / table[0])
-    return Measured(
+    return ComparedMeasure(
         name=name,
         unit=unit,
         better=better,

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from loadtest.load.result import LoadResult, SweepResult
 from loadtest.load.result_file import read_document
 from loadtest.report import numbers
-from loadtest.report.comparison import Comparison, Measured
+from loadtest.report.comparison import ComparedMeasure, Comparison
 from loadtest.report.errors import PageFileError
 from loadtest.report.markup import (
     Cell,
@@ -440,11 +440,11 @@ def _ratios_table(comparison: Comparison, fields: Fields) -> Element:
     return table(["", "unit", *[arm.name for arm in comparison.arms]], rows, "wide")
 
 
-def _measure(one: Measured, fields: Fields, *keys: str | int) -> Cell:
+def _measure(one: ComparedMeasure, fields: Fields, *keys: str | int) -> Cell:
     return fields.rate(*keys, unit="") if one.unit == "/s" else fields.ms(*keys)
 
 
-def _with_ratio(value: Cell, one: Measured, fields: Fields, arm: int) -> Cell:
+def _with_ratio(value: Cell, one: ComparedMeasure, fields: Fields, arm: int) -> Cell:
     def part(field: str) -> Element:
         number = fields.value("ratios", arm, field)
         pointer = fields.pointer("ratios", arm, field)

@@ -29,7 +29,7 @@ from loadtest.report.chart import (
     picture,
     written_at,
 )
-from loadtest.report.comparison import Comparison, Measured
+from loadtest.report.comparison import ComparedMeasure, Comparison
 from loadtest.report.errors import HistogramError
 from loadtest.report.markup import Element, element
 from loadtest.report.numbers import compact, count, rate, significant
@@ -444,7 +444,7 @@ def ratio_plot(comparison: Comparison) -> Element:
     return drawn
 
 
-def rounds_plot(comparison: Comparison, one: Measured) -> Element:
+def rounds_plot(comparison: Comparison, one: ComparedMeasure) -> Element:
     """Draw a measure round by round, a line for each arm: what drifts, and what is one round's chance."""
     rounds = list(range(1, comparison.rounds + 1))
     x, y = Linear(0.5, comparison.rounds + 0.5, 1.0), Log.around(np.array(one.values))
@@ -461,7 +461,7 @@ def _series(arm: int) -> str:
     return f"s{arm % 6 + 1}"
 
 
-def _interval(drawn: Element, panel: Panel, comparison: Comparison, one: Measured, arm: int, y: float) -> None:
+def _interval(drawn: Element, panel: Panel, comparison: Comparison, one: ComparedMeasure, arm: int, y: float) -> None:
     ratio = one.ratios[arm]
     text = ratio_text(one, arm)
     series = _series(arm)
@@ -474,14 +474,14 @@ def _interval(drawn: Element, panel: Panel, comparison: Comparison, one: Measure
     drawn.append(written_at(panel.box.right + 12, y + 4, text, judged(one, arm)))
 
 
-def ratio_text(one: Measured, arm: int) -> str:
+def ratio_text(one: ComparedMeasure, arm: int) -> str:
     """Write a ratio, such as `0.61 × [0.58, 0.64]`."""
     value, low, high = one.ratios[arm].value, one.ratios[arm].low, one.ratios[arm].high
     interval = "" if low is None or high is None else f" [{numbers.ratio(low)}, {numbers.ratio(high)}]"
     return f"{numbers.ratio(value)} ×{interval}"
 
 
-def judged(one: Measured, arm: int) -> str:
+def judged(one: ComparedMeasure, arm: int) -> str:
     """Say `better` or `worse` where the interval says that the arms differ, else nothing."""
     ratio = one.ratios[arm]
     if not ratio.certain:

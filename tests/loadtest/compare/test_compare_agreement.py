@@ -12,7 +12,7 @@ import pytest
 
 from loadtest.compare.closed_process import ScoresAsked
 from loadtest.compare.command import compared_snapshot
-from loadtest.compare.config import Arm, Budgets, CompareConfig, Dtype
+from loadtest.compare.config import Budgets, CompareConfig, Dtype, ServedArm
 from loadtest.compare.errors import ArmsDisagreeError, ArmServerError
 from loadtest.compare.rounds import ArmScores, check_agreement, largest_difference, served_dtype
 from loadtest.compare.server import free_ports, running_arm, server_commands
@@ -27,7 +27,7 @@ from loadtest.serving_cost.servers import Server
 from loadtest.workloads.payloads import APIS, Api
 from serving.embedded import Ranker
 
-ONE, TWO = Arm(cards=1), Arm(cards=2)
+ONE, TWO = ServedArm(cards=1), ServedArm(cards=2)
 
 
 def answered(*scores: list[float], dtype: Dtype = "float32") -> ArmScores:
