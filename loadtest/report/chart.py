@@ -73,7 +73,7 @@ class Linear:
 
     @classmethod
     def around(cls, values: npt.ArrayLike, steps: int = 5, *, whole: bool = False) -> Linear:
-        """From 0 to the first step at or above all values, in about as many steps as asked for.
+        """Reach from 0 to the first step at or above all values, in about as many steps as asked for.
 
         Args:
             values: none may be below 0.
@@ -88,7 +88,7 @@ class Linear:
 
     @classmethod
     def between(cls, low: float, high: float, steps: int = 8) -> Linear:
-        """From `low` to `high` exactly; ticks are the multiples of a step in between."""
+        """Reach from `low` to `high` exactly; ticks are the multiples of a step in between."""
         return cls(low, high if high > low else low + 1.0, _nice_step(max(high - low, 1e-9) / steps))
 
     def place(self, values: npt.ArrayLike) -> Floats:
@@ -114,7 +114,7 @@ class Log:
 
     @classmethod
     def around(cls, values: npt.ArrayLike) -> Log:
-        """From the last of 1, 2, 5, 10, ... at or below all values above 0 to the first at or above them.
+        """Reach from the last of 1, 2, 5, 10, ... at or below all values above 0 to the first at or above them.
 
         Where the highest is at most 4 times the lowest, from and to multiples of a step.
         """
@@ -172,7 +172,7 @@ class Nines:
 
     @classmethod
     def of(cls, count: int) -> Nines:
-        """As far as `count` values have percentiles: the largest one of n stands at 1 - 1 / (2 n)."""
+        """Reach as far as `count` values have percentiles: the largest one of n stands at 1 - 1 / (2 n)."""
         return cls(max(1.0, math.log10(2.0 * max(count, 1))))
 
     @property
@@ -191,7 +191,7 @@ class Nines:
         return np.clip(-np.log10(rest) / self.nines, 0.0, 1.0)
 
     def at(self, places: npt.ArrayLike) -> Floats:
-        """The percentiles at places between 0 and 1."""
+        """Find the percentiles at places between 0 and 1."""
         return 1.0 - 10.0 ** (-np.asarray(places, np.float64) * self.nines)
 
     def ticks(self) -> list[Tick]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -97,7 +97,7 @@ class Fields:
     """Reads fields of a document by their keys, such as `fields.ms("latency", "p99_ms")`."""
 
     def __init__(self, document: BaseModel, *prefix: Key) -> None:
-        """Of the whole document, or of the part of it that stands at `prefix`."""
+        """Take the whole document, or the part of it that stands at `prefix`."""
         self._document, self._prefix = document, prefix
 
     def below(self, *keys: Key) -> Fields:
@@ -112,18 +112,15 @@ class Fields:
         return found
 
     def pointer(self, *keys: Key) -> str:
-        """Where it stands."""
+        """Write the JSON pointer of a field."""
         parts = (str(key).replace("~", "~0").replace("/", "~1") for key in (*self._prefix, *keys))
         return "".join(f"/{part}" for part in parts)
 
-    def _number(self, keys: tuple[Key, ...], form: Any, unit: str) -> Cell:
-        value = self.value(*keys)
+    def _number(self, keys: tuple[Key, ...], form: Callable[[float], str], unit: str) -> Cell:
+        value, pointer = self.value(*keys), self.pointer(*keys)
         if value is None:
-            return Cell(element("span", numbers.MISSING, class_="missing", data_of=self.pointer(*keys)), True)
-        return Cell(self._data(keys, value, form(value)), True, unit)
-
-    def _data(self, keys: tuple[Key, ...], value: float, text: str) -> Element:
-        return element("data", text, value=repr(value), data_of=self.pointer(*keys))
+            return Cell(element("span", numbers.MISSING, class_="missing", data_of=pointer), True)
+        return Cell(element("data", form(value), value=repr(value), data_of=pointer), True, unit)
 
     def ms(self, *keys: Key, unit: str = "") -> Cell:
         """Show measured milliseconds or seconds, three digits."""
