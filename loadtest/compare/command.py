@@ -17,9 +17,8 @@ from loader.reader import Snapshot
 from loader.store import Store
 from loadtest.compare.config import Budgets, CompareConfig, ServedArm
 from loadtest.compare.errors import CompareStoreError
-from loadtest.compare.hosts import check_hosts
 from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_rounds, target_of
-from loadtest.compare.server import Ports
+from loadtest.compare.server import Ports, check_hosts
 from loadtest.drill.running import INTERRUPTED, drill_config
 from loadtest.load.config import LoadConfig
 from loadtest.load.merge import MAX_CPU_SHARE

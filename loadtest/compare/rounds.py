@@ -25,8 +25,7 @@ from loader.manifest import Frozen
 from loadtest.compare.closed_process import ScoresAsked
 from loadtest.compare.config import CompareConfig, Dtype, ServedArm, order_of_round
 from loadtest.compare.errors import ArmsDisagreeError, ArmServerError
-from loadtest.compare.hosts import running_hosts
-from loadtest.compare.server import ASK_TIMEOUT_S, HOST, Ports, free_ports, running_arm, server_commands
+from loadtest.compare.server import ASK_TIMEOUT_S, HOST, Ports, free_ports, running_arm, running_hosts, server_commands
 from loadtest.load.config import LoadConfig, RunConfig
 from loadtest.load.live import LiveLine
 from loadtest.load.merge import make_result
