@@ -11,7 +11,10 @@ the run, what was measured until then is in it. It ends within 8 minutes; exit c
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,13 @@ import click
 from rich.console import Console
 
 try:
-    from loadtest.gpu_process import wait_or_kill
-    from loadtest.gpu_report import FORMAT, Part, Report, Work, run_part
-    from loadtest.gpu_size import FULL, QUICK, BenchSize
-    from loadtest.gpu_tables import show
+    import torch
+
+    import shard_node.cuda
+    from loadtest.gpu import sanitizer
+    from loadtest.gpu.parts import FORMAT, FULL, QUICK, BenchPart, BenchReport, BenchSize, Work, run_part, wait_or_kill
+    from loadtest.gpu.pooling import measure_copies, measure_kernel, measure_others
+    from loadtest.gpu.tables import show
     from shard_node.cuda.cards import Cards
     from shard_node.cuda.device_choice import DeviceChoice, open_cards
 except ImportError as missing:
@@ -43,36 +49,92 @@ START_S = 10.0
 """For a part's process to begin."""
 GRACE_S = 10.0
 """That a part may be late before its process is killed."""
+PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "triton", "pydantic")
+_ASKED = "name,driver_version,memory.total,pstate,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+_ASKED_WITHIN_S = 20
 Command = Callable[[str, Path, float], list[str]]
-
-
 OpenCards = Callable[[int], Cards]
 """Opens so many logical cards."""
 
 
 def measure(work: Work, name: str, opened: OpenCards, size: BenchSize) -> None:
-    """One part. Modules are imported as they are needed: what one lacks does not hold up another."""
-    module = import_module(f"loadtest.gpu_{name}")
+    """Measure one part."""
     if name == "sanitizer":
-        module.measure(work)
+        sanitizer.measure(work)
         return
     cards = opened(1)
-    work.ran_on(import_module("loadtest.gpu_device").describe(cards))
+    work.ran_on(describe(cards))
     if name == "ranking":
-        module.measure(work, opened, size)
+        # It needs the serving packages: without them the other parts are measured all the same.
+        from loadtest.gpu import ranking
+
+        ranking.measure(work, opened, size)
     else:
-        module.measure(work, cards, size)
+        {"copy": measure_copies, "kernel": measure_kernel, "compare": measure_others}[name](work, cards, size)
+
+
+def describe(cards: Cards) -> dict[str, Any]:
+    """Describe what a reader needs to judge the figures, or to measure again."""
+    device = cards.cards[0].torch_device
+    kernels = Path(shard_node.cuda.__file__).with_name("kernels.cu")
+    return {
+        "cards": cards.name,
+        "num_cards": len(cards.cards),
+        "peer_access": cards.peer_access,
+        "device": _properties(device) if device.type == "cuda" else {"name": f"emulated, {platform.machine()}"},
+        "nvidia_smi": _nvidia_smi(),
+        "versions": _versions(),
+        "kernels_sha256": hashlib.sha256(kernels.read_bytes()).hexdigest(),
+    }
+
+
+def _properties(device: torch.device) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "compute_capability": f"{found.major}.{found.minor}",
+        "memory_bytes": found.total_memory,
+        "multiprocessors": found.multi_processor_count,
+        "l2_bytes": getattr(found, "L2_cache_size", None),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _nvidia_smi() -> dict[str, str] | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, f"--query-gpu={_ASKED}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASKED_WITHIN_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": str(error)}
+    lines = answer.strip().splitlines()
+    return dict(zip(_ASKED.split(","), map(str.strip, lines[0].split(",")), strict=False)) if lines else None
 
 
 def run_here(
-    report: Report,
+    report: BenchReport,
     names: Sequence[str],
     seconds: float,
     opened: OpenCards,
     size: BenchSize,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Runs parts in this process, one after the other."""
+    """Run parts in this process, one after the other."""
     began = time.perf_counter()
     for position, name in enumerate(names):
         left = seconds - (time.perf_counter() - began)
@@ -80,8 +142,8 @@ def run_here(
         run_part(report, name, budget_s, partial(measure, name=name, opened=opened, size=size), say=say)
 
 
-def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, command: Command) -> Report:
-    """Runs each part in a process of its own, which adds to the file.
+def run_apart(report: BenchReport, path: Path, names: Sequence[str], seconds: float, command: Command) -> BenchReport:
+    """Run each part in a process of its own, which adds to the file.
 
     Args:
         report: saved at `path`.
@@ -100,8 +162,8 @@ def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, 
         # A group of its own, so that what the part starts ends with it.
         process = subprocess.Popen(command(name, path, budget_s), start_new_session=True)
         code = wait_or_kill(process, START_S + budget_s + GRACE_S)
-        report = Report.read(path)
-        part = report.parts.setdefault(name, Part(name, budget_s))
+        report = BenchReport.read(path)
+        part = report.parts.setdefault(name, BenchPart(name, budget_s))
         if code is None:
             part.status = "failed"
             part.error = f"it did not end within {START_S + budget_s + GRACE_S:.0f} s and was killed"
@@ -116,12 +178,12 @@ def run_apart(report: Report, path: Path, names: Sequence[str], seconds: float, 
 
 
 def allowance(names: Sequence[str], seconds_left: float) -> float:
-    """Seconds for the first of the parts that are still to run."""
+    """Give seconds to the first of the parts that are still to run."""
     return max(1.0, seconds_left) * SHARES[names[0]] / sum(SHARES[name] for name in names)
 
 
 def open_on(device: str, num_cards: int) -> Cards:
-    """Logical cards on the device."""
+    """Open logical cards on the device."""
     cards = open_cards(DeviceChoice.parse(device), num_cards)
     if cards is None:
         raise click.UsageError(f"--device {device}: the bench needs a CUDA device, as in cuda:0")
@@ -150,13 +212,13 @@ def main(
     add: bool,
     **sizes: Any,
 ) -> None:
-    """Runs the bench."""
+    """Run the bench."""
     console = Console(width=140)
     size = _size(quick, **sizes)
     chosen = [name for name in SHARES if not names or name in names]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = json_path or Path(folder) / "result.json"
-        report = Report.read(path) if add and path.exists() else Report(path)
+        report = BenchReport.read(path) if add and path.exists() else BenchReport(path)
         report.head = report.head or _head(size)
         try:
             report.save()

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from loadtest.workloads.options import request_options, workload_options
-from serving.cli.devices import DEVICE_FLAGS, device_options
+from serving.cli.devices import device_options
 from serving.cli.examples import WithExamples
 from serving.cli.options import FiniteRange, memory_budget_option, replicate_option, sharding_option
 
@@ -18,15 +18,6 @@ MAX_S = 3600
 MAX_IN_FLIGHT = 4096
 MAX_DELAY_MS = 1000
 FILE = click.Path(path_type=Path, dir_okay=False)
-_BUDGETS = (*DEVICE_FLAGS, "memory_budget_gb", "replicate_bytes")
-_COMPARE = (
-    *("cards", "shards", "rounds", "rate", "cold_s", "warmup_s", "duration_s", "in_flight", "seed"),
-    *("sharding", "workers", "dtype", "hosts", "delay_ms"),
-)
-_LOAD = (
-    *("workload", "context_features", "movielens", "ids", "candidates", "varied", "arrivals", "api"),
-    *("slo_ms", "timeout_ms", "processes", "requests", "seed", "split_seed"),
-)
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
@@ -142,12 +133,6 @@ def compare_cards(
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --replicate-bytes 0 --rounds 10
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2 --workers 2
     """
-    from loadtest.compare.command import CompareCommand, checked_configs, execute
+    from loadtest.compare.command import checked_configs, execute
 
-    config, load = checked_configs(
-        {name: given[name] for name in _COMPARE},
-        {name: given[name] for name in _BUDGETS},
-        {name: given[name] for name in _LOAD},
-    )
-    command = CompareCommand(store=store, json_file=json_file, html_file=html_file)
-    ctx.exit(execute(command, config, load))
+    ctx.exit(execute(*checked_configs(given), store, json_file, html_file))

@@ -1,4 +1,4 @@
-"""A process that keeps a server busy: `python -m loadtest.compare.closed_process CONFIG`, CONFIG being a `LoadConfig`.
+"""Keep a server busy: `python -m loadtest.compare.closed_process CONFIG`, CONFIG being a `LoadConfig`.
 
 A closed loop: the same number of requests is always out, and each answer is followed by the next request. It has no
 say in latency; what is found is how much a server can do, and what a request costs it. Since it has the requests, it
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import uvloop
+from pydantic import Field, TypeAdapter
 
-from loadtest.compare.messages import TO_CLIENT, ScoresAsked
+from loader.manifest import Frozen
 from loadtest.load.config import LoadConfig
 from loadtest.load.generator_process import open_payloads
 from loadtest.load.messages import ProcessConfig
@@ -27,6 +28,17 @@ from loadtest.serving_cost.messages import Scores, ServerLoad, Weighed
 from loadtest.serving_cost.one_answer import scores_of
 from loadtest.serving_cost.servers import Server
 from loadtest.workloads.payloads import Headers, Payloads, changing_headers
+
+
+class ScoresAsked(Frozen):
+    """What are a server's scores of one request of the pool? Answered with `Scores`."""
+
+    http_port: int
+    grpc_port: int
+    request: int = Field(ge=0)
+
+
+TO_CLIENT: TypeAdapter[ServerLoad | ScoresAsked] = TypeAdapter(ServerLoad | ScoresAsked)
 
 
 def main(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ MAX_DELAY_MS = 1000.0
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 
-class Arm(Frozen):
+class ServedArm(Frozen):
     """What is compared.
 
     Attributes:
@@ -113,9 +113,11 @@ class CompareConfig(Frozen):
         return self
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
+    def arms(self) -> tuple[ServedArm, ...]:
         """In the order of the table; the first is the baseline."""
-        return tuple(Arm(cards=cards, shards=shards) for shards in (self.shards or (None,)) for cards in self.cards)
+        return tuple(
+            ServedArm(cards=cards, shards=shards) for shards in (self.shards or (None,)) for cards in self.cards
+        )
 
 
 def order_of_round(arms: int, number: int) -> list[int]:

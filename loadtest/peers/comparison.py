@@ -15,8 +15,7 @@ from loadtest.peers.catalog import PEERS
 from loadtest.peers.config import SHARDRANK, PeersConfig, shardrank_arguments
 from loadtest.peers.offered_load import TIMEOUT_S
 from loadtest.peers.run import Round
-from loadtest.report.comparison import Arm, Better, Comparison
-from loadtest.report.ratios import measured
+from loadtest.report.comparison import Arm, Better, Comparison, measured
 
 MAX_CLIENT_CORES = 0.9
 MIN_THROUGHPUT_RATIO = 3.0

@@ -35,8 +35,7 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
       shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
     from loadtest.load.result_file import write_document
-    from loadtest.report.page import write_html
-    from loadtest.report.reading import read_reported
+    from loadtest.report.page import read_reported, write_html
 
     result: Reported
     if len(files) == 1:
@@ -44,7 +43,7 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
             raise click.UsageError("--json is for comparisons; it needs at least two files")
         result = read_reported(_name_and_path(files[0])[1])
     else:
-        from loadtest.report.compared_runs import compare_runs
+        from loadtest.report.comparison import compare_runs
 
         arms = _arms(files)
         compared = compare_runs(title or " against ".join(arms), arms, seed=seed)
@@ -69,7 +68,7 @@ def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
     """The runs of each name, in the order in which they were given."""
     from loadtest.load.result import LoadResult
     from loadtest.report.errors import ComparisonError
-    from loadtest.report.reading import read_reported
+    from loadtest.report.page import read_reported
 
     arms: dict[str, list[LoadResult]] = {}
     unnamed: set[str] = set()

@@ -1,14 +1,21 @@
-"""Elements of the page, escaped: HTML that is also well-formed XML, so that it can be checked and its plots taken out.
+"""Make the page's elements: escaped markup, a document's fields as cells, tables, tiles and sections.
 
-Elements without content are written with an end tag (`<td></td>`), so no void element of HTML (`br`, `meta`) may be
-made here.
+Elements are HTML that is also well-formed XML, so that it can be checked and its plots taken out. A field's element is
+`<data value="12.3456" data-of="/latency/p99_ms">12.3</data>`: what is shown may be rounded, the value is not, and
+`data-of` is the JSON pointer (RFC 6901) of the field in the result's document.
 """
 
 from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel
+
+from loadtest.report import numbers
 
 Element: TypeAlias = ET.Element
 Content: TypeAlias = ET.Element | str
@@ -44,7 +51,7 @@ def element(tag: str, *contents: Content, **attributes: str | float | None) -> E
 
 
 def append(parent: Element, content: Content) -> None:
-    """Adds an element or a text at the end."""
+    """Add an element or a text at the end."""
     if not isinstance(content, str):
         parent.append(content)
     elif len(parent):
@@ -54,15 +61,171 @@ def append(parent: Element, content: Content) -> None:
 
 
 def plain(text: str) -> str:
-    """The text, with U+FFFD for each character that XML can't hold."""
+    """Replace each character that XML can't hold by U+FFFD."""
     return _NOT_XML.sub("\ufffd", text)
 
 
 def coordinate(value: float) -> str:
-    """A number as SVG's attributes have it: at most one decimal."""
+    """Write a number as SVG's attributes have it: at most one decimal."""
     return f"{round(value, 1) + 0.0:.6g}"
 
 
 def written(root: Element) -> str:
-    """The element as text."""
+    """Write the element as text."""
     return ET.tostring(root, encoding="unicode", short_empty_elements=False)
+
+
+Key = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What stands in a table's cell.
+
+    Attributes:
+        content: text or element.
+        number: whether it is set flush right.
+        unit: shown after it.
+    """
+
+    content: Content
+    number: bool = False
+    unit: str = ""
+
+
+class Fields:
+    """Reads fields of a document by their keys, such as `fields.ms("latency", "p99_ms")`."""
+
+    def __init__(self, document: BaseModel, *prefix: Key) -> None:
+        """Take the whole document, or the part of it that stands at `prefix`."""
+        self._document, self._prefix = document, prefix
+
+    def below(self, *keys: Key) -> Fields:
+        """Read the fields of a part."""
+        return Fields(self._document, *self._prefix, *keys)
+
+    def value(self, *keys: Key) -> Any:
+        """Look up a field."""
+        found: Any = self._document
+        for key in (*self._prefix, *keys):
+            found = getattr(found, key) if isinstance(found, BaseModel) and isinstance(key, str) else found[key]
+        return found
+
+    def pointer(self, *keys: Key) -> str:
+        """Write the JSON pointer of a field."""
+        parts = (str(key).replace("~", "~0").replace("/", "~1") for key in (*self._prefix, *keys))
+        return "".join(f"/{part}" for part in parts)
+
+    def _number(self, keys: tuple[Key, ...], form: Callable[[float], str], unit: str) -> Cell:
+        value, pointer = self.value(*keys), self.pointer(*keys)
+        if value is None:
+            return Cell(element("span", numbers.MISSING, class_="missing", data_of=pointer), True)
+        return Cell(element("data", form(value), value=repr(value), data_of=pointer), True, unit)
+
+    def ms(self, *keys: Key, unit: str = "") -> Cell:
+        """Show measured milliseconds or seconds, three digits."""
+        return self._number(keys, numbers.significant, unit)
+
+    def count(self, *keys: Key, unit: str = "") -> Cell:
+        """Show a count."""
+        return self._number(keys, numbers.count, unit)
+
+    def rate(self, *keys: Key, unit: str = "/s") -> Cell:
+        """Show a number a second."""
+        return self._number(keys, numbers.rate, unit)
+
+    def exact(self, *keys: Key, unit: str = "") -> Cell:
+        """Show what was asked for, not measured, as it is."""
+        return self._number(keys, numbers.compact, unit)
+
+    def plain(self, *keys: Key, unit: str = "") -> Cell:
+        """Show a whole number that is a name, without separators."""
+        return self._number(keys, str, unit)
+
+    def share(self, *keys: Key) -> Cell:
+        """Show a measured share in percent."""
+        return self._number(keys, numbers.share, "%")
+
+    def exact_share(self, *keys: Key) -> Cell:
+        """Show in percent a share that was asked for."""
+        return self._number(keys, numbers.exact_share, "%")
+
+    def size(self, *keys: Key) -> Cell:
+        """Show bytes."""
+        return self._number(keys, numbers.size, "")
+
+    def text(self, *keys: Key) -> Cell:
+        """Show words; a dash for None."""
+        value = self.value(*keys)
+        return Cell(element("span", numbers.MISSING if value is None else str(value), data_of=self.pointer(*keys)))
+
+
+def shown(cell: Cell) -> list[Content]:
+    """List a cell's content and its unit."""
+    return [cell.content, element("span", f" {cell.unit}", class_="unit")] if cell.unit else [cell.content]
+
+
+Shown = Cell | Content
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Shown]], kind: str = "") -> Element:
+    """Make a table with a row of heads.
+
+    Args:
+        heads: names of the columns; a unit stands after a comma.
+        rows: of cells; a plain text is a name.
+        kind: class of the table.
+    """
+    body = [element("tr", *[_cell(one) for one in row]) for row in rows]
+    # A column is as flush as its cells: a head over numbers stands on the right as they do.
+    flush = [any(isinstance(row[index], Cell) and row[index].number for row in rows) for index in range(len(heads))]  # type: ignore[union-attr]
+    top = [element("th", head, class_="number" if right else None) for head, right in zip(heads, flush, strict=True)]
+    made = element("table", element("thead", element("tr", *top)), element("tbody", *body), class_=kind or None)
+    return element("div", made, class_="scroll")
+
+
+def _cell(one: Shown) -> Element:
+    if not isinstance(one, Cell):
+        return element("td", one)
+    return element("td", *shown(one), class_="number" if one.number else None)
+
+
+def pairs(rows: Sequence[tuple[str, Shown]]) -> Element:
+    """Make a table of names and what they are."""
+    body = [element("tr", element("th", name, scope="row"), _cell(one)) for name, one in rows]
+    return element("div", element("table", element("tbody", *body), class_="pairs"), class_="scroll")
+
+
+def figure(title: str, plot: Element, note: str = "", kind: str = "") -> Element:
+    """Put a title and a sentence on how to read it around a plot."""
+    notes = [element("figcaption", note)] if note else []
+    return element("figure", element("h2", title), element("div", plot, class_="scroll"), *notes, class_=kind or None)
+
+
+def verdict(valid: bool, good: Content, bad: str, reasons: Sequence[Content]) -> Element:
+    """Say whether the numbers may be believed."""
+    if valid:
+        return element("div", element("b", "Valid. "), good, class_="verdict valid")
+    listed = element("ul", *[element("li", one) for one in reasons])
+    return element("div", element("b", "Not valid. "), bad, listed, class_="verdict invalid")
+
+
+def tile(name: str, cell: Cell, more: str = "", kind: str = "") -> Element:
+    """Make a number of the headline."""
+    parts: list[Content] = [
+        element("div", name, class_="name"),
+        element("div", *shown(cell), class_="figure"),
+    ]
+    parts += [element("div", more, class_="more")] if more else []
+    return element("div", *parts, class_=f"tile {kind}".strip())
+
+
+def section(title: str, *contents: Content, note: str = "") -> Element:
+    """Put a part of the page under a heading, with a sentence on how to read it."""
+    notes = [element("p", note, class_="note")] if note else []
+    return element("section", element("h2", title), *contents, *notes)
+
+
+def folded(title: str, *contents: Content) -> Element:
+    """Make a part that is shown when its title is clicked."""
+    return element("details", element("summary", title), *contents)

@@ -87,23 +87,3 @@ def view(address: int, size_bytes: int, owner: object, device: int) -> torch.Ten
     # -1: no order is asked for. Else CuPy would make torch's stream wait for CuPy's, which ends a capture.
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
     return tensor
-
-
-def gather_then_sum(weight: torch.Tensor, values: torch.Tensor, hotness: int) -> torch.Tensor:
-    """Pools bags of one length as plain CuPy does: rows are gathered, then added up. For comparison only.
-
-    Args:
-        weight: float16 or float32 [rows, dim], on a device.
-        values: int [bags * hotness], on the same.
-        hotness: values of each bag.
-
-    Returns:
-        [bags, dim] in the dtype of weight, in order on torch's current stream.
-    """
-    pointer = torch.cuda.current_stream(weight.device).cuda_stream
-    stream = cupy.cuda.ExternalStream(pointer, weight.device.index) if pointer else cupy.cuda.Stream.null
-    with cupy.cuda.Device(weight.device.index), stream:
-        rows = cupy.from_dlpack(weight.detach()).take(cupy.from_dlpack(values), axis=0)
-        pooled = rows.reshape(-1, hotness, weight.shape[1]).sum(axis=1)
-        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(pooled)
-    return tensor

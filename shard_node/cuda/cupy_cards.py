@@ -16,7 +16,6 @@ from shard_node.cuda.cards import Card, Graph, Memory, PinnedMemory, Stream
 from shard_node.cuda.cupy_api import (
     PEER_ACCESS_ALREADY_ENABLED,
     driver,
-    gather_then_sum,
     runtime,
     usable_devices,
     view,
@@ -27,7 +26,7 @@ from shard_node.cuda.kernel_arguments import pointers_to
 from shard_node.cuda.kernel_params import MAX_CARDS, THREADS_PER_BLOCK
 from shard_node.errors import CardError, CardsUnavailableError, DeviceChoiceError
 
-__all__ = ["CupyCard", "CupyCards", "gather_then_sum", "open_cupy_cards", "usable_devices"]
+__all__ = ["CupyCard", "CupyCards", "open_cupy_cards", "usable_devices"]
 
 logger = logging.getLogger(__name__)
 

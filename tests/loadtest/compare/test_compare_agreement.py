@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadtest.compare.agreement import ArmScores, check_agreement, largest_difference, served_dtype
-from loadtest.compare.arm_commands import server_commands
-from loadtest.compare.arm_server import free_ports, running_arm
-from loadtest.compare.compared_model import compared_snapshot
-from loadtest.compare.config import Arm, Budgets, CompareConfig, Dtype
+from loadtest.compare.closed_process import ScoresAsked
+from loadtest.compare.command import compared_snapshot
+from loadtest.compare.config import Budgets, CompareConfig, Dtype, ServedArm
 from loadtest.compare.errors import ArmsDisagreeError, ArmServerError
-from loadtest.compare.messages import ScoresAsked
+from loadtest.compare.rounds import ArmScores, check_agreement, largest_difference, served_dtype
+from loadtest.compare.server import free_ports, running_arm, server_commands
 from loadtest.load.config import LoadConfig
 from loadtest.load.generator_process import open_payloads
 from loadtest.load.messages import ProcessConfig
@@ -28,7 +27,7 @@ from loadtest.serving_cost.servers import Server
 from loadtest.workloads.payloads import APIS, Api
 from serving.embedded import Ranker
 
-ONE, TWO = Arm(cards=1), Arm(cards=2)
+ONE, TWO = ServedArm(cards=1), ServedArm(cards=2)
 
 
 def answered(*scores: list[float], dtype: Dtype = "float32") -> ArmScores:

@@ -13,18 +13,20 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from loadtest.compare.arm_commands import (
+from loadtest.compare.cli import compare_cards
+from loadtest.compare.command import compared_snapshot
+from loadtest.compare.config import Budgets, CompareConfig, ServedArm, order_of_round
+from loadtest.compare.errors import ArmServerError, CompareStoreError
+from loadtest.compare.server import (
+    HOST,
     Ports,
     asking_arguments,
+    free_ports,
     node_arguments,
+    running_arm,
     server_arguments,
     server_commands,
 )
-from loadtest.compare.arm_server import HOST, free_ports, running_arm
-from loadtest.compare.cli import compare_cards
-from loadtest.compare.compared_model import compared_snapshot
-from loadtest.compare.config import Arm, Budgets, CompareConfig, order_of_round
-from loadtest.compare.errors import ArmServerError, CompareStoreError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadConfig
 from router.errors import PlanError
@@ -44,7 +46,7 @@ def by_flag(arguments: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     return command, dict(zip(rest[::2], rest[1::2], strict=True))
 
 
-def flags(arm: Arm, **config: object) -> tuple[str, dict[str, str]]:
+def flags(arm: ServedArm, **config: object) -> tuple[str, dict[str, str]]:
     return by_flag(server_arguments(arm, CompareConfig.model_validate(config), SNAPSHOT, PORTS, Path("r")))
 
 
@@ -74,10 +76,10 @@ def test_each_arm_is_measured_once_in_a_round_and_each_is_first_in_turn():
 
 def test_cards_keep_their_memory_and_shards_divide_the_hosts():
     budgets = Budgets(device="cuda", card_memory_gb=3, pinned_memory_gb=8, memory_budget_gb=6, hot_gb=0.5)
-    command, alone = flags(Arm(cards=4), budgets=budgets)
+    command, alone = flags(ServedArm(cards=4), budgets=budgets)
     assert command == "serve"
     assert alone["--cards"] == "4"
-    command, divided = flags(Arm(cards=2, shards=2), budgets=budgets)
+    command, divided = flags(ServedArm(cards=2, shards=2), budgets=budgets)
     assert command == "up"
     assert (divided["--shards"], divided["--registry"]) == ("2", "r")
     for same in ("--card-memory-gb", "--hot-gb", "--device", "--http-port", "--snapshot"):
@@ -89,17 +91,17 @@ def test_cards_keep_their_memory_and_shards_divide_the_hosts():
 def test_serving_processes_that_hold_all_rows_each_divide_every_budget_and_those_that_ask_shards_none():
     budgets = Budgets(card_memory_gb=3, pinned_memory_gb=8, memory_budget_gb=6, hot_gb=0.5)
     memory = ("--card-memory-gb", "--pinned-memory-gb", "--memory-budget-gb", "--hot-gb")
-    _, one = flags(Arm(cards=1), budgets=budgets)
-    _, two = flags(Arm(cards=1), budgets=budgets, workers=2)
+    _, one = flags(ServedArm(cards=1), budgets=budgets)
+    _, two = flags(ServedArm(cards=1), budgets=budgets, workers=2)
     assert [float(one[flag]) for flag in memory] == [2 * float(two[flag]) for flag in memory]
-    sharded = [flags(Arm(cards=1, shards=4), budgets=budgets, workers=workers)[1] for workers in (1, 2)]
+    sharded = [flags(ServedArm(cards=1, shards=4), budgets=budgets, workers=workers)[1] for workers in (1, 2)]
     assert [sharded[0][flag] for flag in memory] == [sharded[1][flag] for flag in memory]
 
 
 def test_sharding_workers_and_number_format_reach_every_process_that_has_to_know():
     config = CompareConfig(cards=(1, 2), shards=(2,), hosts=True, sharding="table", workers=3, dtype="float32")
     arm = config.arms[0]
-    serve, up = (flags(one, **config.model_dump())[1] for one in (Arm(cards=1), arm))
+    serve, up = (flags(one, **config.model_dump())[1] for one in (ServedArm(cards=1), arm))
     _, node = by_flag(node_arguments(arm, config, SNAPSHOT, 1, "198.18.0.3:7000"))
     *asks, last, address = asking_arguments(arm, config, SNAPSHOT, PORTS, ["198.18.0.1:7000", "198.18.0.3:7000"])
     assert (last, address) == ("--shard", "198.18.0.3:7000")
@@ -109,8 +111,8 @@ def test_sharding_workers_and_number_format_reach_every_process_that_has_to_know
     assert not {"--workers", "--dtype"} & node.keys()
 
 
-@pytest.mark.parametrize("arm", [Arm(cards=1), Arm(cards=1, shards=2)])
-def test_servers_are_started_with_flags_that_their_commands_have(arm: Arm):
+@pytest.mark.parametrize("arm", [ServedArm(cards=1), ServedArm(cards=1, shards=2)])
+def test_servers_are_started_with_flags_that_their_commands_have(arm: ServedArm):
     budgets = Budgets(card_memory_gb=1, hot_gb=1, memory_budget_gb=1)
     command, given = flags(arm, budgets=budgets)
     assert isinstance(shardrank, click.Group)
@@ -136,7 +138,7 @@ def test_a_port_that_is_taken_is_not_chosen():
 
 def test_a_server_that_ends_before_it_is_ready_says_why(tmp_path: Path):
     async def main() -> None:
-        arm, ports = Arm(cards=1), free_ports(random.Random())
+        arm, ports = ServedArm(cards=1), free_ports(random.Random())
         config = CompareConfig(budgets=Budgets(device="cpu"))
         commands = server_commands(arm, config, tmp_path / "none" / "1", ports, tmp_path)
         with pytest.raises(ArmServerError, match=r"(?s)1 card ended: exit code 1.*no such snapshot folder"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.report.comparison import Comparison
-from loadtest.report.reading import read_reported
+from loadtest.report.page import read_reported
 
 TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "20", "--device", "cpu")
 SHORT = ("--rounds", "2", "--rate", "20", "--cold", "0.5", "--warmup", "0", "--duration", "0.5", "--in-flight", "4")

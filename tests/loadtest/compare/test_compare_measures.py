@@ -8,11 +8,9 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from loadtest.compare.arm_measure import ArmRound
+from loadtest.compare.command import compared, show_comparison
 from loadtest.compare.config import CompareConfig
-from loadtest.compare.measures import compared
-from loadtest.compare.rounds import Agreed, Measurements
-from loadtest.compare.show import show_comparison
+from loadtest.compare.rounds import Agreed, ArmRound, Measurements
 from loadtest.load.config import LoadConfig
 from loadtest.load.result import LoadResult
 from loadtest.report.comparison import Comparison

@@ -10,8 +10,7 @@ from loadtest.load.errors import ResultFileError
 from loadtest.load.result_file import write_document
 from loadtest.report.comparison import Comparison
 from loadtest.report.errors import ComparisonError
-from loadtest.report.page import html
-from loadtest.report.reading import read_reported
+from loadtest.report.page import html, read_reported
 from shardrank_testing.load_results import QueueLoad, example_sweep
 from shardrank_testing.report_pages import body_of, text_of
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from loadtest.load.histogram import LatencyHistogram
 from loadtest.load.result import EncodedHistogram
+from loadtest.report.chart import Nines
 from loadtest.report.errors import HistogramError
-from loadtest.report.histograms import Histogram, merged
-from loadtest.report.scales import Nines
+from loadtest.report.plots import Histogram, merged
 
 
 def recorded(times_us):

@@ -8,10 +8,9 @@ import pytest
 
 from loadtest.load.histogram import LatencyHistogram
 from loadtest.load.result import Mark
-from loadtest.report.compared_runs import compare_runs
+from loadtest.report.comparison import compare_runs, measured
 from loadtest.report.errors import HistogramError, PageFileError
 from loadtest.report.page import html, write_html
-from loadtest.report.ratios import measured
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
 from shardrank_testing.report_pages import (
     Tags,

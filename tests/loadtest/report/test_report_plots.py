@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 
 from loadtest.load.result import Mark, Second
-from loadtest.report.comparison import Arm, Comparison
-from loadtest.report.comparison_plots import ratio_plot, rounds_plot
-from loadtest.report.curves import curves_plot
+from loadtest.report.chart import Box, Linear, Panel, legend, picture
+from loadtest.report.comparison import Arm, Comparison, measured
 from loadtest.report.markup import element, written
-from loadtest.report.panel import Box, Panel, legend, picture
-from loadtest.report.ratios import measured
-from loadtest.report.run_plots import histogram_plot, percentile_plot
-from loadtest.report.scales import Linear
-from loadtest.report.sweep_plots import latency_plot, throughput_plot
-from loadtest.report.time_line import MAX_POINTS, TimeLine, time_line_plot
+from loadtest.report.plots import (
+    MAX_POINTS,
+    TimeLine,
+    curves_plot,
+    histogram_plot,
+    latency_plot,
+    percentile_plot,
+    ratio_plot,
+    rounds_plot,
+    throughput_plot,
+    time_line_plot,
+)
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
 from shardrank_testing.report_pages import text_of, with_class
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.report.scales import Linear, Log, Nines, Rows
+from loadtest.report.chart import Linear, Log, Nines
 
 amounts = st.floats(1e-3, 1e6, allow_nan=False)
 
@@ -79,8 +79,8 @@ def test_places_of_percentiles_are_read_back():
 
 
 def test_rows_have_no_ticks():
-    assert Rows(4.0).ticks() == []
-    assert Rows(4.0).place([0, 1, 4]).tolist() == [0.0, 0.25, 1.0]
+    assert Linear(0.0, 4.0).ticks() == []
+    assert Linear(0.0, 4.0).place([0, 1, 4]).tolist() == [0.0, 0.25, 1.0]
 
 
 @settings(deadline=None)

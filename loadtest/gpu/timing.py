@@ -1,11 +1,10 @@
-"""How long work on a card takes: CUDA events around replays of a graph, many times, in turns."""
+"""Time work on a card: CUDA events around replays of a graph, many times, in turns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,72 +14,45 @@ from shard_node.cuda.cards import Card, Graph, Stream
 GROUP, MAX_ROUNDS = 5, 200
 
 
-class Stopwatch(Protocol):
-    """Times one piece of work on a stream."""
+class Stopwatch:
+    """Time one piece of work on a stream: by CUDA events where there are any, else by the host's clock.
 
-    def start(self) -> None:
-        """Puts the beginning on the stream."""
-        ...
+    Events go onto torch's current stream, so it is used within `card.torch_stream(stream)`. Of the host's time only the
+    gaps that it leaves on the stream are in what events measure, which is exact to half a microsecond.
+    """
 
-    def stop(self) -> None:
-        """Puts the end on the stream."""
-        ...
-
-    def seconds(self) -> float:
-        """Between the two. Waits for the end."""
-        ...
-
-
-class EventStopwatch:
-    """Two CUDA events on torch's current stream. Of the host's time only the gaps that it leaves there are in it."""
-
-    def __init__(self) -> None:
-        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def start(self) -> None:
-        """Records the first."""
-        self._start.record()
-
-    def stop(self) -> None:
-        """Records the second."""
-        self._stop.record()
-
-    def seconds(self) -> float:
-        """Between the two, to half a microsecond."""
-        self._stop.synchronize()
-        return float(self._start.elapsed_time(self._stop)) / 1e3
-
-
-class HostStopwatch:
-    """The host's clock, for cards that torch has no events for."""
-
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, card: Card, stream: Stream) -> None:
         self._stream = stream
-        self._began = self._ended = 0.0
+        self._times = [0.0, 0.0]
+        self._events: list[torch.cuda.Event] = []
+        if card.torch_device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Waits for what is under way."""
-        self._stream.synchronize()
-        self._began = time.perf_counter()
+        """Put the beginning on the stream."""
+        self._mark(0)
 
     def stop(self) -> None:
-        """Waits for the work."""
-        self._stream.synchronize()
-        self._ended = time.perf_counter()
+        """Put the end on the stream."""
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        else:
+            self._stream.synchronize()
+            self._times[which] = time.perf_counter()
 
     def seconds(self) -> float:
-        """Between the two."""
-        return self._ended - self._began
-
-
-def stopwatch(card: Card, stream: Stream) -> Stopwatch:
-    """CUDA events where there are any, for work within `card.torch_stream(stream)`; else the host's clock."""
-    return EventStopwatch() if card.torch_device.type == "cuda" else HostStopwatch(stream)
+        """Wait for the end and measure from the beginning to it."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 def clock_name(card: Card) -> str:
-    """What times came from, for the result."""
+    """Name what times come from."""
     return "cuda events" if card.torch_device.type == "cuda" else "host clock"
 
 
@@ -95,13 +67,13 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: list[float], launches: int = 1) -> Timing:
-        """From the seconds of rounds of `launches` each."""
+        """Summarize the seconds of rounds of `launches` each."""
         low, median, high = np.percentile(np.array(seconds) / launches, (10, 50, 90)).tolist()
         return cls(median, low, high, len(seconds))
 
     @property
     def spread(self) -> float:
-        """Width of the middle 80% as a share of the median: differences below it are noise."""
+        """Measure the width of the middle 80% as a share of the median: differences below it are noise."""
         return (self.high_s - self.low_s) / self.median_s
 
 
@@ -113,7 +85,7 @@ def time_in_turns(
     seconds: float,
     max_rounds: int = MAX_ROUNDS,
 ) -> dict[str, Timing]:
-    """Times several pieces of work, which take turns, so that all see the same noise.
+    """Time several pieces of work, which take turns, so that all see the same noise.
 
     Rounds are put on the stream in groups, each behind work that is not timed: the host is then ahead of the card, and
     no measured span holds the time in which the card waited for it.
@@ -126,7 +98,7 @@ def time_in_turns(
         seconds: about how long to go on, all pieces together; at least GROUP rounds.
         max_rounds: at most, but for the last group.
     """
-    watches = {name: [stopwatch(card, stream) for _ in range(GROUP)] for name in work}
+    watches = {name: [Stopwatch(card, stream) for _ in range(GROUP)] for name in work}
     taken: dict[str, list[float]] = {name: [] for name in work}
     for one in work.values():  # Warm-up: the first replay of a graph uploads it.
         one()
@@ -149,7 +121,7 @@ def time_in_turns(
 
 
 def captured(card: Card, stream: Stream, work: Callable[[], None]) -> Graph:
-    """A graph of work that is run once before, as captures demand."""
+    """Capture work, which is run once before, as captures demand."""
     work()
     stream.synchronize()
     return card.capture(stream, work)

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loadtest.report.compared_runs import compare_runs
-from loadtest.report.comparison import Arm, Comparison
+from loadtest.report.comparison import Arm, Comparison, compare_runs, measured
 from loadtest.report.errors import ComparisonError
-from loadtest.report.ratios import measured
 from shardrank_testing.load_results import QueueLoad
 
 
@@ -35,9 +33,9 @@ def test_a_change_of_all_arms_from_round_to_round_leaves_the_ratio_exact():
     assert found.certain
 
 
-def test_the_baseline_may_be_any_arm():
-    found = measured("p99", "ms", "lower", [[2.0], [4.0], [6.0]], baseline=1)
-    assert [one.value for one in found.ratios] == pytest.approx([0.5, 1.0, 1.5])
+def test_every_arm_is_compared_to_the_first():
+    found = measured("p99", "ms", "lower", [[4.0], [2.0], [6.0]])
+    assert [one.value for one in found.ratios] == pytest.approx([1.0, 0.5, 1.5])
 
 
 def test_one_round_has_no_interval():
@@ -90,11 +88,6 @@ def test_what_has_no_ratio_is_refused(values, message):
         measured("p99", "ms", "lower", values)
 
 
-def test_a_baseline_that_is_not_there_is_refused():
-    with pytest.raises(ComparisonError, match="baseline: 2; there are 2 arms"):
-        measured("p99", "ms", "lower", [[1.0], [1.0]], baseline=2)
-
-
 def short(**changes):
     return QueueLoad(**{"duration_s": 3, "warmup_s": 1, "rate": 200.0, **changes}).run()
 
@@ -116,9 +109,9 @@ def test_load_tests_are_compared_by_what_was_due_and_what_came_in_time():
 
 
 def test_what_the_runs_do_not_have_alike_is_not_in_the_setup():
-    found = compare_runs("rates", {"slow": [short()], "fast": [short(rate=300.0)]}, setup={"cards": "2"})
+    found = compare_runs("rates", {"slow": [short()], "fast": [short(rate=300.0)]})
     assert "rate" not in found.setup
-    assert (found.setup["workload"], found.setup["cards"]) == ("dlrm-v2:0.001", "2")
+    assert found.setup["workload"] == "dlrm-v2:0.001"
 
 
 def test_an_invalid_run_makes_the_comparison_invalid():

@@ -13,16 +13,15 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from loadtest.bench_gpu import SHARES, _command, _size, _size_options, allowance, main, run_apart
-from loadtest.gpu_aims import judge
-from loadtest.gpu_report import Part, Report, ReportError, Work, run_part
-from loadtest.gpu_sanitizer import SanitizerError, measure
-from loadtest.gpu_tables import show
+from loadtest.gpu.parts import BenchPart, BenchReport, BenchReportError, Work, run_part
+from loadtest.gpu.sanitizer import SanitizerError, measure
+from loadtest.gpu.tables import judge, show
 
 HEAD = {"benchmark": "bench_gpu", "format": 1}
 
 
-def report_at(path) -> Report:
-    report = Report(path, dict(HEAD))
+def report_at(path) -> BenchReport:
+    report = BenchReport(path, dict(HEAD))
     report.save()
     return report
 
@@ -35,7 +34,7 @@ def test_a_failing_part_is_kept_with_its_rows_and_its_error(tmp_path):
         raise RuntimeError("the card is gone")
 
     run_part(report, "copy", 5.0, fail)
-    read = Report.read(tmp_path / "result.json")
+    read = BenchReport.read(tmp_path / "result.json")
     assert read.parts["copy"].status == "failed"
     assert read.parts["copy"].error == "RuntimeError: the card is gone"
     assert read.parts["copy"].rows == [{"figure": 1}]
@@ -63,7 +62,7 @@ def test_a_part_stops_when_its_time_is_spent(tmp_path):
 
 
 def test_a_part_that_left_nothing_counts_as_failed():
-    assert Report(None).failed(["copy"]) == ["copy"]
+    assert BenchReport(None).failed(["copy"]) == ["copy"]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +71,8 @@ def test_a_part_that_left_nothing_counts_as_failed():
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
-    with pytest.raises(ReportError, match=r"result\.json"):
-        Report.read(path)
+    with pytest.raises(BenchReportError, match=r"result\.json"):
+        BenchReport.read(path)
 
 
 def test_the_time_is_divided_among_the_parts_that_are_left():
@@ -86,7 +85,7 @@ def test_the_time_is_divided_among_the_parts_that_are_left():
     assert left == pytest.approx(0.0)
 
 
-BEGIN = "from pathlib import Path; from loadtest.gpu_report import Part, Report; import os, sys, time\n"
+BEGIN = "from pathlib import Path; from loadtest.gpu.parts import BenchPart, BenchReport; import os, sys, time\n"
 ENDINGS = {
     "done": "report.parts[name].status = 'done'; report.save()",
     "hangs": "time.sleep(600)",
@@ -99,8 +98,8 @@ def child(ending: str):
     text = BEGIN + textwrap.dedent(
         f"""
         path, name = Path(sys.argv[1]), sys.argv[2]
-        report = Report.read(path)
-        report.parts[name] = Part(name, status="running", rows=[dict(figure=1)])
+        report = BenchReport.read(path)
+        report.parts[name] = BenchPart(name, status="running", rows=[dict(figure=1)])
         report.save()
         {ENDINGS[ending]}
         """
@@ -121,7 +120,7 @@ def test_a_parts_process_may_end_in_any_way(tmp_path, monkeypatch, ending, statu
     monkeypatch.setattr("loadtest.bench_gpu.GRACE_S", 0.0)
     path = tmp_path / "result.json"
     report = run_apart(report_at(path), path, ["copy"], 5.0, child(ending))
-    part = Report.read(path).parts["copy"]
+    part = BenchReport.read(path).parts["copy"]
     assert (part.status, part.rows) == (status, [{"figure": 1}])
     assert part.error is None if error is None else error in part.error
     assert report.failed(["copy"]) == ([] if status == "done" else ["copy"])
@@ -159,9 +158,9 @@ def test_a_parts_process_is_told_every_size():
     assert (size.table_bytes, size.dims, size.hotness, size.batches) == (500_000_000, (64, 32), (7,), (100, 200))
 
 
-def sanitized(script: str, budget_s: float = 20.0) -> tuple[Part, SanitizerError | None]:
-    part = Part("sanitizer", budget_s, "running")
-    work = Work(Report(None), part, lambda: 0.0, lambda _: None)
+def sanitized(script: str, budget_s: float = 20.0) -> tuple[BenchPart, SanitizerError | None]:
+    part = BenchPart("sanitizer", budget_s, "running")
+    work = Work(BenchReport(None), part, lambda: 0.0, lambda _: None)
     try:
         measure(work, [sys.executable, "-c", script])
     except SanitizerError as error:
@@ -214,7 +213,7 @@ def test_aims_are_judged_by_their_worst_figure():
         kernel_row(logical_cards=8, ratio_to_one_card=1.04),
         kernel_row(logical_cards=8, ratio_to_one_card=1.9, correct=False),
     ]
-    copy, cards, bag, request = judge(Report(None, {}, {"kernel": Part("kernel", rows=rows)}))
+    copy, cards, bag, request = judge(BenchReport(None, {}, {"kernel": BenchPart("kernel", rows=rows)}))
     assert (copy["worst"], copy["best"], copy["met"], copy["met_in"], copy["configurations"]) == (0.7, 0.9, False, 1, 2)
     assert copy["worst_at"] == "dim 128, hotness 1, batch 8192"
     assert (cards["worst"], cards["met"]) == (1.04, True)
@@ -224,6 +223,6 @@ def test_aims_are_judged_by_their_worst_figure():
 
 def test_an_empty_result_says_that_nothing_was_measured():
     output = io.StringIO()
-    show(Report(None, {}, {"copy": Part("copy", error="no [device]")}), Console(file=output, width=140))
+    show(BenchReport(None, {}, {"copy": BenchPart("copy", error="no [device]")}), Console(file=output, width=140))
     assert "not measured" in output.getvalue()
     assert "copy: no [device]" in output.getvalue()

@@ -1,4 +1,4 @@
-"""Part 4 of the GPU bench: one ranking request end to end in local mode, from a parsed request to its scores.
+"""Measure one ranking request end to end in local mode, from a parsed request to its scores.
 
 What is timed is `RankingService.rank_in_thread`: queue, mapping of ids, packing, one copy up, pooling, the dense model,
 scores down, and both changes of thread. Parsing JSON or protobuf is not in it.
@@ -9,29 +9,128 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import JsonValue
 
-from loadtest.gpu_models import KINDS, BenchModel, RequestParts
-from loadtest.gpu_report import Work
-from loadtest.gpu_size import BenchSize
-from serving.formats.requests import Answer, RankAnswer
+from loader.manifest import DenseModelSpec, ModelSpec
+from loader.row_source import rows_from_blocks
+from loader.writer import export_snapshot
+from loadtest.gpu.parts import BenchSize, Work
+from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
+from router.feature_schema import FeatureSchema
+from serving.cli.plan.model_catalog import catalog_model
+from serving.formats.requests import Answer, RankAnswer, RankRequest
 from serving.limits import RequestLimits
-from serving.models.factory import DtypeChoice
+from serving.models.factory import DtypeChoice, build_model
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.bags import Float32Array
+from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.cards import Cards
+
+ModelKind = Literal["dlrm", "dcn_v2"]
+KINDS: tuple[ModelKind, ...] = ("dlrm", "dcn_v2")
+# With bags of up to 100 rows, products of pooled vectors, and so logits, stay of the order of 1.
+ROW_SCALE = np.float32(0.05)
+BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256)
+CROSS_LAYERS, CROSS_RANK = 3, 512
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """One of the models.
+
+    Attributes:
+        kind: of its dense part.
+        spec: its description; features are all the candidates', as in DLRM-v2.
+        hotness: by feature, ids in a bag.
+        table_rows: that no table has more of.
+    """
+
+    kind: ModelKind
+    spec: ModelSpec
+    hotness: Mapping[str, int]
+    table_rows: int
+
+    @classmethod
+    def make(cls, kind: ModelKind, table_rows: int, most_hotness: int, layer_divisor: int) -> BenchModel:
+        """Make DLRM-v2 with tables of at most `table_rows`, and bags of at most `most_hotness` ids.
+
+        Hidden layers are `layer_divisor` times smaller than published; the bottom MLP still ends with dim 128.
+        """
+        found = catalog_model("dlrm-v2")
+        tables = tuple(
+            table.model_copy(update={"num_embeddings": min(table.num_embeddings, table_rows)})
+            for table in found.spec.tables
+        )
+        name = f"bench-{kind.replace('_', '-')}"
+        spec = found.spec.model_copy(
+            update={"model": name, "tables": tables, "dense_model": _dense_model(kind, layer_divisor)}
+        )
+        hotness = {feature: min(ids, most_hotness) for feature, ids in found.hotness.items()}
+        return cls(kind, spec, hotness, table_rows)
+
+    def export(self, store: Path) -> Path:
+        """Write a snapshot: rows that repeat after a while, random weights that keep the size of what passes ReLUs."""
+        rows = {
+            table.name: rows_from_blocks(
+                _blocks(table.num_embeddings, table.embedding_dim), table.num_embeddings, table.embedding_dim
+            )
+            for table in self.spec.tables
+        }
+        draw = torch.Generator().manual_seed(5)
+        dense = {
+            name: torch.randn(tensor.shape, generator=draw) * (2 / tensor.shape[-1]) ** 0.5
+            for name, tensor in build_model(self.spec).state_dict().items()
+        }
+        return export_snapshot(store, self.spec, rows=rows, dense=dense)
+
+    def request(self, candidates: int, seed: int) -> RankRequest:
+        """Make a request as an API's codec would: uniform ids, and dense inputs of the order of 1."""
+        rng = np.random.default_rng(seed)
+        schema = FeatureSchema.of(self.spec)
+        hotness = np.array([self.hotness[feature.name] for feature in schema.features])
+        rows = np.array([table.num_embeddings for table in schema.layout.tables])[schema.table_index]
+        values = rng.integers(0, np.repeat(rows, hotness * candidates))
+        keys = np.arange(hotness.size, dtype=np.int32)
+        bags_per_key = np.full(hotness.size, candidates, np.int64)
+        bags = KeyedBags.from_lengths(keys, bags_per_key, np.repeat(hotness, candidates), values)
+        dense = rng.standard_normal((candidates, self.spec.dense_inputs.candidate), dtype=np.float32)
+        return RankRequest(bags, candidates, np.zeros(0, np.float32), dense, TIMEOUT_S)
+
+
+def _dense_model(kind: ModelKind, divisor: int) -> DenseModelSpec:
+    bottom = [*(size // divisor for size in BOTTOM[:-1]), BOTTOM[-1]]
+    top = [size // divisor for size in TOP]
+    config: dict[str, JsonValue] = {"bottom_mlp": [*bottom], "top_mlp": [*top]}
+    if kind == "dcn_v2":
+        cross: dict[str, JsonValue] = {"num_cross_layers": CROSS_LAYERS, "low_rank": CROSS_RANK // divisor}
+        config = {"bottom_mlp": [*bottom], "deep": [*top], **cross}
+    return DenseModelSpec(kind=kind, config=config)
+
+
+@lru_cache(maxsize=1)
+def _block(embedding_dim: int) -> Float32Array:
+    return distinct_rows(embedding_dim) * ROW_SCALE
+
+
+def _blocks(num_rows: int, embedding_dim: int) -> Iterator[Float32Array]:
+    block = _block(embedding_dim)
+    for first in range(0, num_rows, DISTINCT_ROWS):
+        yield block[: num_rows - first]
+
 
 DISTINCT_REQUESTS = 8
 WARM_UP = 100
@@ -68,14 +167,14 @@ CONFIGURATIONS = (Configuration(1, True), Configuration(4, True), Configuration(
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class ScoredRequest:
     """A request, and its scores in float32 on the CPU engine."""
 
-    request: RequestParts
+    request: RankRequest
     expected: Float32Array
 
     def difference(self, scores: Float32Array) -> float:
-        """The largest one; infinite if a score is not finite."""
+        """Find the largest difference of a score; infinite if one is not finite."""
         largest = float(np.abs(scores - self.expected).max())
         return largest if np.isfinite(largest) else float("inf")
 
@@ -94,11 +193,11 @@ class RankingBench:
     model: BenchModel
     snapshot: Path
     size: BenchSize
-    questions: dict[int, list[Question]]
+    questions: dict[int, list[ScoredRequest]]
 
 
 def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None:
-    """Every model, configuration and number of candidates, until the time is spent."""
+    """Measure every model, configuration and number of candidates, until the time is spent."""
     for note in NOTES:
         work.note(note)
     work.part.facts["table_rows"] = size.request_table_rows
@@ -129,13 +228,13 @@ def _measure_model(work: Work, bench: RankingBench, opened: Callable[[int], Card
         _measure_configuration(work, bench, cards, configuration, dtype)
 
 
-def _questions(model: BenchModel, snapshot: Path, size: BenchSize) -> dict[int, list[Question]]:
+def _questions(model: BenchModel, snapshot: Path, size: BenchSize) -> dict[int, list[ScoredRequest]]:
     source = ModelSource(snapshot=snapshot, verify=False, dtype="float32")
     with _serving(source, size) as served:
         requests = {
             count: [model.request(count, seed) for seed in range(DISTINCT_REQUESTS)] for count in size.candidates
         }
-        return {count: [Question(one, served.rank(one)) for one in some] for count, some in requests.items()}
+        return {count: [ScoredRequest(one, served.rank(one)) for one in some] for count, some in requests.items()}
 
 
 class InProcess:
@@ -144,20 +243,20 @@ class InProcess:
     def __init__(self, service: RankingService, model: str) -> None:
         self._service, self._model = service, model
 
-    def rank(self, request: RequestParts) -> Float32Array:
-        """float32 [candidates], the scores."""
+    def rank(self, request: RankRequest) -> Float32Array:
+        """Rank a request: float32 [candidates], its scores."""
         began, future = self._service.clock(), Future[Answer]()
         call, lease = Call("embedded", "rank", began, parsed=began), self._service.lease(self._model)
-        pending = Pending(request.parsed(TIMEOUT_S), lease, began + TIMEOUT_S, call, future, None)
+        pending = Pending(request, lease, began + TIMEOUT_S, call, future, None)
         return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds that requests have spent in each stage so far."""
+        """Read the seconds that requests have spent in each stage so far."""
         found = self._samples("shardrank_stage_seconds_sum", "stage")
         return {stage: seconds for stage, seconds in found.items() if stage in STAGES}
 
     def batches(self) -> dict[str, float]:
-        """Batches so far, by how they were put on a card: `graph` or `launches`."""
+        """Count batches so far, by how they were put on a card: `graph` or `launches`."""
         return {"graph": 0.0, "launches": 0.0, **self._samples("shardrank_card_batches_total", "how")}
 
     def _samples(self, name: str, label: str) -> dict[str, float]:
@@ -226,7 +325,7 @@ def _measure_configuration(
             work.add({**row, "largest_difference": difference, "spread_of_scores": spread, "correct": right})
 
 
-def _latencies(served: InProcess, questions: list[Question], count: int) -> tuple[dict[str, Any], float]:
+def _latencies(served: InProcess, questions: list[ScoredRequest], count: int) -> tuple[dict[str, Any], float]:
     """One request in flight: figures, and the largest difference of a score."""
     for number in range(min(WARM_UP, count)):
         served.rank(questions[number % len(questions)].request)
@@ -246,7 +345,7 @@ def _latencies(served: InProcess, questions: list[Question], count: int) -> tupl
     return figures, difference
 
 
-def _throughput(served: InProcess, questions: list[Question], seconds: float) -> tuple[dict[str, Any], float]:
+def _throughput(served: InProcess, questions: list[ScoredRequest], seconds: float) -> tuple[dict[str, Any], float]:
     """IN_FLIGHT requests in flight all the time, which the service joins into batches; as `_latencies`."""
     _answer(served, questions, seconds / 2)  # Graphs of batches of several requests are made at their second coming.
     answered, taken_s, difference = _answer(served, questions, seconds)
@@ -258,7 +357,7 @@ def _throughput(served: InProcess, questions: list[Question], seconds: float) ->
     return figures, difference
 
 
-def _answer(served: InProcess, questions: list[Question], seconds: float) -> tuple[int, float, float]:
+def _answer(served: InProcess, questions: list[ScoredRequest], seconds: float) -> tuple[int, float, float]:
     """Requests answered, at least one for each client; the seconds that it took; the largest difference."""
     ended = threading.Event()
 

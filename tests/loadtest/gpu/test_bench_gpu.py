@@ -13,11 +13,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from loadtest.bench_gpu import main, run_here
-from loadtest.gpu_compare import BAG, GATHER, OURS
-from loadtest.gpu_report import Part, Report
-from loadtest.gpu_size import FULL
-from loadtest.gpu_tables import show
-from loadtest.gpu_timing import GROUP, time_in_turns
+from loadtest.gpu.parts import FULL, BenchPart, BenchReport
+from loadtest.gpu.pooling import BAG, GATHER, OURS
+from loadtest.gpu.tables import show
+from loadtest.gpu.timing import GROUP, time_in_turns
 from shardrank_testing.card_sets import card_factory
 
 TINY = replace(
@@ -58,15 +57,15 @@ def opened(request):
     return card_factory(request.param)
 
 
-def run(names, opened, tmp_path, size=TINY) -> Report:
-    report = Report(tmp_path / "result.json", {"benchmark": "bench_gpu", "format": 1})
+def run(names, opened, tmp_path, size=TINY) -> BenchReport:
+    report = BenchReport(tmp_path / "result.json", {"benchmark": "bench_gpu", "format": 1})
     run_here(report, names, 100.0, opened, size)
-    read = Report.read(tmp_path / "result.json")
+    read = BenchReport.read(tmp_path / "result.json")
     assert [(part.status, part.error) for part in read.parts.values()] == [("done", None)] * len(names)
     return read
 
 
-def rows_of(part: Part, **wanted):
+def rows_of(part: BenchPart, **wanted):
     return [row for row in part.rows if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -134,7 +133,7 @@ def test_a_file_that_can_not_be_written_is_told_before_any_work(tmp_path):
 
 
 def test_a_part_without_time_measures_nothing_and_says_so(tmp_path):
-    report = Report(tmp_path / "result.json", {"benchmark": "bench_gpu", "format": 1})
+    report = BenchReport(tmp_path / "result.json", {"benchmark": "bench_gpu", "format": 1})
     run_here(report, ["kernel", "compare"], 0.0, card_factory("emulated"), replace(TINY, cell_s=1e6))
     assert {part.status for part in report.parts.values()} == {"stopped"}
     assert not report.parts["kernel"].rows

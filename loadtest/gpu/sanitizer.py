@@ -1,4 +1,4 @@
-"""Part 5 of the GPU bench: the tests that need a device, under compute-sanitizer's memcheck."""
+"""Run the tests that need a device under compute-sanitizer's memcheck."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from loadtest.gpu_process import wait_or_kill
-from loadtest.gpu_report import Work
+from loadtest.gpu.parts import Work, wait_or_kill
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/shard_node/cuda"
 FOUND_ERRORS = 99
 INVALID = "========= Invalid"
@@ -29,12 +28,12 @@ class SanitizerError(AssertionError):
 
 
 def find_tool() -> str | None:
-    """The command, if it is installed."""
+    """Find the command, if it is installed."""
     return shutil.which("compute-sanitizer") or next((place for place in PLACES if Path(place).is_file()), None)
 
 
 def command_for(tool: str) -> list[str]:
-    """Runs the tests marked `gpu` under it."""
+    """Make the command that runs the tests marked `gpu` under it."""
     # Not calls that fail: libraries ask the driver for functions that it may not have, and tests for too much memory.
     options = ["--report-api-errors", "no", "--error-exitcode", str(FOUND_ERRORS), "--target-processes", "all"]
     sanitizer = [tool, "--tool", "memcheck", *options]
@@ -44,7 +43,7 @@ def command_for(tool: str) -> list[str]:
 
 
 def measure(work: Work, command: list[str] | None = None) -> None:
-    """Runs it until it ends or the time is spent.
+    """Run it until it ends or the time is spent.
 
     Raises:
         SanitizerError: errors were found, or tests failed.

@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from loader.codecs import codec_for
-from loadtest.gpu_ids import ZIPF_EXPONENT, draw, draw_split, share_of_distinct
-from loadtest.gpu_pool import Bags, WrongAnswerError, asked_bytes
-from loadtest.gpu_predict import predicted_us, system_with
-from loadtest.gpu_rows import RowsOnCard
+from loadtest.gpu.pooling import predicted_us, system_with
+from loadtest.gpu.rows import (
+    ZIPF_EXPONENT,
+    Bags,
+    RowsOnCard,
+    WrongAnswerError,
+    asked_bytes,
+    draw,
+    draw_split,
+    share_of_distinct,
+)
 from shard_node.cuda.kernel_params import NOT_HERE
 from shard_node.cuda.places import owners_of, pinned_owner, slots_of
 from shardrank_testing.emulated_cards import EmulatedCards

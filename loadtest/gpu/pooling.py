@@ -1,0 +1,444 @@
+"""Measure the pooling kernel: the copy bandwidth that bounds it, a grid of sizes, and torch on the same rows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+
+import numpy as np
+import torch
+
+from loadtest.gpu.parts import BenchSize, Row, Work
+from loadtest.gpu.rows import (
+    ROW_MULTIPLE,
+    TORCH_DTYPES,
+    Bags,
+    Ids,
+    RowsOnCard,
+    WrongAnswerError,
+    asked_bytes,
+    draw,
+    draw_split,
+    one_table_layout,
+    share_of_distinct,
+)
+from loadtest.gpu.timing import Timing, captured, clock_name, time_in_turns
+from shard_node.cuda.batch_time import batch_time
+from shard_node.cuda.card_plan import PLACE_BYTES, CardBudget, CardPlan
+from shard_node.cuda.card_systems import SYSTEMS, CardSystem
+from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
+from shard_node.cuda.cost_model import BagLoad, Traffic
+from shard_node.cuda.hotness import Hotness
+from shard_node.cuda.kernel_params import OutDtype
+from shard_node.cuda.row_format import RowFormat
+from shard_node.node import Partition
+
+SECONDS_A_COPY = 1.0
+_PIECE_BYTES = 1 << 28
+DEVICE, UP, DOWN = "within the device", "pinned to device", "device to pinned"
+PLAN_ROWS = 1 << 20
+"""Of the table that stands for the real one: with uniform ids only the shares of the tiers count."""
+MIN_SETS, MAX_COMPARED_SETS = 4, 128
+MIN_COMPARED_BATCH = 8192
+OURS, BAG, GATHER = "shardrank_int8", "embedding_bag", "torch_gather_then_sum"
+TOLERANCE = {"fp16": 4e-3, "fp32": 1e-5}
+_PIECE_ROWS = 1 << 21
+
+
+def measure_copies(work: Work, cards: Cards, size: BenchSize) -> None:
+    """Measure copies within the device (bytes read and written) and over the bus each way (bytes moved)."""
+    card = cards.cards[0]
+    stream = card.stream()
+    work.part.facts["clock"] = clock_name(card)
+    work.note("Within the device, bytes read and bytes written are both counted; over the bus, bytes moved.")
+    host_bytes = min(size.copy_bytes, size.pinned_bytes) // 4
+    taken: list[Memory] = []
+    try:
+        source, target = card.allocate(size.copy_bytes), card.allocate(size.copy_bytes)
+        taken += [source, target]
+        pinned: PinnedMemory = cards.allocate_pinned(host_bytes)
+        taken.append(pinned)
+        generator = torch.Generator(card.torch_device).manual_seed(1)
+        with card.torch_stream(stream):
+            for memory in (source, target):
+                # Random bytes: copies of zeros can be faster than copies of anything else.
+                whole = card.tensor(memory, 0, (size.copy_bytes,), torch.uint8)
+                for first in range(0, size.copy_bytes, _PIECE_BYTES):
+                    whole[first : first + _PIECE_BYTES].random_(0, 256, generator=generator)
+        stream.synchronize()
+
+        def within() -> None:
+            with card.torch_stream(stream):
+                to = card.tensor(target, 0, (size.copy_bytes,), torch.uint8)
+                to.copy_(card.tensor(source, 0, (size.copy_bytes,), torch.uint8))
+
+        copies = {
+            DOWN: (lambda: card.copy_to_host(pinned, 0, source.address, host_bytes, stream), host_bytes, 1),
+            UP: (lambda: card.copy_to_card(source.address, pinned, 0, host_bytes, stream), host_bytes, 1),
+            DEVICE: (within, size.copy_bytes, 2),
+        }
+        for name, (copy, num_bytes, passes) in copies.items():
+            if work.out_of_time(SECONDS_A_COPY):
+                return
+            timing = time_in_turns(card, stream, {name: copy}, 1, SECONDS_A_COPY)[name]
+            work.add(
+                {
+                    "copy": name,
+                    "bytes_moved": num_bytes * passes,
+                    "gb_per_s": num_bytes * passes / timing.median_s / 1e9,
+                    "spread": timing.spread,
+                    "rounds": timing.rounds,
+                }
+            )
+        stream.synchronize()
+        with card.torch_stream(stream):
+            same = torch.equal(*(card.tensor(memory, 0, (size.copy_bytes,), torch.uint8) for memory in taken[:2]))
+        for row in work.part.rows:
+            row["correct"] = same
+    finally:
+        stream.synchronize()
+        for memory in taken:
+            memory.free()
+
+
+def copy_gb_per_s(work: Work, name: str = DEVICE) -> float | None:
+    """Look up what the part `copy` measured."""
+    return next((float(row["gb_per_s"]) for row in work.rows_of("copy") if row["copy"] == name), None)
+
+
+def system_with(copy_gb_per_s: float | None, bus_gb_per_s: float | None) -> CardSystem:
+    """Describe one card with the measured bandwidths; what was not measured is an H100's, from its data sheet."""
+    base = SYSTEMS["h100"]
+    host = base.host if bus_gb_per_s is None else base.host.model_copy(update={"gb_per_s": bus_gb_per_s})
+    hbm = base.hbm_gb_per_s if copy_gb_per_s is None else copy_gb_per_s
+    return base.model_copy(update={"name": "measured", "cards": 1, "host": host, "hbm_gb_per_s": hbm})
+
+
+def predicted_us(system: CardSystem, dim: int, hotness: int, batch: int, share_on_card: float = 1.0) -> float:
+    """Predict one launch with uniform ids, fp32 out, on one card: the longest of card memory, bus and latency."""
+    load = BagLoad(float(hotness * batch), float(batch), float(hotness))
+    time = batch_time(Traffic.of(_plan(dim, share_on_card), [load], system, 4), system)
+    return max(time.hbm_us, time.host_us, time.latency_us)
+
+
+@lru_cache(maxsize=64)
+def _plan(dim: int, share_on_card: float) -> CardPlan:
+    layout = one_table_layout(dim, PLAN_ROWS)
+    stride = RowFormat.of("int8", dim).stride
+    on_card = round(PLAN_ROWS * share_on_card)
+    budget = CardBudget((on_card * stride + PLAN_ROWS * PLACE_BYTES,), (PLAN_ROWS - on_card) * stride)
+    partition = Partition(1, np.zeros((1, 256), np.int16))
+    return CardPlan.make(layout, partition, budget, Hotness.by_table(layout), allow_mapped=False)
+
+
+KERNEL_NOTES = (
+    "ns_per_row: time of a launch by rows looked up; launches follow each other in a graph, so the gap between two "
+    "kernels is in it.",
+    "gb_per_s_all: sectors of 32 bytes of the rows and of the places (a uint32 each, at random: one sector), plus ids, "
+    "offsets and pooled bags as they are, each counted as often as it is looked up; gb_per_s_rows: rows' sectors only. "
+    "share_of_copy is gb_per_s_all by the copy bandwidth within the device (bytes read and written).",
+    "Sectors are those asked for, not those that memory delivered: with Zipf ids caches answer a part, and the share "
+    "of the copy bandwidth can exceed 1. distinct_share says how many rows of a launch are different ones.",
+    "predicted_ns_per_row: the cost model (docs/nvlink.md) with the copy bandwidths measured here, and an H100's where "
+    "they were not; it leaves caches and the gap between kernels out, and has no figure for Zipf ids.",
+    "Logical cards split one device's memory: ratio_to_one_card is the cost of finding the owner, not of NVLink.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCell:
+    """One configuration of the grid; `share_on_card` 1 means that nothing is in pinned memory."""
+
+    ids: Ids
+    hotness: int
+    batch: int
+    share_on_card: float = 1.0
+
+
+def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
+    """Measure all configurations of each dim, until the dim's part of the budget is spent.
+
+    Each launch has ids of its own; those of one round read more than the device's cache holds. Launches of a round are
+    captured in one graph, and rounds of the compared numbers of logical cards take turns. Before it is timed, each
+    configuration's answer is compared with the reference.
+    """
+    for note in KERNEL_NOTES:
+        work.note(note)
+    work.part.facts["clock"] = clock_name(cards.cards[0])
+    for number, dim in enumerate(size.dims):
+        reserve_s = work.part.budget_s * (len(size.dims) - 1 - number) / len(size.dims)
+        work.say(f"making {size.table_bytes / 1e9:.1f} GB of int8 rows, dim {dim}")
+        with RowsOnCard(cards, cards.cards[0], dim, size.table_bytes, size.pinned_bytes) as rows:
+            work.part.facts[f"table_dim_{dim}"] = {
+                "rows_on_card": rows.card_rows,
+                "rows_in_pinned_memory": rows.host_rows,
+                "int8_bytes_as_stored": rows.card_rows * rows.format.row_bytes,
+                "stride_bytes": rows.stride,
+            }
+            _measure_dim(work, rows, size, reserve_s)
+        gc.collect()
+
+
+def _measure_dim(work: Work, rows: RowsOnCard, size: BenchSize, reserve_s: float) -> None:
+    values = rows.card.allocate(
+        4 * max(_sets(rows, size, *shape) * shape[0] * shape[1] for shape in product(size.hotness, size.batches))
+    )
+    try:
+        drawn: tuple[Ids, float] | None = None
+        for cell in _cells(size):
+            if work.out_of_time(reserve_s + size.cell_s):
+                work.note(f"dim {rows.embedding_dim} stopped before {cell}: its time was spent.")
+                return
+            if cell.share_on_card < 1 and not rows.host_rows:
+                continue
+            if drawn != (cell.ids, cell.share_on_card):
+                drawn = (cell.ids, cell.share_on_card)
+                _draw(rows, values, cell)
+                work.say(f"dim {rows.embedding_dim}: {cell.ids} ids, {cell.share_on_card:.0%} of them on the card")
+            _measure_cell(work, rows, size, cell, values)
+    finally:
+        rows.stream.synchronize()
+        values.free()
+
+
+def _cells(size: BenchSize) -> list[KernelCell]:
+    shapes = list(product(size.hotness, size.batches))
+    grid = [KernelCell(ids, *shape) for ids in ("uniform", "zipf") for shape in shapes]
+    return grid + [KernelCell("uniform", *shape, share) for share in size.shares_on_card for shape in shapes]
+
+
+def _sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:
+    asked = asked_bytes(rows, hotness, batch)["all"]
+    return min(max(MIN_SETS, -int(-size.cache_bytes // asked)), max(size.max_sets, MIN_SETS))
+
+
+def _draw(rows: RowsOnCard, values: Memory, cell: KernelCell) -> None:
+    count = values.size_bytes // 4
+    with rows.card.torch_stream(rows.stream):
+        drawn = (
+            draw(cell.ids, rows.card_rows, count, rows.generator)
+            if cell.share_on_card == 1
+            else draw_split(rows.card_rows, rows.host_rows, cell.share_on_card, count, rows.generator)
+        )
+        rows.card.tensor(values, 0, (count,), torch.int32).copy_(drawn)
+    rows.stream.synchronize()
+
+
+def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: KernelCell, values: Memory) -> None:
+    numbers_of_cards = size.logical_cards if cell.share_on_card == 1 else size.logical_cards[:1]
+    with Bags(rows, values, cell.batch, cell.hotness, _sets(rows, size, cell.hotness, cell.batch)) as bags:
+        right: dict[int, float] = {}
+        for num_cards in numbers_of_cards:
+            try:
+                right[num_cards] = bags.check(num_cards, bags.num_sets - 1)
+            except WrongAnswerError as error:
+                work.add({**_head(rows, cell), "logical_cards": num_cards, "correct": False, "error": str(error)})
+        if not right:
+            return
+        graphs = {
+            num_cards: captured(rows.card, rows.stream, partial(bags.launch_all, num_cards)) for num_cards in right
+        }
+        replays = {str(n): partial(graph.replay, rows.stream) for n, graph in graphs.items()}
+        timings = time_in_turns(rows.card, rows.stream, replays, bags.num_sets, size.cell_s * (1 + len(replays)) / 2)
+        distinct = share_of_distinct(bags.set_of(0))
+    for num_cards, largest in right.items():
+        timing = timings[str(num_cards)]
+        one = timings.get(str(size.logical_cards[0]))
+        work.add(
+            {
+                **_head(rows, cell),
+                "logical_cards": num_cards,
+                **_figures(work, rows, cell, timing),
+                "ratio_to_one_card": timing.median_s / one.median_s if one else None,
+                "distinct_share": distinct,
+                "launches_a_round": bags.num_sets,
+                "largest_error": largest,
+                "correct": True,
+            }
+        )
+
+
+def _head(rows: RowsOnCard, cell: KernelCell) -> Row:
+    return {
+        "dim": rows.embedding_dim,
+        "ids": cell.ids,
+        "hotness": cell.hotness,
+        "batch": cell.batch,
+        "share_on_card": cell.share_on_card,
+    }
+
+
+def _figures(work: Work, rows: RowsOnCard, cell: KernelCell, timing: Timing) -> Row:
+    looked_up = cell.hotness * cell.batch
+    asked = asked_bytes(rows, cell.hotness, cell.batch)
+    copy, bus = copy_gb_per_s(work, DEVICE), copy_gb_per_s(work, UP)
+    gb_per_s = asked["all"] / timing.median_s / 1e9
+    predicted = None
+    if cell.ids == "uniform":
+        system = system_with(copy, bus)
+        predicted = predicted_us(system, rows.embedding_dim, cell.hotness, cell.batch, cell.share_on_card)
+    return {
+        "us_per_launch": timing.median_s * 1e6,
+        "us_low": timing.low_s * 1e6,
+        "us_high": timing.high_s * 1e6,
+        "rounds": timing.rounds,
+        "ns_per_row": timing.median_s * 1e9 / looked_up,
+        "predicted_ns_per_row": None if predicted is None else predicted * 1e3 / looked_up,
+        "gb_per_s_rows": asked["rows"] / timing.median_s / 1e9,
+        "gb_per_s_all": gb_per_s,
+        "gb_per_s_bus": asked["rows"] * (1 - cell.share_on_card) / timing.median_s / 1e9,
+        "share_of_copy": None if copy is None else gb_per_s / copy,
+    }
+
+
+COMPARED_NOTES = (
+    "All sides pool the same ids from the same rows, in turns, each launch with ids of its own; shardrank reads them "
+    "as int8 and writes the dtype of the other's output. All run as graphs.",
+    "times is the other's time by shardrank's. correct: shardrank's sums are the reference's; difference: from theirs.",
+)
+Pool = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The dequantised table, and what pools from it."""
+
+    rows: RowsOnCard
+    weight: torch.Tensor
+    dtype: OutDtype
+
+    def pools(self, batch: int, hotness: int) -> dict[str, Pool]:
+        """By name; each takes the values of a batch, int32 [batch * hotness], and returns [batch, dim]."""
+        offsets = torch.arange(0, (batch + 1) * hotness, hotness, dtype=torch.int32, device=self.rows.card.torch_device)
+        module = torch.nn.EmbeddingBag.from_pretrained(self.weight, mode="sum", include_last_offset=True)
+        shape = (batch, hotness, self.rows.embedding_dim)
+
+        def bag(values: torch.Tensor) -> torch.Tensor:
+            pooled: torch.Tensor = module(values, offsets)
+            return pooled
+
+        def gather(values: torch.Tensor) -> torch.Tensor:
+            return self.weight.index_select(0, values).view(shape).sum(1)
+
+        return {BAG: bag, GATHER: gather}
+
+
+def measure_others(work: Work, cards: Cards, size: BenchSize) -> None:
+    """Measure torch's `nn.EmbeddingBag` and gather-then-sum beside the kernel, until the time is spent.
+
+    Their tables hold the dequantised rows; where a card has no room for all of them, all sides look up the first ones.
+    """
+    card = cards.cards[0]
+    work.part.facts["clock"] = clock_name(card)
+    for note in COMPARED_NOTES:
+        work.note(note)
+    for dim in size.dims:
+        if work.out_of_time(size.cell_s):
+            return
+        work.say(f"comparing at dim {dim}")
+        with RowsOnCard(cards, card, dim, size.table_bytes, 0) as rows:
+            for dtype in ("fp16", "fp32"):
+                with _table(rows, dtype, size.compared_bytes) as others:
+                    _measure_table(work, others, size)
+                gc.collect()
+                if card.torch_device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+@contextmanager
+def _table(rows: RowsOnCard, dtype: OutDtype, most_bytes: int) -> Iterator[Others]:
+    """The first rows, dequantised, in memory of the card."""
+    row_bytes = rows.embedding_dim * TORCH_DTYPES[dtype].itemsize
+    # The gathered rows of the largest batch need room beside the table.
+    room = min(most_bytes, rows.card.free_bytes() // 2)
+    count = min(rows.card_rows, max(ROW_MULTIPLE, room // row_bytes))
+    memory = rows.card.allocate(count * row_bytes)
+    try:
+        with rows.card.torch_stream(rows.stream):
+            for first in range(0, count, _PIECE_ROWS):
+                piece = min(_PIECE_ROWS, count - first)
+                shape = (piece, rows.embedding_dim)
+                part = rows.card.tensor(memory, first * row_bytes, shape, TORCH_DTYPES[dtype])
+                part.copy_(rows.floats(first, piece, TORCH_DTYPES[dtype]))
+        rows.stream.synchronize()
+        yield Others(rows, rows.card.tensor(memory, 0, (count, rows.embedding_dim), TORCH_DTYPES[dtype]), dtype)
+    finally:
+        rows.stream.synchronize()
+        memory.free()
+
+
+def _measure_table(work: Work, others: Others, size: BenchSize) -> None:
+    rows = others.rows
+    shapes = list(
+        product(size.hotness, [batch for batch in size.batches if batch >= MIN_COMPARED_BATCH] or size.batches[-1:])
+    )
+    values = rows.card.allocate(4 * max(_compared_sets(rows, size, *shape) * shape[0] * shape[1] for shape in shapes))
+    try:
+        with rows.card.torch_stream(rows.stream):
+            drawn = draw("uniform", others.weight.shape[0], values.size_bytes // 4, rows.generator)
+            rows.card.tensor(values, 0, (drawn.numel(),), torch.int32).copy_(drawn)
+        for hotness, batch in shapes:
+            if work.out_of_time(size.cell_s):
+                work.note(f"stopped before dim {rows.embedding_dim}, {others.dtype}, hotness {hotness}, batch {batch}.")
+                return
+            _measure_shape(work, others, size, values, hotness, batch)
+    finally:
+        rows.stream.synchronize()
+        values.free()
+
+
+def _compared_sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:
+    return min(_sets(rows, size, hotness, batch), MAX_COMPARED_SETS)
+
+
+def _measure_shape(work: Work, others: Others, size: BenchSize, values: Memory, hotness: int, batch: int) -> None:
+    rows, card, stream = others.rows, others.rows.card, others.rows.stream
+    num_sets = _compared_sets(rows, size, hotness, batch)
+    with Bags(rows, values, batch, hotness, num_sets, others.dtype) as bags, torch.inference_mode():
+        sets = [bags.set_of(number) for number in range(num_sets)]
+        error = bags.check(1, num_sets - 1)
+        ours = partial(captured(card, stream, partial(bags.launch_all, 1)).replay, stream)
+        replays: dict[str, Callable[[], None]] = {OURS: ours}
+        differences: dict[str, float] = {}
+        for name, pool in others.pools(batch, hotness).items():
+            with card.torch_stream(stream):
+                differences[name] = _difference(pool(sets[-1]), bags.out())
+            if not differences[name] <= TOLERANCE[others.dtype]:
+                work.note(
+                    f"{name} gave other sums at dim {rows.embedding_dim}, {others.dtype}, and was not timed there."
+                )
+                continue
+            graph = captured(card, stream, partial(_pool_all, card, stream, pool, sets))
+            replays[name] = partial(graph.replay, stream)
+        timings = time_in_turns(card, stream, replays, num_sets, size.cell_s * len(replays) / 2)
+    looked_up = hotness * batch
+    work.add(
+        {
+            "dim": rows.embedding_dim,
+            "dtype": others.dtype,
+            "hotness": hotness,
+            "batch": batch,
+            "rows_of_their_table": others.weight.shape[0],
+            "ns_per_row": {name: timing.median_s * 1e9 / looked_up for name, timing in timings.items()},
+            "spread": {name: timing.spread for name, timing in timings.items()},
+            "times": {name: timing.median_s / timings[OURS].median_s for name, timing in timings.items()},
+            "largest_error": error,
+            "difference": differences,
+            "correct": True,
+        }
+    )
+
+
+def _pool_all(card: Card, stream: Stream, pool: Pool, sets: Sequence[torch.Tensor]) -> None:
+    with card.torch_stream(stream):
+        for values in sets:
+            pool(values)
+
+
+def _difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    theirs, ours = theirs.to(torch.float64), ours.to(torch.float64)
+    return float((ours - theirs).norm() / theirs.norm())
