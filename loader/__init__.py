@@ -15,11 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.checkpoint import open_checkpoint
-    from loader.checkpoint_match import match_checkpoint
+    from loader.checkpoint import match_checkpoint, open_checkpoint
     from loader.codecs import RowCodec, codec_for
     from loader.deltas.publisher import DeltaPublisher
-    from loader.fingerprint import fingerprint_strings
     from loader.golden import GoldenRequests
     from loader.manifest import (
         DenseInputs,
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
         ModelSpec,
         TableSpec,
         VocabularyMapping,
+        fingerprint_strings,
     )
     from loader.named_tensors import Checkpoint
     from loader.progress import Progress, no_progress
@@ -53,11 +52,11 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Checkpoint": "loader.named_tensors",
     "open_checkpoint": "loader.checkpoint",
-    "match_checkpoint": "loader.checkpoint_match",
+    "match_checkpoint": "loader.checkpoint",
     "RowCodec": "loader.codecs",
     "codec_for": "loader.codecs",
     "DeltaPublisher": "loader.deltas.publisher",
-    "fingerprint_strings": "loader.fingerprint",
+    "fingerprint_strings": "loader.manifest",
     "GoldenRequests": "loader.golden",
     "DenseInputs": "loader.manifest",
     "DenseModelSpec": "loader.manifest",

@@ -1,4 +1,4 @@
-"""Which bucket a row is in, and where in a file it lies: pure arithmetic, shared by writer, reader and planner.
+"""Say which bucket a row is in and where in a file it lies: arithmetic shared by writer, reader and planner.
 
 Every table has 256 buckets. With bucketing `hash`, bucket = row mod 256; with `range`, bucket = row >> shift, where
 shift is the smallest that leaves at most 256 buckets. Both are `(row >> shift) & 255`, with shift 0 for `hash`.
@@ -9,6 +9,11 @@ A loader that wants some buckets therefore reads one contiguous run of each file
 """
 
 from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+import numpy.typing as npt
 
 from loader.manifest import NUM_BUCKETS, Bucketing, TableSpec
 
@@ -40,3 +45,68 @@ def bucket_start_in_file(table: TableSpec, rows_per_file: int, file_index: int, 
         return bucket * (rows // NUM_BUCKETS) + min(bucket, rows % NUM_BUCKETS)
     first_row = file_index * rows_per_file
     return min(max((bucket << bucket_shift("range", table.num_embeddings)) - first_row, 0), rows)
+
+
+# 256 MiB: large enough for few files, small enough to hold one in memory and to redo after an interruption.
+MAX_DEFAULT_FILE_BYTES = 256 << 20
+
+
+def row_positions(
+    table: TableSpec, rows_per_file: int, file_index: int, local_rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Position in file `file_index` of its rows `local_rows`, counted in row order from the file's first row.
+
+    The closed form of `bucket_start_in_file` plus the number of earlier rows of the same bucket: since a file of a
+    `hash` table starts at a multiple of 256, local row r is the (r >> 8)-th of bucket r & 255.
+
+    Args:
+        table: the table; `bucketing` decides.
+        rows_per_file: rows of a full file.
+        file_index: which file.
+        local_rows: int64 [n], 0 <= local row < rows of that file.
+
+    Returns:
+        int64 [n].
+    """
+    if table.bucketing == "range":
+        return local_rows
+    rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
+    buckets = local_rows & (NUM_BUCKETS - 1)
+    starts = buckets * (rows // NUM_BUCKETS) + np.minimum(buckets, rows % NUM_BUCKETS)
+    positions: npt.NDArray[np.int64] = starts + (local_rows >> 8)
+    return positions
+
+
+def default_rows_per_file(num_embeddings: int, row_bytes: int) -> int:
+    """The largest power of two whose rows fit 256 MiB; at least 256, and no more than one file for all rows needs."""
+    largest = 1 << max(8, (MAX_DEFAULT_FILE_BYTES // row_bytes).bit_length() - 1)
+    needed = 1 << max(8, (num_embeddings - 1).bit_length())
+    return min(largest, needed)
+
+
+def row_at_position(table: TableSpec, rows_per_file: int, file_index: int, position: int) -> int:
+    """The absolute row number of what lies at `position` in file `file_index`: the reverse of `row_positions`."""
+    first_row = file_index * rows_per_file
+    if table.bucketing == "range":
+        return first_row + position
+    starts = [bucket_start_in_file(table, rows_per_file, file_index, bucket) for bucket in range(NUM_BUCKETS)]
+    bucket = bisect_right(starts, position) - 1
+    return first_row + (position - starts[bucket]) * NUM_BUCKETS + bucket
+
+
+def rows_at_positions(
+    table: TableSpec, rows_per_file: int, file_index: int, begin: int, end: int
+) -> npt.NDArray[np.int64]:
+    """The absolute row numbers, int64 [end - begin], of what lies at positions [begin, end) in file `file_index`."""
+    first_row = file_index * rows_per_file
+    rows: npt.NDArray[np.int64] = np.arange(begin, end, dtype=np.int64)
+    if table.bucketing == "range":
+        rows += first_row
+        return rows
+    starts = np.array([bucket_start_in_file(table, rows_per_file, file_index, one) for one in range(NUM_BUCKETS + 1)])
+    bucket_rows = np.diff(np.clip(starts, begin, end))
+    # The k-th row of bucket b is b + 256 k.
+    first = np.arange(NUM_BUCKETS, dtype=np.int64) - starts[:-1] * NUM_BUCKETS + first_row
+    rows *= NUM_BUCKETS
+    rows += np.repeat(first, bucket_rows)
+    return rows

@@ -1,4 +1,4 @@
-"""What a model is made of: the typed description that training writes and the manifest that a snapshot carries.
+"""Describe a model and a snapshot: what training writes, and `manifest.json` on disk with its checksum.
 
 `ModelSpec` is the part a person writes (tables, features, dense inputs, dense model); `Manifest` is `ModelSpec` plus
 what the writer measured (files, sizes, checksums). Names follow TorchRec where it has one: `num_embeddings`,
@@ -7,10 +7,20 @@ what the writer measured (files, sizes, checksums). Names follow TorchRec where 
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, model_validator
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 
 FORMAT_VERSION = 1
 NUM_BUCKETS = 256
@@ -282,3 +292,208 @@ def _refuse_duplicates(what: str, names: list[Any]) -> None:
         if name in seen:
             raise ValueError(f"duplicate {what}: {name!r}")
         seen.add(name)
+
+
+_LENGTH_ERRORS = frozenset({"too_short", "too_long"})
+
+
+class SchemaError(NamedTuple):
+    """One mistake: where, what is wrong, and the value that was found."""
+
+    place: tuple[int | str, ...]
+    problem: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.place)) or 'document'}: {self.problem}"
+
+
+def schema_errors(
+    error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
+) -> Iterator[SchemaError]:
+    """The mistakes in a document; an unknown key comes with those that are allowed there.
+
+    Args:
+        error: what pydantic found.
+        schemas: the model that was validated, or those of a union told apart by `kind`.
+        elsewhere: fields of the schemas that are no keys of the document.
+    """
+    found = error.errors(include_url=False, include_context=False)
+    roots, hidden = tuple(schemas), frozenset(elsewhere)
+    for one in found:
+        if not _follows_from_another(one, found):
+            yield SchemaError(one["loc"], _problem(one, roots, hidden), one["input"])
+
+
+def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
+    """Whether a list is only said to be too short because validation stopped at one of its bad items."""
+    place = one["loc"]
+    return one["type"] in _LENGTH_ERRORS and any(
+        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
+    )
+
+
+def _problem(one: ErrorDetails, schemas: tuple[type[BaseModel], ...], hidden: frozenset[str]) -> str:
+    if one["type"] != "extra_forbidden":
+        return one["msg"]
+    *place, key = one["loc"]
+    allowed = [name for name in _allowed_keys(place, schemas) if name not in hidden]
+    return f"unknown key {key!r:.80}; allowed are {allowed}"
+
+
+def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
+    """The keys of the object at `place`, in the order of its schema."""
+    for part in place:
+        if isinstance(part, int):
+            continue
+        fields = [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]
+        # A part that is no field is the tag by which pydantic names the member of a union.
+        schemas = (
+            tuple(inner for annotation in fields for inner in _models_in(annotation))
+            if fields
+            else tuple(schema for schema in schemas if _is_tagged(schema, part))
+        )
+    return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _is_tagged(schema: type[BaseModel], tag: str) -> bool:
+    kind = schema.model_fields.get("kind")
+    return kind is not None and get_origin(kind.annotation) is Literal and tag in get_args(kind.annotation)
+
+
+_ID_MASK = (1 << 63) - 1
+
+
+def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
+    """XXH3-64 (seed 0) of each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
+
+    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    return np.fromiter((digest(text.encode()) & _ID_MASK for text in strings), np.int64, count=len(strings))
+
+
+def snapshot_file(root: Path, relative_path: str) -> Path:
+    """The plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
+
+    Raises:
+        SnapshotPathError: absolute, with an empty, '.' or '..' part, a backslash or a control character, or a link
+            whose end lies outside the folder.
+        SnapshotCorruptError: there is no such plain file.
+    """
+    parts = relative_path.split("/")
+    if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):
+        raise SnapshotPathError(f"{root}: path {relative_path!r} is not a plain relative path")
+    path = root.joinpath(*parts)
+    try:
+        real_path = path.resolve(strict=True)
+        is_file = real_path.is_file()
+    except OSError as error:
+        raise file_error(path, "read", error) from error
+    except (RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise SnapshotCorruptError(f"{path}: {error}") from error
+    if not real_path.is_relative_to(root.resolve()):
+        raise SnapshotPathError(f"{root}: path {relative_path!r} leaves the folder by a link")
+    if not is_file:
+        raise SnapshotCorruptError(f"{path}: not a plain file")
+    return path
+
+
+MANIFEST_NAME = "manifest.json"
+CHECKSUM_NAME = "manifest.json.sha256"
+MAX_MANIFEST_BYTES = 16 << 20
+# Keys of one JSON object: bounds how many errors the schema can find in one.
+MAX_OBJECT_KEYS = 4096
+_QUOTED_ERRORS = 5
+
+
+def manifest_texts(manifest: Manifest) -> dict[str, str]:
+    """The two files' texts by name. The second is what `sha256sum --check` reads."""
+    text = manifest.to_json()
+    return {MANIFEST_NAME: text, CHECKSUM_NAME: _checksum_line(hashlib.sha256(text.encode()).hexdigest())}
+
+
+def read_manifest(root: Path) -> tuple[Manifest, str]:
+    """The manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json` as it lies.
+
+    The checksum beside it is left to `check_manifest_checksum`.
+
+    Raises:
+        SnapshotCorruptError: there is none, or it is too large.
+        SnapshotPathError: it is a link that leaves the folder.
+        SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
+    """
+    path = snapshot_file(root, MANIFEST_NAME)
+    content = _read_bounded(path, MAX_MANIFEST_BYTES)
+    return parse_manifest(str(path), content), hashlib.sha256(content).hexdigest()
+
+
+def parse_manifest(where: str, content: bytes) -> Manifest:
+    """The manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
+
+    Raises:
+        SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
+    """
+    try:
+        document = json.loads(content, object_pairs_hook=_bounded_object)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotFormatError(f"{where}: not JSON: {cut(error)}") from error
+    _check_format_version(where, document)
+    try:
+        return Manifest.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        raise SnapshotFormatError(f"{where}: {quoted_errors(error)}") from error
+
+
+def check_manifest_checksum(root: Path, identity: str) -> None:
+    """Raises SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
+    stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
+    if stated != _checksum_line(identity).encode():
+        raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
+
+
+def quoted_errors(error: ValidationError) -> str:
+    """The first errors of a document that does not fit its schema, each with its place, in bounded length."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    quoted = [
+        f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]
+    ]
+    more = f"; and {len(found) - _QUOTED_ERRORS} more" if len(found) > _QUOTED_ERRORS else ""
+    return "; ".join(quoted) + more
+
+
+def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_OBJECT_KEYS:
+        raise ValueError(f"an object of {len(pairs)} keys; at most {MAX_OBJECT_KEYS} are allowed")
+    return dict(pairs)
+
+
+def _check_format_version(where: str, document: Any) -> None:
+    if not isinstance(document, dict) or "format_version" not in document:
+        raise SnapshotFormatError(f"{where}: has no format_version")
+    found = document["format_version"]
+    if type(found) is not int or found != FORMAT_VERSION:
+        stated = cut(repr(found))
+        raise SnapshotFormatError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
+
+
+def _read_bounded(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise file_error(path, "read", error) from error
+    if len(content) > max_bytes:
+        raise SnapshotCorruptError(f"{path}: larger than {max_bytes} bytes")
+    return content
+
+
+def _checksum_line(digest: str) -> str:
+    return f"{digest}  {MANIFEST_NAME}\n"

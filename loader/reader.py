@@ -1,11 +1,13 @@
-"""Reads a snapshot that is not trusted until it is checked; rows stay in mapped files.
+"""Read a snapshot that is not trusted until it is checked; rows stay in mapped files.
 
 `Snapshot.open` refuses everything that does not fit before any of it can be served. See docs/snapshot-format.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
@@ -15,15 +17,29 @@ import torch
 
 from loader.access_counts import check_access_counts_header, map_access_counts
 from loader.codecs import ByteArray, codec_for
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotNotFoundError, cut
-from loader.file_checks import check_folder_names, check_hashes, check_sizes
+from loader.errors import (
+    ExportError,
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    cut,
+    file_error,
+)
 from loader.golden import GoldenRequests, check_golden_header
-from loader.layout import rows_in_file
-from loader.manifest import MAX_DENSE_BYTES, FileEntry, Manifest, ModelSpec, TableFiles, TableSpec
-from loader.manifest_file import check_manifest_checksum, read_manifest
+from loader.layout import row_positions, rows_in_file
+from loader.manifest import (
+    MAX_DENSE_BYTES,
+    FileEntry,
+    Manifest,
+    ModelSpec,
+    TableFiles,
+    TableSpec,
+    check_manifest_checksum,
+    read_manifest,
+    snapshot_file,
+)
 from loader.progress import Progress, no_progress
-from loader.row_order import row_positions
-from loader.snapshot_paths import snapshot_file
+from loader.store import hash_file
 from loader.tensor_files import (
     TensorInfo,
     expect_at_most,
@@ -34,6 +50,59 @@ from loader.tensor_files import (
     read_header,
 )
 from loader.vocabulary import check_vocabulary_header, check_vocabulary_ids, decode_strings, id_type_is_string
+
+
+def check_folder_names(root: Path, manifest: Manifest) -> None:
+    """Raises SnapshotFormatError for a snapshot copied under another name, which would be served as what it is not."""
+    real = root.resolve()
+    if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
+        raise SnapshotFormatError(
+            f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
+            f"the folder says {real.parent.name!r} {real.name!r}"
+        )
+
+
+def check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
+    """Raises SnapshotCorruptError for a file of another size than stated. `paths` are by the manifest's paths."""
+    for entry in manifest.files():
+        path = paths[entry.path]
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if size_bytes != entry.size_bytes:
+            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
+
+
+def check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
+    """Raises SnapshotCorruptError for a file of another SHA-256 than stated; `threads` files are read at a time."""
+    total = sum(entry.size_bytes for entry in entries)
+    done = 0
+    lock = threading.Lock()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress("checking SHA-256", done, total)
+
+    def check(entry: FileEntry) -> None:
+        path = paths[entry.path]
+        try:
+            found = hash_file(path, on_bytes)
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if found != entry.sha256:
+            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            for _ in pool.map(check, entries):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
 
 VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
 

@@ -8,11 +8,10 @@ library would set aside memory for whatever a header claims, and panics where th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,13 @@ import numpy.typing as npt
 import torch
 
 from loader.errors import SnapshotCorruptError, cut, file_error
-from loader.mapped_file import map_array
+from loader.memory import map_array
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_DIMS = 8
 _DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U32": "<u4"}
 _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
-# Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
-_HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -197,15 +194,3 @@ def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> d
 def load_torch(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a small file, as `load_numpy` reads them."""
     return {name: torch.from_numpy(array) for name, array in load_numpy(path, tensors).items()}
-
-
-def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
-    digest = hashlib.sha256()
-    buffer = bytearray(_HASH_CHUNK_BYTES)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            on_bytes(count)
-    return digest.hexdigest()

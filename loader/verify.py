@@ -1,4 +1,4 @@
-"""The full check of a snapshot: everything that `Snapshot.open` checks, and every row of every table."""
+"""Check a snapshot in full: everything that `Snapshot.open` checks, and every row of every table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pydantic import BaseModel, ConfigDict
 
 from loader.codecs import codec_for
 from loader.errors import SnapshotError, SnapshotResourceError
-from loader.manifest import Manifest, TableFiles, TableSpec
-from loader.manifest_file import read_manifest
+from loader.layout import row_at_position
+from loader.manifest import Manifest, TableFiles, TableSpec, read_manifest
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
-from loader.row_order import row_at_position
 
 _BLOCK_BYTES = 16 << 20
 

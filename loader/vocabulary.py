@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ExportError, SnapshotCorruptError
-from loader.fingerprint import fingerprint_strings
-from loader.manifest import MAX_STRING_ID_BYTES, TableSpec, VocabularyMapping
+from loader.manifest import MAX_STRING_ID_BYTES, TableSpec, VocabularyMapping, fingerprint_strings
 from loader.tensor_files import TensorInfo, expect_at_most, expect_tensor, expect_tensors, length_of
 
 Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]

@@ -1,6 +1,6 @@
-"""What is kept in a registry: what is wanted of a fleet, and what its nodes tell of themselves.
+"""Define what is kept in a registry and where: what is wanted of a fleet, and what its nodes tell of themselves.
 
-All are JSON. Processes of different releases share a registry during an upgrade, so unknown keys are let pass.
+All are JSON. Processes of different releases share a registry during an upgrade, so unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +10,40 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from loader.manifest import Name
+
+FLEET = "fleet"
+VERSIONS = "versions/"
+WANTED = "wanted/"
+ROLLOUTS = "rollouts/"
+NODES = "nodes/"
+COORDINATOR_LOCK = "locks/coordinator"
+STAGING_LOCKS = "locks/staging/"
+
+
+def version_key(model: str, version: int) -> str:
+    """Of a `PublishedVersion`. Padded, so that versions sort as numbers."""
+    return f"{VERSIONS}{model}/{version:020d}"
+
+
+def wanted_key(model: str) -> str:
+    """Of a `WantedModel`."""
+    return f"{WANTED}{model}"
+
+
+def rollout_key(model: str) -> str:
+    """Of a `Rollout`."""
+    return f"{ROLLOUTS}{model}"
+
+
+def node_key(node_id: str) -> str:
+    """Of a `NodeRecord`; announced, not put."""
+    return f"{NODES}{node_id}"
+
+
+def delta_stream(model: str, delta_base: int) -> str:
+    """The stream of changed rows that began with a version."""
+    return f"deltas/{model}/{delta_base}"
+
 
 NodeKind = Literal["shard", "serving"]
 VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]

@@ -10,8 +10,20 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RegistryRecordError, cut
-from loader.registry.keys import FLEET, NODES, VERSIONS, WANTED, node_key, version_key, wanted_key
-from loader.registry.records import FleetRecord, NodeRecord, PublishedVersion, Record, WantedModel
+from loader.registry.records import (
+    FLEET,
+    NODES,
+    VERSIONS,
+    WANTED,
+    FleetRecord,
+    NodeRecord,
+    PublishedVersion,
+    Record,
+    WantedModel,
+    node_key,
+    version_key,
+    wanted_key,
+)
 from loader.registry.registry import Entry, Registry
 
 MAX_ATTEMPTS: Final = 64

@@ -1,4 +1,4 @@
-"""Whether what is covers what is wanted: who lags behind a step of a rollout, and who refuses the new version. Pure.
+"""Compare what nodes announce with what a rollout wants: who lags, who refuses, and what a bake answered. Pure.
 
 A node that is not announced does not block, but each shard needs a node. A process that has just started and does not
 answer for the model yet holds up no flip: it stages what is live first.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-from loader.registry.records import NodeRecord, VersionReport
-from loader.rollout.record import Rollout
-from loader.rollout.roster import FleetView
+from loader.registry.records import FleetRecord, NodeRecord, VersionReport, VersionStats
+from loader.rollout.record import NodeBaseline, Rollout
 from loader.rollout.steps import (
     BAKE,
     CANARY,
@@ -25,6 +25,78 @@ from loader.rollout.steps import (
     UNFLIP,
     group_of,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What is known of a fleet's nodes at one moment.
+
+    Attributes:
+        num_shards: how the fleet divides rows; None if no shard node was ever there.
+        nodes: what is announced.
+        missing: what was announced a moment ago, and did not say that it would go.
+        settled: nodes were listened to for long enough that each one that lives was heard of.
+    """
+
+    num_shards: int | None
+    nodes: tuple[NodeRecord, ...]
+    missing: tuple[NodeRecord, ...] = ()
+    settled: bool = True
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeRecord], fleet: FleetRecord | None) -> FleetView:
+        """What is announced now. A fleet whose record is lost is divided as its shard nodes say."""
+        told = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
+        return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
+
+    def for_model(self, model: str) -> FleetView:
+        """Without the nodes that are for other models."""
+        nodes = tuple(node for node in self.nodes if node.is_for(model))
+        return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
+
+    def shard_nodes(self) -> tuple[NodeRecord, ...]:
+        """Shard nodes that take requests."""
+        return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)
+
+    def serving(self) -> tuple[NodeRecord, ...]:
+        """Serving processes that take requests."""
+        return tuple(node for node in self.nodes if node.kind == "serving" and not node.draining)
+
+    def needs_shards(self) -> bool:
+        """Whether rows lie on shard nodes. Not if there are none and each serving process holds its own."""
+        if self.shard_nodes():
+            return True
+        serving = self.serving()
+        return not serving or any(node.num_shards is not None for node in serving)
+
+
+class Roster:
+    """Remembers for `settle_s` seconds who was there.
+
+    It is longer than the pause between two announcements of a node, and shorter than a rollout's patience.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        """Has seen nobody."""
+        self._settle_s = settle_s
+        self._since: float | None = None
+        self._seen: dict[str, tuple[float, NodeRecord]] = {}
+
+    def observe(self, nodes: Sequence[NodeRecord], fleet: FleetRecord | None, now: float) -> FleetView:
+        """What is announced at `now` (seconds), with who was there a moment ago."""
+        # A clock that was set back would keep everybody missing for that long.
+        if self._since is None or now < self._since:
+            self._since = now
+        self._seen.update({node.node_id: (now, node) for node in nodes})
+        self._seen = {key: (at, node) for key, (at, node) in self._seen.items() if 0 <= now - at <= self._settle_s}
+        there = {node.node_id for node in nodes}
+        missing = [node for key, (_, node) in self._seen.items() if key not in there and not node.draining]
+        settled = now - self._since >= self._settle_s
+        return replace(FleetView.of(nodes, fleet), missing=tuple(missing), settled=settled)
+
+    def lose_sight(self) -> None:
+        """The registry did not answer, or somebody else looked: nodes are listened to from the start again."""
+        self._since = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +315,91 @@ def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
 
 def _is_refused(report: VersionReport | None) -> bool:
     return report is not None and report.state == "refused"
+
+
+NOTHING = VersionStats()
+
+
+def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
+    """What serving processes have counted by now, by node id."""
+    return {
+        node.node_id: NodeBaseline(
+            process_id=node.process_id,
+            live=_stats(node, rollout.model, rollout.from_version) or NOTHING,
+            new=_stats(node, rollout.model, rollout.to_version) or NOTHING,
+        )
+        for node in nodes
+        if node.kind == "serving"
+    }
+
+
+class BakeTally:
+    """Follows one bake of one model.
+
+    What a process had counted when it died is remembered here, and so is lost only if the coordinator ends as well.
+    """
+
+    def __init__(self) -> None:
+        """Follows nothing yet."""
+        self._bake: tuple[str, float] | None = None
+        self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
+
+    def totals(self, rollout: Rollout, nodes: Sequence[NodeRecord]) -> tuple[VersionStats, VersionStats]:
+        """What the live and the new version answered since the bake began, as far as `nodes` and earlier ones tell.
+
+        After a flip the old version answers no more: all that it answered before stands for it then.
+        """
+        bake = (rollout.rollout_id, rollout.bake_began_at or 0.0)
+        if bake != self._bake:
+            self._bake = bake
+            self._last = {(key, one.process_id): (one.live, one.new) for key, one in rollout.baseline.items()}
+        for node in nodes:
+            if node.kind != "serving":
+                continue
+            key = (node.node_id, node.process_id)
+            live, new = self._last.get(key, (NOTHING, NOTHING))
+            self._last[key] = (
+                _stats(node, rollout.model, rollout.from_version) or live,
+                _stats(node, rollout.model, rollout.to_version) or new,
+            )
+        live_parts, new_parts = [], []
+        for (node_id, process_id), (live, new) in self._last.items():
+            base = rollout.baseline.get(node_id)
+            same = base is not None and base.process_id == process_id
+            live_parts.append(since(live, base.live) if same and base and rollout.step != BAKE else live)
+            new_parts.append(since(new, base.new) if same and base else new)
+        return added(live_parts), added(new_parts)
+
+
+def since(now: VersionStats, then: VersionStats) -> VersionStats:
+    """What was counted between two moments; all of `now` if the counts began anew in between."""
+    counts = tuple(late - early for late, early in zip_longest(now.latency_counts, then.latency_counts, fillvalue=0))
+    difference = VersionStats(
+        requests=now.requests - then.requests,
+        errors=now.errors - then.errors,
+        latency_counts=counts,
+        score_count=now.score_count - then.score_count,
+        score_sum=now.score_sum - then.score_sum,
+        score_square_sum=now.score_square_sum - then.score_square_sum,
+    )
+    began_anew = min(difference.requests, difference.errors, difference.score_count, *counts, 0) < 0
+    return now if began_anew else difference
+
+
+def added(parts: Iterable[VersionStats]) -> VersionStats:
+    """The sum of counts."""
+    listed = list(parts)
+    columns = zip_longest(*(part.latency_counts for part in listed), fillvalue=0)
+    return VersionStats(
+        requests=sum(part.requests for part in listed),
+        errors=sum(part.errors for part in listed),
+        latency_counts=tuple(sum(column) for column in columns),
+        score_count=sum(part.score_count for part in listed),
+        score_sum=sum(part.score_sum for part in listed),
+        score_square_sum=sum(part.score_square_sum for part in listed),
+    )
+
+
+def _stats(node: NodeRecord, model: str, version: int | None) -> VersionStats | None:
+    report = None if version is None else node.report(model, version)
+    return report.stats if report is not None else None

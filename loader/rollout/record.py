@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from loader.errors import RegistryRecordError
 from loader.manifest import Name
-from loader.registry.keys import rollout_key
-from loader.registry.records import MAX_REASON_CHARACTERS, NodeId, Record, Version, VersionStats
+from loader.registry.records import MAX_REASON_CHARACTERS, NodeId, Record, Version, VersionStats, rollout_key
 from loader.rollout.guards import GuardLimits
 
 Strategy = Literal["beside", "by-replica"]

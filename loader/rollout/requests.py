@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
-from loader.registry.keys import rollout_key
-from loader.registry.records import PublishedVersion, WantedModel
+from loader.manifest import schema_errors
+from loader.registry.records import PublishedVersion, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry
+from loader.rollout.coordinator import OnRecord
+from loader.rollout.coverage import FleetView
 from loader.rollout.guards import GuardLimits
 from loader.rollout.record import Event, Rollout, Strategy, decode_rollout, encode_rollout
-from loader.rollout.roster import FleetView
-from loader.rollout.runner import OnRecord
-from loader.rollout.steps import plan_steps, replica_groups
-from loader.rollout.transitions import undone
-from loader.schema_errors import schema_errors
+from loader.rollout.steps import plan_steps, replica_groups, undone
 
 MAX_ATTEMPTS = 16
 

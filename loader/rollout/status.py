@@ -8,13 +8,11 @@ from pydantic import BaseModel, ConfigDict
 
 from loader.registry.records import NodeKind, NodeRecord, VersionState, WantedModel
 from loader.registry.typed import FleetRegistry
-from loader.rollout.coverage import cannot_roll, lags
+from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
 from loader.rollout.guards import Verdict, compare
 from loader.rollout.record import Outcome, Rollout, RolloutState, Strategy
 from loader.rollout.requests import read_rollout
-from loader.rollout.roster import FleetView
 from loader.rollout.steps import same_wish, wanted_in_step
-from loader.rollout.tally import BakeTally
 
 
 class _Part(BaseModel):
