@@ -56,9 +56,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         """Raises CheckpointError if a file can't be read or two have a tensor of the same name."""
-        super().__init__(path)
-        self._file_of: dict[str, Path] = {}
-        self._handles: dict[Path, Any] = {}
+        found: dict[str, tuple[Path, Any]] = {}
         for file in files:
             try:
                 handle: Any = safe_open(str(file), framework="pt")
@@ -66,39 +64,30 @@ class SafetensorsCheckpoint(Checkpoint):
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: can't be read as safetensors: {error}") from error
             for name in names:
-                if name in self._file_of:
-                    raise CheckpointError(f"tensor {name!r} is in both {self._file_of[name]} and {file}")
-                self._file_of[name] = file
-            self._handles[file] = handle
-
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self._file_of)
+                if name in found:
+                    raise CheckpointError(f"tensor {name!r} is in both {found[name][0]} and {file}")
+                found[name] = file, handle
+        super().__init__(path, found)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        """Returns a tensor's shape."""
+        return tuple(self._entry(name)[1].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in memory."""
+        """Returns a tensor in memory."""
+        file, handle = self._entry(name)
         try:
-            tensor: torch.Tensor = self._handle(name).get_tensor(name)
+            tensor: torch.Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
         return tensor
 
     def rows(self, name: str) -> RowSource:
-        """Rows read from the file block by block."""
-        self._handle(name)
+        """Reads rows from the file block by block."""
         try:
-            return SafetensorsRows(self._file_of[name], name)
+            return SafetensorsRows(self._entry(name)[0], name)
         except ExportError as error:
             raise CheckpointError(str(error)) from error
-
-    def _handle(self, name: str) -> Any:
-        if name not in self._file_of:
-            raise self._unknown(name)
-        return self._handles[self._file_of[name]]
 
 
 class StateDictCheckpoint(Checkpoint):
@@ -106,7 +95,6 @@ class StateDictCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if it can't be read, or holds more than `weights_only` allows."""
-        super().__init__(path)
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:
@@ -118,24 +106,19 @@ class StateDictCheckpoint(Checkpoint):
             raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
-        self._tensors = dict(_flattened(content, ""))
-
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self._tensors)
+        super().__init__(path, dict(_flattened(content, "")))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        return tuple(self.tensor(name).shape)
+        """Returns a tensor's shape."""
+        return tuple(self._entry(name).shape)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, mapped from the file."""
-        if name not in self._tensors:
-            raise self._unknown(name)
-        return self._tensors[name]
+        """Returns a tensor, mapped from the file."""
+        tensor: torch.Tensor = self._entry(name)
+        return tensor
 
     def rows(self, name: str) -> RowSource:
-        """Rows of the mapped tensor."""
+        """Reads rows of the mapped tensor."""
         try:
             return TensorRows(self.tensor(name), self.path)
         except ExportError as error:
@@ -143,7 +126,7 @@ class StateDictCheckpoint(Checkpoint):
 
 
 def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a nested dict; anything else in it (step counts, settings) is no part of a model."""
+    """Returns the tensors in a nested dict; anything else in it (step counts, settings) is no part of a model."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):
@@ -188,9 +171,13 @@ def match_checkpoint(
     keys: dict[str, str] = {}
     for table in spec.tables:
         key = overrides.get(table.name) or _key_of(checkpoint, table, names)
-        if key in (taken := {found: name for name, found in keys.items()}):
+        if key in (taken := {known: name for name, known in keys.items()}):
             raise CheckpointError(f"{checkpoint.path}: tables {taken[key]!r} and {table.name!r} both match key {key!r}")
-        _check_shape(checkpoint, table, key)
+        found, expected = checkpoint.shape(key), (table.num_embeddings, table.embedding_dim)
+        if found != expected:
+            raise CheckpointError(
+                f"{checkpoint.path}: table {table.name!r}: {key!r} is {list(found)}, the spec says {list(expected)}"
+            )
         keys[table.name] = key
     rest = [name for name in names if name not in set(keys.values())]
     dense = _dense_keys(checkpoint, rest, dense_prefix)
@@ -219,16 +206,8 @@ def _key_of(checkpoint: Checkpoint, table: TableSpec, names: list[str]) -> str:
     )
 
 
-def _check_shape(checkpoint: Checkpoint, table: TableSpec, key: str) -> None:
-    found, expected = checkpoint.shape(key), (table.num_embeddings, table.embedding_dim)
-    if found != expected:
-        raise CheckpointError(
-            f"{checkpoint.path}: table {table.name!r}: {key!r} is {list(found)}, the spec says {list(expected)}"
-        )
-
-
 def _dense_keys(checkpoint: Checkpoint, rest: list[str], dense_prefix: str | None) -> dict[str, str]:
-    """The dense model's keys in the checkpoint by their name in the snapshot."""
+    """Returns the dense model's keys in the checkpoint by their name in the snapshot."""
     if dense_prefix is not None:
         dense = {key.removeprefix(dense_prefix): key for key in rest if key.startswith(dense_prefix)}
         if not dense or "" in dense:

@@ -34,11 +34,7 @@ def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[tuple[tupl
 
     The borders of all chunks cut the shape into a grid whose cells are each wholly inside or outside of every chunk; it
     is enough to count the chunks of each cell.
-
-    Args:
-        where: names the tensor in errors.
-        shape: of the whole tensor.
-        chunks: offset of each chunk's first element, and its sizes.
+    `chunks` are the offset of each chunk's first element, and its sizes; `where` names the tensor in errors.
     """
     for offsets, sizes in chunks:
         fits = len(offsets) == len(sizes) == len(shape) and all(
@@ -79,32 +75,24 @@ class DistributedCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if the metadata can't be read, or holds what metadata never does."""
-        super().__init__(path)
         metadata = _read_metadata(path)
+        found = metadata.state_dict_metadata.items()
+        super().__init__(path, {name: one for name, one in found if isinstance(one, TensorStorageMetadata)})
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Returns a tensor's shape."""
         return tuple(self._entry(name).size)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, put together from all its chunks."""
+        """Returns a tensor, put together from all its chunks."""
         size = self._covered_entry(name).size
         return self.read_part(name, ChunkStorageMetadata(torch.Size([0] * len(size)), size))
 
     def rows(self, name: str) -> RowSource:
-        """Rows read chunk by chunk."""
-        entry = self._entry(name)
+        """Reads rows chunk by chunk."""
+        entry: TensorStorageMetadata = self._entry(name)
         if len(entry.size) != 2 or entry.properties.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r}: expected floats [rows, dim], "
@@ -113,8 +101,8 @@ class DistributedCheckpoint(Checkpoint):
         return ChunkedRows(self, name, self._covered_entry(name))
 
     def read_part(self, name: str, part: ChunkStorageMetadata) -> torch.Tensor:
-        """The part of a tensor at `part.offsets` of `part.sizes`; its chunks must cover it. Raises CheckpointError."""
-        entry = self._entry(name)
+        """Reads a tensor's part at `part.offsets` of `part.sizes`, which chunks must cover. Raises CheckpointError."""
+        entry: TensorStorageMetadata = self._entry(name)
         target = torch.empty(part.sizes, dtype=entry.properties.dtype)
         items = create_read_items_for_chunk_list(name, entry, [part])
         try:
@@ -125,7 +113,7 @@ class DistributedCheckpoint(Checkpoint):
 
     def _covered_entry(self, name: str) -> TensorStorageMetadata:
         """The tensor's metadata. Raises CheckpointError unless its chunks make up its shape, each element once."""
-        entry = self._entry(name)
+        entry: TensorStorageMetadata = self._entry(name)
         where = f"{self.path}: tensor {name!r}"
         try:
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
@@ -133,11 +121,6 @@ class DistributedCheckpoint(Checkpoint):
         except (TypeError, AttributeError) as error:
             raise CheckpointError(f"{where}: its chunks are not described as chunks are: {cut(error)}") from error
         return entry
-
-    def _entry(self, name: str) -> TensorStorageMetadata:
-        if name not in self._tensors:
-            raise self._unknown(name)
-        return self._tensors[name]
 
 
 class ChunkedRows(ShapedRows):

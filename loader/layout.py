@@ -10,8 +10,6 @@ A loader that wants some buckets therefore reads one contiguous run of each file
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import numpy as np
 import numpy.typing as npt
 
@@ -19,14 +17,14 @@ from loader.manifest import NUM_BUCKETS, Bucketing, TableSpec
 
 
 def bucket_shift(bucketing: Bucketing, num_embeddings: int) -> int:
-    """The shift s for which bucket = (row >> s) & 255."""
+    """Returns the shift s for which bucket = (row >> s) & 255."""
     if bucketing == "hash":
         return 0
     return max(0, (num_embeddings - 1).bit_length() - 8)
 
 
 def num_buckets_used(table: TableSpec) -> int:
-    """How many of the 256 buckets hold at least one row; they are the first ones."""
+    """Returns how many of the 256 buckets hold at least one row; they are the first ones."""
     if table.bucketing == "hash":
         return min(NUM_BUCKETS, table.num_embeddings)
     width = 1 << bucket_shift("range", table.num_embeddings)
@@ -34,12 +32,12 @@ def num_buckets_used(table: TableSpec) -> int:
 
 
 def rows_in_file(num_embeddings: int, rows_per_file: int, file_index: int) -> int:
-    """Rows of file `file_index`; all files but the last are full."""
+    """Returns the rows of file `file_index`; all files but the last are full."""
     return min(rows_per_file, num_embeddings - file_index * rows_per_file)
 
 
 def bucket_start_in_file(table: TableSpec, rows_per_file: int, file_index: int, bucket: int) -> int:
-    """Position, within file `file_index`, of the first row of `bucket` (0..256; 256 gives the file's row count)."""
+    """Finds the position, in file `file_index`, of the first row of `bucket` (0..256; 256: how many rows it has)."""
     rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
     if table.bucketing == "hash":
         return bucket * (rows // NUM_BUCKETS) + min(bucket, rows % NUM_BUCKETS)
@@ -54,19 +52,12 @@ MAX_DEFAULT_FILE_BYTES = 256 << 20
 def row_positions(
     table: TableSpec, rows_per_file: int, file_index: int, local_rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Position in file `file_index` of its rows `local_rows`, counted in row order from the file's first row.
+    """Finds the positions in file `file_index` of its rows `local_rows`, in row order from the file's first row.
 
     The closed form of `bucket_start_in_file` plus the number of earlier rows of the same bucket: since a file of a
     `hash` table starts at a multiple of 256, local row r is the (r >> 8)-th of bucket r & 255.
 
-    Args:
-        table: the table; `bucketing` decides.
-        rows_per_file: rows of a full file.
-        file_index: which file.
-        local_rows: int64 [n], 0 <= local row < rows of that file.
-
-    Returns:
-        int64 [n].
+    `local_rows` and what is returned are int64 [n], each at least 0 and below the rows of that file.
     """
     if table.bucketing == "range":
         return local_rows
@@ -78,26 +69,21 @@ def row_positions(
 
 
 def default_rows_per_file(num_embeddings: int, row_bytes: int) -> int:
-    """The largest power of two whose rows fit 256 MiB; at least 256, and no more than one file for all rows needs."""
+    """Picks the largest power of two whose rows fit 256 MiB; at least 256, at most what one file of all rows needs."""
     largest = 1 << max(8, (MAX_DEFAULT_FILE_BYTES // row_bytes).bit_length() - 1)
     needed = 1 << max(8, (num_embeddings - 1).bit_length())
     return min(largest, needed)
 
 
 def row_at_position(table: TableSpec, rows_per_file: int, file_index: int, position: int) -> int:
-    """The absolute row number of what lies at `position` in file `file_index`: the reverse of `row_positions`."""
-    first_row = file_index * rows_per_file
-    if table.bucketing == "range":
-        return first_row + position
-    starts = [bucket_start_in_file(table, rows_per_file, file_index, bucket) for bucket in range(NUM_BUCKETS)]
-    bucket = bisect_right(starts, position) - 1
-    return first_row + (position - starts[bucket]) * NUM_BUCKETS + bucket
+    """Finds the row number of what lies at `position` in file `file_index`: the reverse of `row_positions`."""
+    return int(rows_at_positions(table, rows_per_file, file_index, position, position + 1)[0])
 
 
 def rows_at_positions(
     table: TableSpec, rows_per_file: int, file_index: int, begin: int, end: int
 ) -> npt.NDArray[np.int64]:
-    """The absolute row numbers, int64 [end - begin], of what lies at positions [begin, end) in file `file_index`."""
+    """Finds the row numbers, int64 [end - begin], of what lies at positions [begin, end) in file `file_index`."""
     first_row = file_index * rows_per_file
     rows: npt.NDArray[np.int64] = np.arange(begin, end, dtype=np.int64)
     if table.bucketing == "range":

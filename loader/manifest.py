@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -150,8 +151,7 @@ class ModelSpec(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        table_names = [table.name for table in self.tables]
-        _refuse_duplicates("table", table_names)
+        _refuse_duplicates("table", [table.name for table in self.tables])
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
         placed = [name for table in self.tables for name in table.feature_names]
@@ -174,15 +174,15 @@ class ModelSpec(Frozen):
         return {feature.name: feature for feature in self.features}
 
     def feature(self, name: str) -> FeatureSpec:
-        """The feature of that name. Raises KeyError."""
+        """Returns the feature of that name. Raises KeyError."""
         return self._feature_by_name[name]
 
     def table_of(self, feature_name: str) -> TableSpec:
-        """The table that a feature is looked up in. Raises KeyError."""
+        """Returns the table that a feature is looked up in. Raises KeyError."""
         return self._table_by_feature[feature_name]
 
     def pooling_of(self, feature_name: str) -> Pooling:
-        """The feature's own pooling, or its table's."""
+        """Returns the feature's own pooling, or its table's."""
         return self.feature(feature_name).pooling or self.table_of(feature_name).pooling
 
 
@@ -255,8 +255,7 @@ class Manifest(Frozen):
                 raise ValueError("delta_base needs last_delta: which of its deltas the tables contain already")
             if self.delta_base > self.version:
                 raise ValueError(f"delta_base: {self.delta_base} is later than version {self.version}")
-        paths = [entry.path for entry in self.files()]
-        _refuse_duplicates("file path", paths)
+        _refuse_duplicates("file path", [entry.path for entry in self.files()])
         return self
 
     @property
@@ -268,30 +267,21 @@ class Manifest(Frozen):
         return self.delta_base or self.version, self.last_delta or 0
 
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file of the snapshot but the manifest itself."""
-        entries: list[FileEntry] = []
+        """Returns every file of the snapshot but the manifest itself."""
+        entries: list[FileEntry | None] = []
         for table in self.tables:
-            entries.extend(table.rows)
-            if table.vocabulary is not None:
-                entries.append(table.vocabulary)
-            if table.access_counts is not None:
-                entries.append(table.access_counts)
-        entries.append(self.dense)
-        if self.golden is not None:
-            entries.append(self.golden.file)
-        return tuple(entries)
+            entries += (*table.rows, table.vocabulary, table.access_counts)
+        entries += (self.dense, self.golden.file if self.golden is not None else None)
+        return tuple(entry for entry in entries if entry is not None)
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
+        """Returns the text of `manifest.json`."""
         return self.model_dump_json(indent=2) + "\n"
 
 
 def _refuse_duplicates(what: str, names: list[Any]) -> None:
-    seen: set[Any] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"duplicate {what}: {name!r}")
-        seen.add(name)
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
 
 
 _LENGTH_ERRORS = frozenset({"too_short", "too_long"})
@@ -311,7 +301,7 @@ class SchemaError(NamedTuple):
 def schema_errors(
     error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
 ) -> Iterator[SchemaError]:
-    """The mistakes in a document; an unknown key comes with those that are allowed there.
+    """Returns the mistakes in a document; an unknown key comes with those that are allowed there.
 
     Args:
         error: what pydantic found.
@@ -326,7 +316,7 @@ def schema_errors(
 
 
 def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
-    """Whether a list is only said to be too short because validation stopped at one of its bad items."""
+    """Tells whether a list is only said to be too short because validation stopped at one of its bad items."""
     place = one["loc"]
     return one["type"] in _LENGTH_ERRORS and any(
         len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
@@ -342,7 +332,7 @@ def _problem(one: ErrorDetails, schemas: tuple[type[BaseModel], ...], hidden: fr
 
 
 def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
-    """The keys of the object at `place`, in the order of its schema."""
+    """Returns the keys of the object at `place`, in the order of its schema."""
     for part in place:
         if isinstance(part, int):
             continue
@@ -372,7 +362,7 @@ _ID_MASK = (1 << 63) - 1
 
 
 def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
-    """XXH3-64 (seed 0) of each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
+    """Hashes with XXH3-64 (seed 0) each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
 
     Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
     """
@@ -381,7 +371,7 @@ def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
 
 
 def snapshot_file(root: Path, relative_path: str) -> Path:
-    """The plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
+    """Returns the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
     Raises:
         SnapshotPathError: absolute, with an empty, '.' or '..' part, a backslash or a control character, or a link
@@ -415,13 +405,13 @@ _QUOTED_ERRORS = 5
 
 
 def manifest_texts(manifest: Manifest) -> dict[str, str]:
-    """The two files' texts by name. The second is what `sha256sum --check` reads."""
+    """Returns the two files' texts by name. The second is what `sha256sum --check` reads."""
     text = manifest.to_json()
     return {MANIFEST_NAME: text, CHECKSUM_NAME: _checksum_line(hashlib.sha256(text.encode()).hexdigest())}
 
 
 def read_manifest(root: Path) -> tuple[Manifest, str]:
-    """The manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json` as it lies.
+    """Reads the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
 
     The checksum beside it is left to `check_manifest_checksum`.
 
@@ -436,7 +426,7 @@ def read_manifest(root: Path) -> tuple[Manifest, str]:
 
 
 def parse_manifest(where: str, content: bytes) -> Manifest:
-    """The manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
+    """Returns the manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
 
     Raises:
         SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
@@ -460,7 +450,7 @@ def check_manifest_checksum(root: Path, identity: str) -> None:
 
 
 def quoted_errors(error: ValidationError) -> str:
-    """The first errors of a document that does not fit its schema, each with its place, in bounded length."""
+    """Returns the first errors of a document that does not fit its schema, each with its place, in bounded length."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     quoted = [
         f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]

@@ -22,14 +22,7 @@ import numpy.typing as npt
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 # Named by the mmap module since Python 3.13; this is Linux's value.
@@ -54,15 +47,10 @@ class _MappedPages:
 def map_array(
     path: Path, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike, *, copy_on_write: bool = False
 ) -> npt.NDArray[Any]:
-    """An array of `shape` over a file's bytes from `offset` on; at least one element.
+    """Returns a read-only array of `shape` over a file's bytes from `offset` on; at least one element.
 
-    Args:
-        path: the file.
-        offset: of the first element, in bytes.
-        shape: of the array.
-        dtype: of its elements.
-        copy_on_write: it can be written to; a page that is written becomes memory of this process, and the file stays
-            as it is. Otherwise the array is read-only.
+    With `copy_on_write` it can be written to: a page that is written becomes memory of this process, and the file stays
+    as it is.
 
     Raises:
         OSError: the file can't be opened or mapped.
@@ -108,9 +96,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda count: None) -> None:
     """Brings all pages of a mapped array into memory and into this process's page tables, so that no read faults.
 
-    Args:
-        array: contiguous.
-        on_bytes: told the bytes done since its last call.
+    The array must be contiguous; `on_bytes` is told the bytes done since its last call.
 
     Raises:
         OSError: the kernel could not read a page, for example of a file that has become shorter.
@@ -134,11 +120,8 @@ def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) 
     """Gives the pages that lie wholly within an array back to the system, piece by piece.
 
     The array must be all that lies in them, and nobody may need its content: private memory reads as zeros afterwards.
-    Unmapping what is left takes next to no time.
-
-    Args:
-        array: contiguous; over mapped memory of its own, not the heap's.
-        rest: called between two pieces.
+    It is contiguous, over mapped memory of its own, not the heap's. Unmapping what is left takes next to no time.
+    `rest` is called between two pieces.
     """
     begin = -(-_address(array) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (_address(array) + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

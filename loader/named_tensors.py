@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -17,7 +18,7 @@ import torch
 from loader.errors import CheckpointError
 from loader.row_source import RowSource
 
-__all__ = ["UnpicklingError", "load_metadata"]
+__all__ = ["Checkpoint", "UnpicklingError", "load_metadata", "shortened"]
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
@@ -37,7 +38,7 @@ _METADATA_CLASSES = {
 
 
 def load_metadata(stream: IO[bytes]) -> Any:
-    """What the metadata file holds. Raises UnpicklingError for any other class, anything if damaged."""
+    """Returns what the metadata file holds. Raises UnpicklingError for any other class, anything if damaged."""
     return _MetadataUnpickler(stream).load()
 
 
@@ -55,32 +56,39 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class Checkpoint(ABC):
-    """Named tensors that are read only when asked for."""
+    """Named tensors that are read only when asked for.
 
-    def __init__(self, path: Path) -> None:
+    Every method raises CheckpointError if there is no such tensor, or it can't be read. `entries` is what a form knows
+    of each tensor, by name.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
         self.path = path
+        self._entries = entries
 
-    @abstractmethod
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Returns the names of all tensors, sorted."""
+        return sorted(self._entries)
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it. Raises CheckpointError if there is no such tensor."""
+        """Returns a tensor's shape, without reading it."""
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in memory. Raises CheckpointError if there is none or it can't be read."""
+        """Returns a tensor in memory, or mapped."""
 
     @abstractmethod
     def rows(self, name: str) -> RowSource:
-        """A matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
+        """Returns a matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
 
-    def _unknown(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: has no tensor {name!r}; it has {shortened(self.names())}")
+    def _entry(self, name: str) -> Any:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}; it has {shortened(self.names())}")
+        return self._entries[name]
 
 
 def shortened(names: list[str], limit: int = 20) -> str:
-    """The first names as text, for a message."""
+    """Returns the first names as text, for a message."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return f"{names[:limit]}{more}"

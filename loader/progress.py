@@ -18,7 +18,7 @@ class Progress(Protocol):
     """Called now and then during long work, by one thread at a time."""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` rows or bytes of `what`; the last call for a `what` has done == total."""
+        """Tells that `done` of `total` rows or bytes of `what` are done; at its last call done == total."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -64,7 +64,7 @@ class Pace:
         self._sleep = sleep
 
     def over(self, progress: Progress = no_progress) -> Progress:
-        """A progress that rests after each piece, beginning now; `done` and `total` must be bytes."""
+        """Returns a progress that rests after each piece, beginning now; `done` and `total` must be bytes."""
         began_at = self._clock()
         size_bytes = 0
         done_before: dict[str, int] = {}
@@ -126,7 +126,7 @@ class Wish:
         self.check()
 
     def over(self, progress: Progress = no_progress) -> Progress:
-        """A progress that raises CalledOffError once the work is not wanted any more."""
+        """Returns a progress that raises CalledOffError once the work is not wanted any more."""
 
         def checked(what: str, done: int, total: int) -> None:
             self.check()

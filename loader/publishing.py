@@ -90,7 +90,8 @@ async def publish(
         DeltaError: it does not continue the stream of deltas that it names.
         RegistryConflictError: another snapshot was published as that version.
     """
-    snapshot = await asyncio.to_thread(_open, folder)
+    # Its own path says model and version, whatever link leads to it.
+    snapshot = await asyncio.to_thread(lambda: Snapshot.open(folder.resolve(), verify=False))
     await _check_published(fleet, snapshot)
     await _check_lineage(fleet, snapshot.manifest)
     target, copied = await asyncio.to_thread(_put_in_store, snapshot, store, threads, progress)
@@ -101,12 +102,7 @@ async def publish(
 async def register(
     fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float]
 ) -> tuple[PublishedVersion, bool]:
-    """Puts a snapshot that lies in the store on record, as it is. Idempotent.
-
-    Args:
-        fleet: where the record goes.
-        snapshot: the store's.
-        clock: seconds since the epoch.
+    """Puts a snapshot that lies in the store on record, as it is. Idempotent. `clock`: seconds since the epoch.
 
     Returns:
         The record, and whether it is new.
@@ -136,12 +132,12 @@ async def register(
 
 
 def rows_bytes_of(spec: ModelSpec) -> int:
-    """Bytes of all rows of one copy."""
+    """Returns the bytes of all rows of one copy."""
     return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.tables)
 
 
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
-    """The last delta that is known of a stream; 0 if there is none.
+    """Returns the last delta that is known of a stream; 0 if there is none.
 
     A registry that lost its streams is outlived by the nodes that applied them, and by the versions that contain them.
     """
@@ -181,13 +177,8 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest) -> None:
         raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
 
 
-def _open(folder: Path) -> Snapshot:
-    # Its own path says model and version, whatever link leads to it.
-    return Snapshot.open(folder.resolve(), verify=False)
-
-
 def _put_in_store(snapshot: Snapshot, store: Path, threads: int, progress: Progress) -> tuple[Path, bool]:
-    """The folder in the store, and whether it had to be copied there. Raises as `publish`."""
+    """Returns the folder in the store, and whether it had to be copied there. Raises as `publish`."""
     source, target = snapshot.path, store.resolve() / snapshot.spec.model / str(snapshot.version)
     if target.exists():
         _, identity = read_manifest(target)
@@ -307,7 +298,7 @@ async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Re
 
 
 async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
-    """Versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
+    """Returns the versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
     on_record = await read_rollout(fleet, model)
     used = set() if on_record is None else set(on_record.rollout.named())
     if (wanted := await fleet.wanted_model(model)) is not None:

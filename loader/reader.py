@@ -45,7 +45,6 @@ from loader.tensor_files import (
     expect_at_most,
     expect_tensors,
     load_numpy,
-    load_torch,
     map_tensor,
     read_header,
 )
@@ -176,7 +175,7 @@ class Snapshot:
     def check_content(
         self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
     ) -> None:
-        """What `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
+        """Checks what `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
         rows = {
             entry.path for tables in self.manifest.tables for entry in (*tables.rows, tables.access_counts) if entry
         }
@@ -207,7 +206,7 @@ class Snapshot:
         return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.tables)
 
     def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
-        """The stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
+        """Returns the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
         Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
         be written to, pages that are written become memory of this process, and the file is never changed.
@@ -223,7 +222,7 @@ class Snapshot:
         return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
-        """A copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
+        """Returns a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
 
         Raises KeyError for an unknown table, IndexError for rows outside it.
         """
@@ -243,12 +242,12 @@ class Snapshot:
         return rows
 
     def vocabulary(self, table: str) -> npt.NDArray[np.int64]:
-        """The ids of a table's vocabulary in row order, read-only int64 [V], mapped. Raises KeyError if it has none."""
+        """Maps the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
         entry = self._vocabulary_entry(table)
         return map_tensor(self.path / entry.path, self._headers[entry.path]["ids"], np.int64)
 
     def vocabulary_strings(self, table: str) -> list[str] | None:
-        """The strings of a string vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
+        """Reads the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
         entry = self._vocabulary_entry(table)
         if not id_type_is_string(self._tables[table]):
             return None
@@ -257,7 +256,7 @@ class Snapshot:
         return decode_strings(path, tensors["ids"], tensors)
 
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
-        """How often each row of a table was looked up, read-only uint32 [num_embeddings], mapped; None if not known.
+        """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known.
 
         Raises:
             KeyError: there is no such table.
@@ -266,12 +265,13 @@ class Snapshot:
         return None if entry is None else map_access_counts(self.path / entry.path, self._headers[entry.path])
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
-        """The dense model's tensors by name, in memory."""
+        """Returns the dense model's tensors by name, in memory."""
         path = self.manifest.dense.path
-        return load_torch(self.path / path, self._headers[path])
+        arrays = load_numpy(self.path / path, self._headers[path])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def golden(self) -> GoldenRequests | None:
-        """The golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit the spec."""
+        """Reads the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
         if self.manifest.golden is None:
             return None
         relative = self.manifest.golden.file.path

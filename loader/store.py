@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -56,7 +56,7 @@ class Store:
     """Finds snapshots by model and version. Holds nothing open and caches nothing: each call looks at the folder."""
 
     def __init__(self, path: str | Path) -> None:
-        """A store at `path`, which needs not exist yet."""
+        """Opens a store at `path`, which needs not exist yet."""
         self.path = Path(path)
 
     def check_exists(self) -> None:
@@ -67,7 +67,7 @@ class Store:
             raise SnapshotNotFoundError(f"store {self.path} has no model{self._told_unfinished()}")
 
     def unfinished(self) -> list[tuple[str, int]]:
-        """(model, version) of each export that was interrupted, or is still running."""
+        """Returns (model, version) of each export that was interrupted, or is still running."""
         return [
             (model, int(version))
             for model in _folders(self.path)
@@ -77,18 +77,18 @@ class Store:
         ]
 
     def models(self) -> list[str]:
-        """Names of the models that have at least one version, sorted."""
+        """Returns the names of the models that have at least one version, sorted."""
         return [name for name in _folders(self.path) if _MODEL.fullmatch(name) and self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
-        """Versions of a model, ascending; empty if the store has no such model. Unfinished exports do not count."""
+        """Lists a model's versions, ascending; empty if it has no such model. Unfinished exports do not count."""
         if not _MODEL.fullmatch(model):
             return []
         numbers = (int(name) for name in _folders(self.path / model) if _VERSION.fullmatch(name))
         return sorted(number for number in numbers if number < 2**63)
 
     def latest(self, model: str) -> int:
-        """The highest version. Raises SnapshotNotFoundError if there is none."""
+        """Returns the highest version. Raises SnapshotNotFoundError if there is none."""
         versions = self.versions(model)
         if not versions:
             self.check_exists()
@@ -98,11 +98,11 @@ class Store:
         return versions[-1]
 
     def next_version(self, model: str) -> int:
-        """The first free version above all present ones; 1 for a new model."""
+        """Returns the first free version above all present ones; 1 for a new model."""
         return max(self.versions(model), default=0) + 1
 
     def snapshot_path(self, model: str, version: int | None = None) -> Path:
-        """The folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
+        """Returns the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
         latest = self.latest(model)
         if version is None:
             version = latest
@@ -113,7 +113,7 @@ class Store:
         return self.path / model / str(version)
 
     def _told_unfinished(self, model: str | None = None) -> str:
-        """The end of a message about what is not there."""
+        """Returns the end of a message about what is not there."""
         names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]
         if not names:
             return ""
@@ -125,7 +125,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
+    """Returns the SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
     digest = hashlib.sha256()
     buffer = bytearray(_HASH_CHUNK_BYTES)
     view = memoryview(buffer)
@@ -149,16 +149,13 @@ class ExportFolder:
         self._finished = finished
 
     def is_finished(self, relative_path: str) -> bool:
-        """Whether an earlier run wrote that file."""
+        """Tells whether an earlier run wrote that file."""
         return relative_path in self._finished
 
     def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
-        """Makes a file durable and puts it on record; a finished one is kept and `produce` not called.
+        """Makes a file that `produce` writes durable, and puts it on record; a finished one is kept as it is.
 
-        Args:
-            relative_path: where it goes.
-            produce: writes it.
-            stated: what it has to become, if that is known beforehand.
+        `stated` is what it has to become, if that is known beforehand.
 
         Raises:
             SnapshotCorruptError: it is not what was stated. It is not put on record.
@@ -203,12 +200,9 @@ class ExportFolder:
 
 @contextmanager
 def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> Iterator[ExportFolder]:
-    """The locked folder in which `target` (`<store>/<model>/<version>`) is made. A failure leaves it for a later run.
+    """Locks the folder in which `target` (`<store>/<model>/<version>`) is made; a failure leaves it for a later run.
 
-    Args:
-        target: where the snapshot goes.
-        inputs_digest: SHA-256 (hex) of all inputs that shape the files; a folder of other inputs is started over.
-        progress: told the bytes of finished files that were checked.
+    `inputs_digest` is the SHA-256 (hex) of all inputs that shape the files; a folder of other inputs is started over.
 
     Raises:
         SnapshotExistsError: the version exists.
@@ -216,7 +210,7 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
     """
     work = target.parent / f"{WORK_FOLDER_PREFIX}{target.name}"
     _remove_leftovers(target.parent)
-    _make_folders(work)
+    make_folders(work)
     with _lock(work):
         if target.exists():
             shutil.rmtree(work, ignore_errors=True)
@@ -229,10 +223,10 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _make_folders(path: Path) -> None:
+def make_folders(path: Path) -> None:
     """Makes a folder and those above it that are missing, each durable before the next: a rename can't be without."""
     missing = []
-    while not path.exists():
+    while not path.is_dir():
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
@@ -271,10 +265,13 @@ def _busy(work: Path) -> ExportError:
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:
-    """The files of an interrupted export that can be kept; empties the folder if its inputs were others."""
+    """Returns the files of an interrupted export that can be kept; empties the folder if its inputs were others."""
     journal = work / "export-state.jsonl"
     lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else []
-    if not lines or _recorded_digest(lines[0]) != inputs_digest:
+    recorded = None
+    with suppress(ValueError, AttributeError):  # a line that was not written to its end
+        recorded = json.loads(lines[0]).get("inputs_sha256") if lines else None
+    if recorded != inputs_digest:
         if lines:
             _log.warning("%s was left by an export of other inputs: starting over", work)
         shutil.rmtree(work / "snapshot", ignore_errors=True)
@@ -299,17 +296,9 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
     return finished
 
 
-def _recorded_digest(line: str) -> str | None:
-    try:
-        header = json.loads(line)
-    except ValueError:
-        return None
-    return header.get("inputs_sha256") if isinstance(header, dict) else None
-
-
 @contextmanager
 def _new_journal(work: Path, inputs_digest: str, finished: dict[str, FileEntry]) -> Iterator[IO[str]]:
-    """A journal that starts with what is known, put in place of the old one in one step."""
+    """Returns a journal that starts with what is known, put in place of the old one in one step."""
     fresh = work / "export-state.jsonl.new"
     with fresh.open("w", encoding="utf-8") as journal:
         header = json.dumps({"inputs_sha256": inputs_digest})

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loader.errors import SnapshotCorruptError, cut, file_error
 from loader.memory import map_array
@@ -51,7 +50,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file by name.
+    """Returns the tensors of a safetensors file by name.
 
     Raises:
         SnapshotCorruptError: the header is too long, is not what the format allows, or does not fit the file's size.
@@ -95,7 +94,7 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
 
 
 def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[TensorInfo, int]:
-    """One tensor of a header, and where its bytes begin after it."""
+    """Reads one tensor of a header, and where its bytes begin after it."""
     where = f"{path}: tensor {cut(repr(name))}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -114,7 +113,7 @@ def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[T
 
 
 def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:
-    """The first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
+    """Returns the first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
     return tensors[name].shape[0] if name in tensors and tensors[name].shape else 0
 
 
@@ -147,7 +146,7 @@ def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtyp
 
 
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
-    """A view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
+    """Returns a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
 
     Raises:
         SnapshotCorruptError: the file is not there any more, or shorter.
@@ -164,11 +163,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
 
 
 def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, npt.NDArray[Any]]:
-    """All tensors of a small file, copied into memory.
-
-    Args:
-        path: the file.
-        tensors: its header, if it was read already. Its caller has checked that it is small.
+    """Returns all tensors of a small file, copied into memory. `tensors` is its header, if it was read already.
 
     Raises:
         SnapshotCorruptError: it can't be read, is shorter than its header says, or has bfloat16 in it.
@@ -189,8 +184,3 @@ def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> d
     except (OSError, MemoryError) as error:
         raise file_error(path, "read", error) from error
     return loaded
-
-
-def load_torch(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a small file, as `load_numpy` reads them."""
-    return {name: torch.from_numpy(array) for name, array in load_numpy(path, tensors).items()}

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,12 @@ _WHOLE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, 
 
 
 def vocabulary_path(table: str) -> str:
-    """Where a table's vocabulary lies in the snapshot."""
+    """Returns where a table's vocabulary lies in the snapshot."""
     return f"tables/{table}/vocabulary.safetensors"
 
 
 def access_counts_path(table: str) -> str:
-    """Where a table's access counts lie in the snapshot."""
+    """Returns where a table's access counts lie in the snapshot."""
     return f"tables/{table}/access-counts.safetensors"
 
 
@@ -86,7 +87,7 @@ def small_files(
     golden: GoldenRequests | None,
     access_counts: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, Tensors]:
-    """Tensors of all files but the row files, by path. Raises ExportError for what does not fit the spec."""
+    """Makes the tensors of all files but row files, by path. Raises ExportError for what does not fit the spec."""
     with_vocabulary = [table for table in spec.tables if table.id_mapping.kind == "vocabulary"]
     _check_names("vocabularies", set(vocabularies), {table.name for table in with_vocabulary})
     files: dict[str, Tensors] = {
@@ -105,7 +106,7 @@ def small_files(
 
 
 def rows_per_file_of(table: TableSpec, rows_per_file: int | None) -> int:
-    """The given rows per file, checked, or the table's default."""
+    """Returns the given rows per file, checked, or the table's default."""
     if rows_per_file is None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
         rows_per_file = default_rows_per_file(table.num_embeddings, row_bytes)
@@ -126,7 +127,7 @@ def inputs_digest(
     last_delta: int | None,
     delta_base: int | None,
 ) -> str:
-    """SHA-256 (hex) of what shapes the files, rows by their fingerprint: what makes an export "the same export"."""
+    """Hashes (SHA-256, hex) what shapes the files, rows by their fingerprint: that is "the same export"."""
     arguments = {
         "last_delta": last_delta,
         "delta_base": delta_base,
@@ -146,7 +147,7 @@ def inputs_digest(
 
 
 def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
+    """Returns a contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
     if not name or name == "__metadata__":
         raise ExportError(f"dense tensor {name!r}: not a name that safetensors can hold")
     if tensor.ndim > MAX_TENSOR_DIMS:
@@ -182,7 +183,7 @@ BLOCK_BYTES = 16 << 20
 
 
 def rows_paths(table: TableSpec, rows_per_file: int) -> list[str]:
-    """Where a table's row files lie in the snapshot, in order."""
+    """Returns where a table's row files lie in the snapshot, in order."""
     num_files = -(-table.num_embeddings // rows_per_file)
     return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
@@ -215,7 +216,7 @@ def write_row_files(
 def _encode_file(
     table: TableSpec, source: RowSource, rows_per_file: int, file_index: int, progress: Progress
 ) -> ByteArray:
-    """All stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
+    """Returns all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
     codec = codec_for(table.dtype, table.embedding_dim)
     first_row = file_index * rows_per_file
     num_rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
@@ -224,7 +225,12 @@ def _encode_file(
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
         for block in source.blocks(first_row + start, stop - start):
-            _check_block(table, block, stop - position)
+            fits = block.ndim == 2 and block.shape[1] == table.embedding_dim and len(block) <= stop - position
+            if not fits or block.dtype != np.float32:
+                raise ExportError(
+                    f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
+                    f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
+                )
             encoded = _encode_block(table, codec, block, first_row + position)
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
             stored[row_positions(table, rows_per_file, file_index, local_rows)] = encoded
@@ -233,15 +239,6 @@ def _encode_file(
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
         progress(f"table {table.name}", first_row + stop, table.num_embeddings)
     return stored
-
-
-def _check_block(table: TableSpec, block: Float32Array, max_rows: int) -> None:
-    fits = block.ndim == 2 and block.shape[1] == table.embedding_dim and len(block) <= max_rows
-    if not fits or block.dtype != np.float32:
-        raise ExportError(
-            f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
-            f"expected float32 [at most {max_rows}, {table.embedding_dim}]"
-        )
 
 
 def _encode_block(table: TableSpec, codec: RowCodec, block: Float32Array, first_row: int) -> ByteArray:
@@ -264,7 +261,7 @@ MakeManifest = Callable[[str, Mapping[str, FileEntry]], Manifest]
 
 
 def utc_now() -> datetime:
-    """The time of day, the default clock."""
+    """Returns the time of day, the default clock."""
     return datetime.now(UTC)
 
 
@@ -317,12 +314,15 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    _check_numbers(version, golden_tolerance)
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     check_rows(spec, rows)
     file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
     files = small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
     deltas = (last_delta, delta_base)
-    make_manifest = _manifest_maker(spec, version, file_rows, golden, golden_tolerance, metadata or {}, deltas)
+    make_manifest = partial(_manifest, spec, version, file_rows, golden, golden_tolerance, dict(metadata or {}), deltas)
     _check_manifest(make_manifest, [*files, *(path for t in spec.tables for path in rows_paths(t, file_rows[t.name]))])
     target = store.path / spec.model / str(version)
     try:
@@ -339,13 +339,6 @@ def export_snapshot(
     return target
 
 
-def _check_numbers(version: int, golden_tolerance: float) -> None:
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
-
-
 def _saver(tensors: Tensors) -> Callable[[Path], None]:
     def save(path: Path) -> None:
         values: dict[str, Any] = dict(tensors)
@@ -357,41 +350,44 @@ def _saver(tensors: Tensors) -> Callable[[Path], None]:
     return save
 
 
-def _manifest_maker(
+def _manifest(
     spec: ModelSpec,
     version: int,
     file_rows: Mapping[str, int],
     golden: GoldenRequests | None,
     golden_tolerance: float,
-    metadata: Mapping[str, str],
+    metadata: dict[str, str],
     deltas: tuple[int | None, int | None],
-) -> MakeManifest:
-    """What gives the manifest of these inputs, once the time and the files' sizes and checksums are known."""
-
-    def make(created_at: str, entries: Mapping[str, FileEntry]) -> Manifest:
-        tables = tuple(
-            TableFiles(
-                table=table.name,
-                rows_per_file=file_rows[table.name],
-                rows=tuple(entries[path] for path in rows_paths(table, file_rows[table.name])),
-                vocabulary=entries.get(vocabulary_path(table.name)),
-                access_counts=entries.get(access_counts_path(table.name)),
-            )
-            for table in spec.tables
+    created_at: str,
+    entries: Mapping[str, FileEntry],
+) -> Manifest:
+    tables = tuple(
+        TableFiles(
+            table=table.name,
+            rows_per_file=file_rows[table.name],
+            rows=tuple(entries[path] for path in rows_paths(table, file_rows[table.name])),
+            vocabulary=entries.get(vocabulary_path(table.name)),
+            access_counts=entries.get(access_counts_path(table.name)),
         )
-        return Manifest(
-            spec=spec,
-            version=version,
-            created_at=created_at,
-            tables=tables,
-            dense=entries[DENSE_PATH],
-            golden=golden and _golden_entry(entries[GOLDEN_PATH], golden, golden_tolerance),
-            metadata=dict(metadata),
-            last_delta=deltas[0],
-            delta_base=deltas[1],
-        )
-
-    return make
+        for table in spec.tables
+    )
+    stated = golden and GoldenEntry(
+        file=entries[GOLDEN_PATH],
+        tolerance=golden_tolerance,
+        num_requests=golden.num_requests,
+        num_candidates=len(golden.scores),
+    )
+    return Manifest(
+        spec=spec,
+        version=version,
+        created_at=created_at,
+        tables=tables,
+        dense=entries[DENSE_PATH],
+        golden=stated,
+        metadata=metadata,
+        last_delta=deltas[0],
+        delta_base=deltas[1],
+    )
 
 
 def _check_manifest(make_manifest: MakeManifest, paths: list[str]) -> None:
@@ -406,9 +402,3 @@ def _check_manifest(make_manifest: MakeManifest, paths: list[str]) -> None:
         raise ExportError(str(error)) from error
     if len(text.encode()) > MAX_MANIFEST_BYTES:
         raise ExportError(f"manifest: {len(text.encode())} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
-
-
-def _golden_entry(file: FileEntry, golden: GoldenRequests, tolerance: float) -> GoldenEntry:
-    return GoldenEntry(
-        file=file, tolerance=tolerance, num_requests=golden.num_requests, num_candidates=len(golden.scores)
-    )

@@ -107,7 +107,7 @@ def _array(what: str, given: Any) -> npt.NDArray[Any]:
 
 
 def _last_of_each(numbers: Int64Array) -> Int64Array:
-    """Positions of the last one of each number, by ascending number."""
+    """Returns the positions of the last one of each number, by ascending number."""
     order = np.argsort(numbers, kind="stable")
     in_order = numbers[order]
     last: Int64Array = order[np.append(in_order[1:] != in_order[:-1], True)]
@@ -128,7 +128,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 
 
 def rows_per_batch(row_bytes: int) -> int:
-    """How many rows of that size one delta may hold."""
+    """Returns how many rows of that size one delta may hold."""
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // (row_bytes + 8)))
 
 

@@ -44,14 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeltaStream:
-    """Appends to one stream. Used by one task at a time; call `find_end` first.
-
-    Args:
-        fleet: the registry.
-        model: whose stream.
-        delta_base: the version that it began with.
-        max_entries: the stream is kept at most that long.
-    """
+    """Appends to the stream that began with `delta_base`. Used by one task at a time; call `find_end` first."""
 
     def __init__(self, fleet: FleetRegistry, model: str, delta_base: int, max_entries: int) -> None:
         if max_entries < 1:
@@ -60,17 +53,12 @@ class DeltaStream:
         self._registry = fleet.registry
         self._model = model
         self._delta_base = delta_base
-        self._name = delta_stream(model, delta_base)
+        self.name = delta_stream(model, delta_base)
         self._max_entries = max_entries
         self._first = 0
         self._mine: deque[tuple[int, bytes]] = deque()
         self._mine_bytes = 0
         self.sequence = 0
-
-    @property
-    def name(self) -> str:
-        """Its key, for logs."""
-        return self._name
 
     async def find_end(self) -> None:
         """Finds out what the next number is.
@@ -81,13 +69,13 @@ class DeltaStream:
         """
         known = max(self.sequence, await stream_end(self._fleet, self._model, self._delta_base))
         # Read after what nodes tell, so that what others append meanwhile is in it.
-        bounds = await self._registry.bounds(self._name)
+        bounds = await self._registry.bounds(self.name)
         if bounds.last < known and self._mine and self._mine[-1][0] == known:
             await self._give_back(bounds.last)
-            bounds = await self._registry.bounds(self._name)
+            bounds = await self._registry.bounds(self.name)
         if 0 < bounds.last < known:
             raise DeltaGapError(
-                f"stream {self._name} ends with {bounds.last}, but deltas up to {known} were published: the registry "
+                f"stream {self.name} ends with {bounds.last}, but deltas up to {known} were published: the registry "
                 "has lost the others. Publish a snapshot that begins a stream of its own"
             )
         self.sequence = max(bounds.last, known)
@@ -98,7 +86,7 @@ class DeltaStream:
 
         A registry that lost a whole stream would take any number for its first one.
         """
-        if (await self._registry.bounds(self._name)).last != self.sequence:
+        if (await self._registry.bounds(self.name)).last != self.sequence:
             await self.find_end()
 
     async def append(self, sequence: int, payload: bytes) -> bool:
@@ -108,7 +96,7 @@ class DeltaStream:
             False if somebody else has appended under that number; then `find_end` is called for.
         """
         try:
-            await self._registry.append(self._name, sequence, payload)
+            await self._registry.append(self.name, sequence, payload)
         except StreamSequenceError:
             if not await self._is_there(sequence, payload):
                 return False
@@ -127,24 +115,24 @@ class DeltaStream:
         """
         if self.sequence + 1 - self._first < self._max_entries:
             return
-        self._first = (await self._registry.bounds(self._name)).first or self.sequence + 1
+        self._first = (await self._registry.bounds(self.name)).first or self.sequence + 1
         # Some more than one, so that not every append asks.
         unwanted = self.sequence + 1 - (self._max_entries - max(1, self._max_entries // 16))
         needed = await self._first_needed()
         before = min(unwanted, needed)
         if before > self._first:
-            await self._registry.trim(self._name, before)
-            _log.info("stream %s: dropped what is before delta %d", self._name, before)
+            await self._registry.trim(self.name, before)
+            _log.info("stream %s: dropped what is before delta %d", self.name, before)
             self._first = before
         if self.sequence + 1 - self._first >= self._max_entries:
             raise DeltaError(
-                f"stream {self._name} holds {self.sequence + 1 - self._first} deltas, max_stream_entries is "
+                f"stream {self.name} holds {self.sequence + 1 - self._first} deltas, max_stream_entries is "
                 f"{self._max_entries}, and a version that is held needs all from {needed} on: roll out a snapshot that "
                 "contains them, or allow more"
             )
 
     async def _is_there(self, sequence: int, payload: bytes) -> bool:
-        found = await self._registry.read(self._name, sequence - 1, max_entries=1)
+        found = await self._registry.read(self.name, sequence - 1, max_entries=1)
         return bool(found) and (found[0].sequence, found[0].payload) == (sequence, payload)
 
     async def _give_back(self, last: int) -> None:
@@ -154,27 +142,24 @@ class DeltaStream:
             return
         if last and lost[0][0] != last + 1:
             return
-        _log.warning("stream %s: the registry lost deltas %d to %d; given back", self._name, lost[0][0], lost[-1][0])
+        _log.warning("stream %s: the registry lost deltas %d to %d; given back", self.name, lost[0][0], lost[-1][0])
         for sequence, payload in lost:
             try:
-                await self._registry.append(self._name, sequence, payload)
+                await self._registry.append(self.name, sequence, payload)
             except StreamSequenceError:
                 if not await self._is_there(sequence, payload):
                     return
 
     async def _first_needed(self) -> int:
-        """The first delta that must stay so that every version that is held, or rolled back to, can be staged anew."""
+        """Finds the first delta that must stay so that every version held, or rolled back to, can be staged anew."""
         published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
         wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
         named = set() if wanted is None else set(wanted.named())
         if on_record is not None:
             named |= on_record.rollout.named()
-        return min((one.last_delta for one in _held(published, named)), default=self.sequence) + 1
-
-
-def _held(published: list[PublishedVersion], named: set[int]) -> list[PublishedVersion]:
-    """Before anything is wanted, whatever is published may become so."""
-    return [one for one in published if one.version in named] if named else published
+        # Before anything is wanted, whatever is published may become so.
+        held = [one.last_delta for one in published if one.version in named or not named]
+        return min(held, default=self.sequence) + 1
 
 
 DEFAULT_RETRY_S: Final = 30.0
@@ -359,14 +344,8 @@ class AsyncDeltaPublisher:
 class DeltaPublisher:
     """Publishes changed rows from a trainer; thread-safe. A context manager.
 
-    It has an event loop and a connection to the registry of its own, in a thread of its own.
-
-    Args:
-        registry: the registry's URL or folder, or a registry to take the URL from.
-        model: whose rows.
-        base_version: the published version that training goes on from.
-        store: the store, for a registry that does not have the version's spec.
-        options: as `AsyncDeltaPublisher` takes them.
+    It has an event loop and a connection to the registry of its own, in a thread of its own. `registry` is a URL or
+    folder, or a registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes it.
 
     Raises:
         DeltaBaseError: the version is not published.
@@ -396,7 +375,7 @@ class DeltaPublisher:
             raise
 
     def publish(self, table: str, rows: Any, values: Any) -> int:
-        """As `AsyncDeltaPublisher.publish`; waits until the rows are durable.
+        """Publishes as `AsyncDeltaPublisher.publish` does; waits until the rows are durable.
 
         Raises:
             DeltaError: it is closed, or another thread closes it meanwhile; then the rows may be published or not.

@@ -42,7 +42,7 @@ from loader.registry.registry import (
     check_ttl,
     check_value,
 )
-from loader.store import fsync_path
+from loader.store import fsync_path, make_folders
 
 VALUE_SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
@@ -56,21 +56,15 @@ class Area:
     """A folder whose files are changed by one writer at a time."""
 
     def __init__(self, path: Path, *, durable: bool, lock_timeout_s: float) -> None:
-        """An area at `path`, made when it is first written to.
-
-        Args:
-            path: its folder.
-            durable: whether a write has to survive a loss of power.
-            lock_timeout_s: after which a lock that another process does not give back is a RegistryUnavailableError.
-        """
+        """Opens an area at `path`, made when it is first written to. `durable`: a write survives a loss of power."""
         self.path = path
         self._durable = durable
         self._lock_timeout_s = lock_timeout_s
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else, in this process or in another one, writes here meanwhile. A process that ends lets go of it."""
-        make_folder(self.path)
+        """Keeps everybody else, in this process or another one, from writing here. Ends with the process."""
+        make_folders(self.path)
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._wait_for(descriptor)
@@ -80,7 +74,7 @@ class Area:
 
     def write(self, path: Path, content: bytes) -> None:
         """Puts a file in place at once. Only while `locked`."""
-        make_folder(path.parent)
+        make_folders(path.parent)
         work = self.path / _WRITING
         descriptor = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
@@ -118,20 +112,8 @@ class Area:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, durably."""
-    if path.is_dir():
-        return
-    make_folder(path.parent)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return
-    fsync_path(path.parent)
-
-
 def read_file(path: Path) -> bytes | None:
-    """A file's content, or None if there is none."""
+    """Returns a file's content, or None if there is none."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -139,12 +121,12 @@ def read_file(path: Path) -> bytes | None:
 
 
 def file_of(area: Path, key: str) -> Path:
-    """Where a key's value lies."""
+    """Returns where a key's value lies."""
     return area / f"{key}{VALUE_SUFFIX}"
 
 
 def keys_below(area: Path, prefix: str) -> list[str]:
-    """The keys below a prefix that have a file, sorted."""
+    """Returns the keys below a prefix that have a file, sorted."""
     found: list[str] = []
     waiting = [prefix]
     while waiting:
@@ -172,7 +154,7 @@ class KeyFiles:
         self._last = Area(path, durable=False, lock_timeout_s=lock_timeout_s)
 
     def get(self, key: str) -> Entry | None:
-        """A key's value and revision."""
+        """Returns a key's value and revision."""
         path = file_of(self._path, key)
         content = read_file(path)
         if content is None:
@@ -183,7 +165,7 @@ class KeyFiles:
         return Entry(value, int(revision))
 
     def entries(self, prefix: str) -> dict[str, Entry]:
-        """All below a prefix."""
+        """Returns all below a prefix."""
         found = ((key, self.get(key)) for key in keys_below(self._path, prefix))
         return {key: entry for key, entry in found if entry is not None}
 
@@ -226,17 +208,27 @@ class ExpiringFiles:
         self._area = Area(path, durable=False, lock_timeout_s=lock_timeout_s)
 
     def get(self, key: str) -> bytes | None:
-        """A value that has not expired."""
-        content = read_file(file_of(self._path, key))
-        return _alive(content, self._clock()) if content is not None else None
+        """Returns a value that has not expired."""
+        head, _, value = (read_file(file_of(self._path, key)) or b"").partition(b"\n")
+        try:
+            deadline, ttl_s = map(float, head.split())
+        except ValueError:
+            # Not there, or cut off by a loss of power. Whoever wrote it is gone, or writes it again.
+            return None
+        # A deadline further off than it can be: the clock was set back. Whoever lives writes it again.
+        return value if 0.0 < deadline - self._clock() <= 2 * ttl_s else None
 
     def all_below(self, prefix: str) -> dict[str, bytes]:
-        """All below a prefix that have not expired. Files of the others are removed."""
+        """Returns all below a prefix that have not expired. Files of the others are removed."""
         found = {key: self.get(key) for key in keys_below(self._path, prefix)}
-        expired = [key for key, value in found.items() if value is None]
-        if expired:
-            self._sweep(expired)
-        return {key: value for key, value in found.items() if value is not None}
+        alive = {key: value for key, value in found.items() if value is not None}
+        if len(alive) < len(found):
+            with self._area.locked():
+                for key in found.keys() - alive.keys():
+                    # It may have been announced again since it was read.
+                    if self.get(key) is None:
+                        self._area.remove(file_of(self._path, key))
+        return alive
 
     def set(self, key: str, value: bytes, ttl_s: float) -> None:
         """Writes a value, whatever is there."""
@@ -260,24 +252,6 @@ class ExpiringFiles:
     def _write(self, key: str, value: bytes, ttl_s: float) -> None:
         deadline = self._clock() + ttl_s
         self._area.write(file_of(self._path, key), b"%r %r\n%b" % (deadline, ttl_s, value))
-
-    def _sweep(self, keys: list[str]) -> None:
-        with self._area.locked():
-            for key in keys:
-                # It may have been announced again since it was read.
-                if self.get(key) is None:
-                    self._area.remove(file_of(self._path, key))
-
-
-def _alive(content: bytes, now: float) -> bytes | None:
-    head, _, value = content.partition(b"\n")
-    try:
-        deadline, ttl_s = map(float, head.split())
-    except ValueError:
-        # Cut off by a loss of power. Whoever wrote it is gone, or writes it again.
-        return None
-    # A deadline further off than it can be: the clock was set back. Whoever lives writes it again.
-    return value if 0.0 < deadline - now <= 2 * ttl_s else None
 
 
 ENTRIES_PER_BLOCK: Final = 256
@@ -312,20 +286,18 @@ class StreamFiles:
                 if sequence <= after:
                     continue
                 payload = read_file(_entry_path(folder, sequence))
-                if payload is None and found:
+                size += len(payload or b"")
+                if found and (payload is None or size > max_bytes):
                     return found
                 if payload is None:
                     continue
-                size += len(payload)
-                if found and size > max_bytes:
-                    return found
                 found.append(StreamEntry(sequence, payload))
                 if len(found) == max_entries:
                     return found
         return found
 
     def bounds(self, stream: str) -> StreamBounds:
-        """Where it begins and ends."""
+        """Returns where it begins and ends."""
         area = self._area(stream)
         if not area.path.is_dir():
             return StreamBounds(0, 0)
@@ -393,7 +365,7 @@ def _entry_path(folder: Path, sequence: int) -> Path:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """The names in a folder that are numbers, ascending."""
+    """Returns the names in a folder that are numbers, ascending."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -414,7 +386,7 @@ class DirectoryRegistry:
     def __init__(
         self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
-        """A registry at `path`, which is made when it is first written to.
+        """Opens a registry at `path`, which is made when it is first written to.
 
         Args:
             path: the directory; one of a local file system.

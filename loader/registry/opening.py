@@ -14,7 +14,7 @@ from loader.registry.registry import Registry
 
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:
-    """A registry by its URL. Nothing is connected to or written before it is first used.
+    """Opens a registry by its URL. Nothing is connected to or written before it is first used.
 
     Args:
         url: a directory, as a path or `file:///path`; or

@@ -85,7 +85,7 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 def without_password(url: str) -> str:
-    """A URL for messages: what stands for a user and a password becomes `***`."""
+    """Returns a URL for messages: what stands for a user and a password becomes `***`."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
@@ -177,7 +177,7 @@ class _TlsConnection(SSLConnection):
     """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
 
     async def connect(self) -> None:
-        """As in redis-py."""
+        """Connects, as in redis-py."""
         if not self.is_connected:
             self.ssl_context.context = None
         await super().connect()  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class RedisLink:
     """Runs scripts and commands. Belongs to the event loop that it is first used on."""
 
     def __init__(self, url: RedisUrl, socket_timeout_s: float, call_timeout_s: float, max_connections: int) -> None:
-        """A link to the Redis that a URL names. Connects when it is first used."""
+        """Opens a link to the Redis that a URL names. Connects when it is first used."""
         self._url = url
         self._call_timeout_s = call_timeout_s
         kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
@@ -211,13 +211,9 @@ class RedisLink:
     async def script(
         self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int], *, repeatable: bool = True
     ) -> Any:
-        """Runs a Lua script.
+        """Runs a Lua script with these KEYS and ARGV.
 
-        Args:
-            script: its text.
-            keys: its KEYS.
-            args: its ARGV.
-            repeatable: whether it may be sent once more if the connection broke, when it may have run already.
+        If it is `repeatable`, it is sent once more when the connection broke, when it may have run already.
 
         Raises:
             RegistryUnavailableError: Redis can't be reached, takes too long, or refuses.

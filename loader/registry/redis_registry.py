@@ -185,7 +185,7 @@ class RedisRegistry:
         max_connections: int = MAX_CONNECTIONS,
         new_token: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        """A registry by its URL. Connects when it is first used.
+        """Opens a registry by its URL. Connects when it is first used.
 
         Args:
             url: see `open_registry`.

@@ -61,11 +61,11 @@ class Registry(Protocol):
         ...
 
     async def get(self, key: str) -> Entry | None:
-        """A key's value, or None."""
+        """Returns a key's value, or None."""
         ...
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
-        """All keys below a prefix with their values, sorted by key."""
+        """Returns all keys below a prefix with their values, sorted by key."""
         ...
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
@@ -92,7 +92,7 @@ class Registry(Protocol):
         ...
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
-        """All announcements below a prefix that have not expired, sorted by key."""
+        """Returns all announcements below a prefix that have not expired, sorted by key."""
         ...
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
@@ -104,7 +104,7 @@ class Registry(Protocol):
         ...
 
     async def holder(self, key: str) -> str | None:
-        """Who has a lock now."""
+        """Returns who has a lock now."""
         ...
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
@@ -126,7 +126,7 @@ class Registry(Protocol):
         ...
 
     async def bounds(self, stream: str) -> StreamBounds:
-        """Where a stream begins and ends."""
+        """Returns where a stream begins and ends."""
         ...
 
     async def trim(self, stream: str, before: int) -> None:

@@ -118,10 +118,7 @@ class StepRunner:
     async def move(self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView) -> Rollout | None:
         """Makes the next move of a rollout that has not ended.
 
-        Args:
-            on_record: its record, just read.
-            wanted: what is wanted of its model, just read.
-            view: the nodes.
+        Its record and what is wanted of its model must have just been read.
 
         Returns:
             The record as it is now if something was changed, None if there is nothing to do but wait.

@@ -95,7 +95,7 @@ class Roster:
         return replace(FleetView.of(nodes, fleet), missing=tuple(missing), settled=settled)
 
     def lose_sight(self) -> None:
-        """The registry did not answer, or somebody else looked: nodes are listened to from the start again."""
+        """Listens to nodes from the start again: the registry did not answer, or somebody else looked."""
         self._since = None
 
 
@@ -115,10 +115,7 @@ class Lag:
 def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...]:
     """Who is behind the step that a rollout is in; empty if it is done.
 
-    Args:
-        rollout: its record.
-        view: the nodes.
-        wanted_epoch: of the wanted record in which the step was written.
+    `wanted_epoch` is of the wanted record in which the step was written.
     """
     if not view.settled:
         return (Lag("nodes are listened to first"),)
@@ -253,14 +250,15 @@ def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
     nodes = [node for node in view.shard_nodes() if node.node_id in group]
     if rollout.committed:
         # There is no way back: one that refuses it now is left behind, and told in the events.
-        return _without([node for node in nodes if not _refuses(node, rollout)], rollout.model, rollout.to_version)
+        there = [node for node in nodes if not _refuses(node, rollout.model, rollout.to_version)]
+        return _without(there, rollout.model, rollout.to_version)
     last_early = rollout.step == f"{ROLL}{rollout.early_groups - 1}"
     bare = _bare_shards(view, rollout.model, rollout.to_version) if last_early else []
     return _without(nodes, rollout.model, rollout.to_version) + bare
 
 
-def _refuses(node: NodeRecord, rollout: Rollout) -> bool:
-    report = node.report(rollout.model, rollout.to_version)
+def _refuses(node: NodeRecord, model: str, version: int) -> bool:
+    report = node.report(model, version)
     return report is not None and report.state == "refused"
 
 
@@ -308,13 +306,9 @@ def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
 def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
     if version is None:
         return []
-    nodes = [node for node, report in _reports(view.shard_nodes(), model, version) if not _is_refused(report)]
+    nodes = [node for node in view.shard_nodes() if not _refuses(node, model, version)]
     # Undone before a single node was there, there is nothing to come back.
     return _without(nodes, model, version) + (_bare_shards(view, model, version) if view.shard_nodes() else [])
-
-
-def _is_refused(report: VersionReport | None) -> bool:
-    return report is not None and report.state == "refused"
 
 
 NOTHING = VersionStats()
@@ -373,31 +367,24 @@ class BakeTally:
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
     """What was counted between two moments; all of `now` if the counts began anew in between."""
-    counts = tuple(late - early for late, early in zip_longest(now.latency_counts, then.latency_counts, fillvalue=0))
+    late, early = now.model_dump(), then.model_dump()
+    counts = zip_longest(late.pop("latency_counts"), early.pop("latency_counts"), fillvalue=0)
     difference = VersionStats(
-        requests=now.requests - then.requests,
-        errors=now.errors - then.errors,
-        latency_counts=counts,
-        score_count=now.score_count - then.score_count,
-        score_sum=now.score_sum - then.score_sum,
-        score_square_sum=now.score_square_sum - then.score_square_sum,
+        latency_counts=tuple(after - before for after, before in counts),
+        **{name: late[name] - early[name] for name in late},
     )
-    began_anew = min(difference.requests, difference.errors, difference.score_count, *counts, 0) < 0
-    return now if began_anew else difference
+    grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)
+    return now if min(grown) < 0 else difference
 
 
 def added(parts: Iterable[VersionStats]) -> VersionStats:
     """The sum of counts."""
-    listed = list(parts)
-    columns = zip_longest(*(part.latency_counts for part in listed), fillvalue=0)
-    return VersionStats(
-        requests=sum(part.requests for part in listed),
-        errors=sum(part.errors for part in listed),
-        latency_counts=tuple(sum(column) for column in columns),
-        score_count=sum(part.score_count for part in listed),
-        score_sum=sum(part.score_sum for part in listed),
-        score_square_sum=sum(part.score_square_sum for part in listed),
-    )
+    listed = [part.model_dump() for part in parts]
+    columns = zip_longest(*(part.pop("latency_counts") for part in listed), fillvalue=0)
+    totals = {
+        name: sum(part[name] for part in listed) for name in VersionStats.model_fields if name != "latency_counts"
+    }
+    return VersionStats(latency_counts=tuple(sum(column) for column in columns), **totals)
 
 
 def _stats(node: NodeRecord, model: str, version: int | None) -> VersionStats | None:

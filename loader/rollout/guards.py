@@ -75,13 +75,7 @@ class Verdict(BaseModel):
 
 
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Verdict:
-    """Holds what a new version answered against what the live one did in the same time.
-
-    Args:
-        live: counts of the version that is replaced.
-        new: counts of the one that replaces it.
-        limits: what is allowed.
-    """
+    """Compares what a new version answered with what the live one did in the same time."""
     numbers = {"live": numbers_of(live), "new": numbers_of(new)}
     if min(live.requests, new.requests) < limits.min_requests:
         reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"

@@ -10,13 +10,13 @@ from loader.registry.records import NodeKind, NodeRecord, VersionState, WantedMo
 from loader.registry.typed import FleetRegistry
 from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
 from loader.rollout.guards import Verdict, compare
-from loader.rollout.record import Outcome, Rollout, RolloutState, Strategy
+from loader.rollout.record import Event, Outcome, Rollout, RolloutState, Strategy
 from loader.rollout.requests import read_rollout
 from loader.rollout.steps import same_wish, wanted_in_step
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
 
 
 class StepStatus(_Part):
@@ -24,14 +24,6 @@ class StepStatus(_Part):
 
     name: str
     state: Literal["done", "running", "pending"]
-
-
-class EventStatus(_Part):
-    """Something that happened; `at` in seconds since the epoch."""
-
-    at: float
-    step: str
-    text: str
 
 
 class VersionStatus(_Part):
@@ -108,7 +100,7 @@ class RolloutStatus(_Part):
     waiting_for: tuple[str, ...] = ()
     guards: Verdict | None = None
     nodes: tuple[NodeStatus, ...]
-    events: tuple[EventStatus, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
@@ -135,28 +127,18 @@ def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, v
     behind = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
     baked = rollout.bake_began_at is not None
     return RolloutStatus(
-        model=model,
+        **{
+            name: getattr(rollout, name)
+            for name in RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps"}
+        },
         live=live,
         wanted=wanted,
-        state=rollout.state,
-        outcome=rollout.outcome,
-        reason=rollout.reason,
-        rollout_id=rollout.rollout_id,
-        strategy=rollout.strategy,
-        from_version=rollout.from_version,
-        to_version=rollout.to_version,
-        canary_share=rollout.canary_share,
-        bake_s=rollout.bake_s,
-        started_at=rollout.started_at,
-        step_began_at=rollout.step_began_at,
-        bake_began_at=rollout.bake_began_at,
         step=rollout.step,
         steps=_steps(rollout),
         written=written,
         waiting_for=tuple(lag.text for lag in behind) if rollout.active else (),
         guards=compare(*BakeTally().totals(rollout, view.nodes), rollout.guards) if baked else None,
         nodes=nodes,
-        events=tuple(EventStatus(at=one.at, step=one.step, text=one.text) for one in rollout.events),
     )
 
 
@@ -170,21 +152,7 @@ def _steps(rollout: Rollout) -> tuple[StepStatus, ...]:
 
 
 def _node_status(model: str, node: NodeRecord) -> NodeStatus:
-    versions = (
-        VersionStatus(
-            version=report.version,
-            state=report.state,
-            progress=report.progress,
-            reason=report.reason,
-            leases=report.leases,
-            memory_bytes=report.memory_bytes,
-            delta_sequence=report.delta_sequence,
-            golden_difference=report.golden_difference,
-            golden_tolerance=report.golden_tolerance,
-        )
-        for report in node.versions
-        if report.model == model
-    )
+    versions = (VersionStatus.model_validate(report) for report in node.versions if report.model == model)
     return NodeStatus(
         node_id=node.node_id,
         kind=node.kind,

@@ -31,12 +31,7 @@ def plan_steps(
 ) -> tuple[str, ...]:
     """Names of a rollout's steps in order.
 
-    Args:
-        strategy: of `Rollout`.
-        canary: whether a share of the requests goes first; the bake is part of that step then.
-        bake: whether the flipped version is held against the one it replaced.
-        early_groups: how many groups of shard nodes are rolled before the flip.
-        groups: how many there are.
+    With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
     """
     early: tuple[str, ...] = (STAGE_SHARDS,)
     late: tuple[str, ...] = ()
@@ -139,26 +134,11 @@ def noted(rollout: Rollout, now: float, text: str) -> Rollout:
 
 
 def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
-    """In its next step, or ended.
-
-    Args:
-        rollout: in a step that is covered.
-        now: seconds since the epoch.
-        wanted_epoch: of the wanted record as it is now; the next step's write follows it.
-        text: the event that says how the step was done.
-    """
+    """In its next step, or ended. The next step's write follows `wanted_epoch`; `text` says how this one was done."""
     if rollout.step == RETIRE_SHARDS:
         return _changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
-    return _changed(
-        rollout,
-        now,
-        text,
-        step_index=rollout.step_index + 1,
-        step_began_at=now,
-        base_epoch=wanted_epoch,
-        bake_began_at=None,
-        baseline={},
-    )
+    change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
+    return _changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
 
 
 def rebased(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
@@ -197,18 +177,9 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
         why = "there is no version to go back to" if old is None else f"version {old} is being retired"
         raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
     begun = rollout.steps[: rollout.step_index + 1]
-    return _changed(
-        rollout,
-        now,
-        f"{outcome}: {reason}",
-        state="undoing",
-        outcome=outcome,
-        reason=cut_reason(reason),
-        steps=(*begun, *UNDO_STEPS),
-        step_index=len(begun),
-        undo_index=len(begun),
-        step_began_at=now,
-    )
+    steps = {"steps": (*begun, *UNDO_STEPS), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
+    change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
+    return _changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
 
 
 def baking(rollout: Rollout, now: float, baseline: Mapping[str, NodeBaseline]) -> Rollout:
