@@ -91,7 +91,7 @@ class Patience:
         self._reason = None
 
     def is_out(self, reason: object, timeout_s: float) -> bool:
-        """Whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
+        """Tells whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
         now = self._clock()
         if reason != self._reason or now < self._since:
             self._reason, self._since = reason, now
@@ -111,7 +111,7 @@ class StepRunner:
         self._restoring = Patience(clock)
 
     def lose_sight(self) -> None:
-        """Time in which the fleet was not seen is no lateness of its nodes."""
+        """Starts all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
         self._patience.reset()
         self._restoring.reset()
 
@@ -158,7 +158,7 @@ class StepRunner:
         return rollout
 
     def _resumed(self, rollout: Rollout, wanted: WantedModel) -> Rollout:
-        """What is wanted is not what this step wants: one of the two records has lost its last writes."""
+        """Goes on where what is wanted is not what this step wants: one of the two records has lost its last writes."""
         now = self._clock()
         for index in range(rollout.step_index + 1, len(rollout.steps)):
             later = rollout.model_copy(update={"step_index": index})
@@ -267,7 +267,7 @@ class Coordinator:
         return self._lock_until is not None
 
     def problems(self) -> tuple[str, ...]:
-        """What keeps it from its work, or from that of a model; logged once each."""
+        """Returns what keeps it from its work, or from that of a model; logged once each."""
         return tuple(self._problems.values())
 
     async def run(self) -> None:
@@ -280,7 +280,7 @@ class Coordinator:
             await self._release()
 
     async def tick(self) -> bool:
-        """One look at everything, and one move of each rollout that can be moved.
+        """Looks at everything once, and makes one move of each rollout that can be moved.
 
         Returns:
             Whether something was changed.
@@ -324,7 +324,7 @@ class Coordinator:
         return sorted({key.removeprefix(ROLLOUTS) for key in entries} | set(self._rollouts) | set(self._wanted))
 
     async def _tick_model(self, model: str, view: FleetView) -> bool:
-        """One move of a model's rollout. What is wrong with one model holds up no other."""
+        """Moves a model's rollout once. What is wrong with one model holds up no other."""
         try:
             on_record = await self._read_rollout(model)
             wanted = await self._read_wanted(model)
@@ -352,7 +352,7 @@ class Coordinator:
         return moved is not None
 
     async def _read_rollout(self, model: str) -> OnRecord | None:
-        """The record, given back to the registry first if that has lost it, or its last changes."""
+        """Returns the record, given back to the registry first if that has lost it, or its last changes."""
         key, known = rollout_key(model), self._rollouts.get(model)
         if known is not None and await self._fleet.restore_raw(key, encode_rollout(known), known.epoch):
             logger.warning("%s: the registry had lost epoch %d of %s: given back", model, known.epoch, key)
@@ -364,7 +364,7 @@ class Coordinator:
         return OnRecord(rollout, entry.revision)
 
     async def _read_wanted(self, model: str) -> WantedModel | None:
-        """Likewise."""
+        """Reads what is wanted, given back to the registry first if that has lost it."""
         known = self._wanted.get(model)
         if known is not None and await self._fleet.restore_wanted(known):
             logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)

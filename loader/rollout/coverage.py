@@ -45,25 +45,25 @@ class FleetView:
 
     @classmethod
     def of(cls, nodes: Sequence[NodeRecord], fleet: FleetRecord | None) -> FleetView:
-        """What is announced now. A fleet whose record is lost is divided as its shard nodes say."""
+        """Returns what is announced now. A fleet whose record is lost is divided as its shard nodes say."""
         told = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
         return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
 
     def for_model(self, model: str) -> FleetView:
-        """Without the nodes that are for other models."""
+        """Leaves out the nodes that are for other models."""
         nodes = tuple(node for node in self.nodes if node.is_for(model))
         return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
 
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
-        """Shard nodes that take requests."""
+        """Returns the shard nodes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)
 
     def serving(self) -> tuple[NodeRecord, ...]:
-        """Serving processes that take requests."""
+        """Returns the serving processes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "serving" and not node.draining)
 
     def needs_shards(self) -> bool:
-        """Whether rows lie on shard nodes. Not if there are none and each serving process holds its own."""
+        """Tells whether rows lie on shard nodes. Not if there are none and each serving process holds its own."""
         if self.shard_nodes():
             return True
         serving = self.serving()
@@ -83,7 +83,7 @@ class Roster:
         self._seen: dict[str, tuple[float, NodeRecord]] = {}
 
     def observe(self, nodes: Sequence[NodeRecord], fleet: FleetRecord | None, now: float) -> FleetView:
-        """What is announced at `now` (seconds), with who was there a moment ago."""
+        """Returns what is announced at `now` (seconds), with who was there a moment ago."""
         # A clock that was set back would keep everybody missing for that long.
         if self._since is None or now < self._since:
             self._since = now
@@ -113,7 +113,7 @@ class Lag:
 
 
 def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...]:
-    """Who is behind the step that a rollout is in; empty if it is done.
+    """Returns who is behind the step that a rollout is in; empty if it is done.
 
     `wanted_epoch` is of the wanted record in which the step was written.
     """
@@ -151,7 +151,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
 
 
 def refusals(rollout: Rollout, view: FleetView) -> str:
-    """Which nodes refuse the new version, and why; empty if none does."""
+    """Returns which nodes refuse the new version, and why; empty if none does."""
     nodes = (*view.shard_nodes(), *view.serving())
     reasons = [
         f"{node.node_id}: {report.reason or 'no reason given'}"
@@ -162,7 +162,7 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 
 
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
-    """Why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
+    """Says why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
 
     Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
     take away: it has the old version, which nobody asks for any more, and may be all that can replace a lost node.
@@ -182,7 +182,7 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
 
 
 def _all(view: FleetView, kind: str) -> list[NodeRecord]:
-    """Those that are about to end as well: they may still answer with a version."""
+    """Returns those that are about to end as well: they may still answer with a version."""
     return [node for node in view.nodes if node.kind == kind]
 
 
@@ -287,7 +287,7 @@ def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[
 
 
 def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
-    """Serving processes that answer with another version, or could answer with this one and do not.
+    """Finds serving processes that answer with another version, or could answer with this one and do not.
 
     Nobody, if no version shall be live: a process has nothing to turn to then until it retires what it has.
     """
@@ -315,7 +315,7 @@ NOTHING = VersionStats()
 
 
 def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
-    """What serving processes have counted by now, by node id."""
+    """Returns what serving processes have counted by now, by node id."""
     return {
         node.node_id: NodeBaseline(
             process_id=node.process_id,
@@ -339,7 +339,7 @@ class BakeTally:
         self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
 
     def totals(self, rollout: Rollout, nodes: Sequence[NodeRecord]) -> tuple[VersionStats, VersionStats]:
-        """What the live and the new version answered since the bake began, as far as `nodes` and earlier ones tell.
+        """Adds up what the live and the new version answered since the bake began, as `nodes` and earlier ones tell.
 
         After a flip the old version answers no more: all that it answered before stands for it then.
         """
@@ -366,7 +366,7 @@ class BakeTally:
 
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
-    """What was counted between two moments; all of `now` if the counts began anew in between."""
+    """Returns what was counted between two moments; all of `now` if the counts began anew in between."""
     late, early = now.model_dump(), then.model_dump()
     counts = zip_longest(late.pop("latency_counts"), early.pop("latency_counts"), fillvalue=0)
     difference = VersionStats(
@@ -378,7 +378,7 @@ def since(now: VersionStats, then: VersionStats) -> VersionStats:
 
 
 def added(parts: Iterable[VersionStats]) -> VersionStats:
-    """The sum of counts."""
+    """Returns the sum of counts."""
     listed = [part.model_dump() for part in parts]
     columns = zip_longest(*(part.pop("latency_counts") for part in listed), fillvalue=0)
     totals = {

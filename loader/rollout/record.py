@@ -136,7 +136,7 @@ class Rollout(Record):
         return self.steps[self.step_index]
 
     def named(self) -> frozenset[int]:
-        """Every version that it names, and those that a rollback after it would go to: none of them may be dropped."""
+        """Lists the versions that it names or that a rollback after it would go to: none of them may be dropped."""
         named = (self.from_version, self.to_version, self.previous_version)
         return frozenset(version for version in named if version is not None)
 
@@ -173,7 +173,7 @@ class Rollout(Record):
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """As it is kept in the registry: JSON."""
+    """Encodes a rollout as it is kept in the registry: JSON."""
     return rollout.model_dump_json().encode()
 
 

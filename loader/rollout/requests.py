@@ -21,7 +21,7 @@ MAX_ATTEMPTS = 16
 
 
 async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
-    """The running rollout of a model, or its last one, with its revision; None if there was never one.
+    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one.
 
     Raises:
         RegistryRecordError: the record can't be read.
@@ -181,7 +181,7 @@ def _plan(
     asked: dict[str, object],
     now: float,
 ) -> Rollout:
-    """The record of a new rollout. Raises RolloutError if what was asked for is out of range."""
+    """Returns the record of a new rollout. Raises RolloutError if what was asked for is out of range."""
     live = wanted.live if wanted is not None else None
     previous = last.rollback_target if last is not None else None
     began = f"rollout of version {published.version} in place of {live}"

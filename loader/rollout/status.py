@@ -104,7 +104,7 @@ class RolloutStatus(_Part):
 
 
 async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
-    """How far a model's rollout is now.
+    """Reads how far a model's rollout is now.
 
     Raises:
         RegistryUnavailableError: the registry does not answer.
@@ -117,7 +117,7 @@ async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
 
 
 def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView) -> RolloutStatus:
-    """The status that follows from what was read. Pure."""
+    """Returns the status that follows from what was read. Pure."""
     live = wanted.live if wanted is not None else None
     nodes = tuple(_node_status(model, node) for node in view.nodes)
     if rollout is None:
@@ -126,11 +126,9 @@ def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, v
     written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
     behind = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
     baked = rollout.bake_began_at is not None
+    same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
     return RolloutStatus(
-        **{
-            name: getattr(rollout, name)
-            for name in RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps"}
-        },
+        **{name: getattr(rollout, name) for name in same},
         live=live,
         wanted=wanted,
         step=rollout.step,

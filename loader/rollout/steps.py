@@ -29,7 +29,7 @@ UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
 def plan_steps(
     strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
 ) -> tuple[str, ...]:
-    """Names of a rollout's steps in order.
+    """Returns the names of a rollout's steps in order.
 
     With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
     """
@@ -71,12 +71,12 @@ def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[t
 
 
 def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
-    """The node ids that a `roll:` step rolls; empty for other steps."""
+    """Returns the node ids that a `roll:` step rolls; empty for other steps."""
     return rollout.groups[int(step.removeprefix(ROLL))] if step.startswith(ROLL) else ()
 
 
 def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
-    """What is wanted of the fleet in the step that a rollout is in."""
+    """Returns what is wanted of the fleet in the step that a rollout is in."""
     if rollout.undo_index is None:
         return _forward(rollout, rollout.step_index, epoch)
     begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]
@@ -100,7 +100,7 @@ def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
 
 
 def same_wish(one: WantedModel, other: WantedModel) -> bool:
-    """Whether two records want the same, whatever their epochs."""
+    """Tells whether two records want the same, whatever their epochs."""
     return one.model_copy(update={"epoch": other.epoch}) == other
 
 
@@ -129,12 +129,12 @@ def _versions(version: int | None) -> tuple[int, ...]:
 
 
 def noted(rollout: Rollout, now: float, text: str) -> Rollout:
-    """With one more event, of the step that it is in."""
+    """Adds one more event, of the step that it is in."""
     return _changed(rollout, now, text)
 
 
 def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
-    """In its next step, or ended. The next step's write follows `wanted_epoch`; `text` says how this one was done."""
+    """Moves to the next step, or ends. Its write follows `wanted_epoch`; `text` says how this step was done."""
     if rollout.step == RETIRE_SHARDS:
         return _changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
@@ -142,27 +142,27 @@ def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Roll
 
 
 def rebased(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
-    """In the same step, which is to be done again after the wanted record's epoch as it is now."""
+    """Stays in the same step, which is to be done again after the wanted record's epoch as it is now."""
     return _changed(rollout, now, text, base_epoch=wanted_epoch)
 
 
 def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
-    """In a later step that is wanted already: this record is older than the wanted one."""
+    """Moves to a later step that is wanted already: this record is older than the wanted one."""
     return _changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
 
 
 def replaying(rollout: Rollout, now: float, last_delta: int) -> Rollout:
-    """With the delta on record up to which the new version is to be brought."""
+    """Records the delta up to which the new version is to be brought."""
     return _changed(rollout, now, f"deltas are replayed up to {last_delta}", replay_until=last_delta)
 
 
 def given_up(rollout: Rollout, now: float, reason: str) -> Rollout:
-    """Ended where it is, since somebody else has taken over what is wanted."""
+    """Ends where it is, since somebody else has taken over what is wanted."""
     return _changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
 
 
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
-    """On its way back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
+    """Turns back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
 
     Raises:
         RolloutError: it has ended, is undone already, or there is no way back any more.
@@ -183,7 +183,7 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
 
 
 def baking(rollout: Rollout, now: float, baseline: Mapping[str, NodeBaseline]) -> Rollout:
-    """With its bake begun, and what the serving processes had counted by then."""
+    """Begins the bake, and records what the serving processes had counted by then."""
     text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
     return _changed(rollout, now, text, bake_began_at=now, baseline=dict(baseline))
 
