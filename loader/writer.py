@@ -314,10 +314,7 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+    _check_numbers(version, golden_tolerance)
     check_rows(spec, rows)
     file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
     files = small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
@@ -337,6 +334,13 @@ def export_snapshot(
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
     return target
+
+
+def _check_numbers(version: int, golden_tolerance: float) -> None:
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
 
 
 def _saver(tensors: Tensors) -> Callable[[Path], None]:
