@@ -15,11 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.checkpoint import open_checkpoint
-    from loader.checkpoint_match import match_checkpoint
+    from loader.checkpoint import match_checkpoint, open_checkpoint
     from loader.codecs import RowCodec, codec_for
     from loader.deltas.publisher import DeltaPublisher
-    from loader.fingerprint import fingerprint_strings
     from loader.golden import GoldenRequests
     from loader.manifest import (
         DenseInputs,
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
         ModelSpec,
         TableSpec,
         VocabularyMapping,
+        fingerprint_strings,
     )
     from loader.named_tensors import Checkpoint
     from loader.progress import Progress, no_progress
@@ -50,39 +49,24 @@ if TYPE_CHECKING:
 
 # Found when asked for: a coordinator needs no PyTorch, and importing that takes longer than all else that it does at a
 # start.
-_MODULE_OF = {
-    "Checkpoint": "loader.named_tensors",
-    "open_checkpoint": "loader.checkpoint",
-    "match_checkpoint": "loader.checkpoint_match",
-    "RowCodec": "loader.codecs",
-    "codec_for": "loader.codecs",
-    "DeltaPublisher": "loader.deltas.publisher",
-    "fingerprint_strings": "loader.fingerprint",
-    "GoldenRequests": "loader.golden",
-    "DenseInputs": "loader.manifest",
-    "DenseModelSpec": "loader.manifest",
-    "FeatureSpec": "loader.manifest",
-    "HashMapping": "loader.manifest",
-    "IdentityMapping": "loader.manifest",
-    "Manifest": "loader.manifest",
-    "ModelSpec": "loader.manifest",
-    "TableSpec": "loader.manifest",
-    "VocabularyMapping": "loader.manifest",
-    "Progress": "loader.progress",
-    "no_progress": "loader.progress",
-    "Snapshot": "loader.reader",
-    "ArrayRows": "loader.row_source",
-    "IteratorRows": "loader.row_source",
-    "RowSource": "loader.row_source",
-    "SafetensorsRows": "loader.row_source",
-    "TensorRows": "loader.row_source",
-    "rows_from_blocks": "loader.row_source",
-    "rows_of": "loader.row_source",
-    "Store": "loader.store",
-    "VerifyReport": "loader.verify",
-    "verify_snapshot": "loader.verify",
-    "export_snapshot": "loader.writer",
+_NAMES = {
+    "loader.checkpoint": "match_checkpoint open_checkpoint",
+    "loader.codecs": "RowCodec codec_for",
+    "loader.deltas.publisher": "DeltaPublisher",
+    "loader.golden": "GoldenRequests",
+    "loader.manifest": (
+        "DenseInputs DenseModelSpec FeatureSpec HashMapping IdentityMapping Manifest "
+        "ModelSpec TableSpec VocabularyMapping fingerprint_strings"
+    ),
+    "loader.named_tensors": "Checkpoint",
+    "loader.progress": "Progress no_progress",
+    "loader.reader": "Snapshot",
+    "loader.row_source": "ArrayRows IteratorRows RowSource SafetensorsRows TensorRows rows_from_blocks rows_of",
+    "loader.store": "Store",
+    "loader.verify": "VerifyReport verify_snapshot",
+    "loader.writer": "export_snapshot",
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "ArrayRows",

@@ -24,15 +24,7 @@ ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
 
 
 def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.uint32]]:
-    """The tensors of a file of access counts.
-
-    Args:
-        table: whose rows.
-        counts: whole numbers [num_embeddings], each in [0, 2^32).
-
-    Raises:
-        ExportError: an array of another dtype or shape, or a number out of range.
-    """
+    """The tensors of a file of access counts: whole numbers [num_embeddings], each in [0, 2^32). Raises ExportError."""
     array = np.asarray(counts)
     if array.dtype.kind not in "iu" or array.shape != (table.num_embeddings,):
         raise ExportError(
@@ -55,13 +47,13 @@ def check_access_counts_header(path: Path, table: TableSpec, tensors: Mapping[st
 
 
 def map_access_counts(path: Path, tensors: Mapping[str, TensorInfo]) -> npt.NDArray[np.uint32]:
-    """The counts of a checked file: read-only uint32 [num_embeddings], mapped. Raises as `map_tensor`."""
+    """Returns the counts of a checked file: read-only uint32 [num_embeddings], mapped. Raises as `map_tensor`."""
     counts: npt.NDArray[np.uint32] = map_tensor(path, tensors[TENSOR], np.uint32)
     return counts
 
 
 def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any]]:
-    """What `export_snapshot` takes as `access_counts`, from disk.
+    """Returns what `export_snapshot` takes as `access_counts`, from disk.
 
     Args:
         path: a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
@@ -117,7 +109,7 @@ def _read_file(path: Path, tables: Mapping[str, TableSpec]) -> dict[str, npt.NDA
 def _spread(
     path: Path, spec: TableSpec | None, table: str, rows: npt.NDArray[Any], counts: npt.NDArray[Any] | None
 ) -> npt.NDArray[np.uint32]:
-    """uint32 [num_embeddings] from those that were seen."""
+    """Returns uint32 [num_embeddings] from those that were seen."""
     if spec is None:
         raise ExportError(f"{path}: access counts of {cut(repr(table))}, which is no table of the model")
     fits = counts is not None and rows.ndim == 1 and counts.shape == rows.shape

@@ -46,15 +46,15 @@ class RowCodec(ABC):
 
     @abstractmethod
     def encode(self, rows: Float32Array) -> ByteArray:
-        """float32 [n, dim] to uint8 [n, row_bytes]. Assumes finite values; check the result with `first_non_finite`."""
+        """Encodes float32 [n, dim] as uint8 [n, row_bytes]. Values must be finite; check with `first_non_finite`."""
 
     @abstractmethod
     def decode(self, stored: ByteArray) -> Float32Array:
-        """uint8 [n, row_bytes] to float32 [n, dim], computed in float32."""
+        """Decodes uint8 [n, row_bytes] to float32 [n, dim], computed in float32."""
 
     @abstractmethod
     def first_non_finite(self, stored: ByteArray) -> int | None:
-        """Position of the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
+        """Finds the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _FloatCodec(RowCodec):
 
 
 def codec_for(dtype: RowDtype, embedding_dim: int) -> RowCodec:
-    """The codec for rows of `embedding_dim` elements stored as `dtype`."""
+    """Returns the codec for rows of `embedding_dim` elements stored as `dtype`."""
     if dtype in ("int8", "int4"):
         return _FusedCodec(dtype, embedding_dim)
     return _FloatCodec(dtype, embedding_dim)

@@ -1,30 +1,70 @@
-"""A folder written by `torch.distributed.checkpoint`, read in one process without a process group.
+"""Read a folder written by `torch.distributed.checkpoint` in one process, without a process group.
 
-The library's `.metadata` is a pickle, read as `loader.metadata_unpickler` says. Tensors are read by the library itself,
-which loads them with `weights_only`.
+The library's `.metadata` is a pickle, read by `load_metadata`. Tensors are read by the library itself, which loads
+them with `weights_only`.
 Memory: the library reads a stored chunk (one rank's shard of a table) as a whole, so one or two chunks bound it.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from loader.chunk_coverage import check_chunks
 from loader.codecs import Float32Array
 from loader.errors import CheckpointError, cut
-from loader.metadata_unpickler import UnpicklingError, load_metadata
-from loader.named_tensors import Checkpoint
-from loader.row_fingerprint import file_fingerprint
-from loader.row_source import FLOAT_DTYPES, RowSource, ShapedRows
+from loader.named_tensors import Checkpoint, UnpicklingError, load_metadata
+from loader.row_source import FLOAT_DTYPES, RowSource, ShapedRows, file_fingerprint
+
+# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
+MAX_CELLS = 1 << 24
+
+
+def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raises CheckpointError unless every element of `shape` is in exactly one chunk.
+
+    The borders of all chunks cut the shape into a grid whose cells are each wholly inside or outside of every chunk; it
+    is enough to count the chunks of each cell.
+    `chunks` are the offset of each chunk's first element, and its sizes; `where` names the tensor in errors.
+    """
+    for offsets, sizes in chunks:
+        fits = len(offsets) == len(sizes) == len(shape) and all(
+            start >= 0 and size >= 0 and start + size <= dim
+            for start, size, dim in zip(offsets, sizes, shape, strict=True)
+        )
+        if not fits:
+            chunk = f"chunk at {cut(list(offsets))} of size {cut(list(sizes))}"
+            raise CheckpointError(f"{where}: {chunk} is not inside its shape {cut(list(shape))}")
+    borders = [
+        np.unique([0, size, *(edge for start, length in chunks for edge in (start[dim], start[dim] + length[dim]))])
+        for dim, size in enumerate(shape)
+    ]
+    cells = [len(edges) - 1 for edges in borders]
+    if math.prod(cells) > MAX_CELLS:
+        raise CheckpointError(f"{where}: {len(chunks)} chunks cut it into {cells} cells; at most {MAX_CELLS} in all")
+    count = np.zeros(cells, np.int64)
+    for offsets, sizes in chunks:
+        region = tuple(
+            slice(np.searchsorted(edges, start), np.searchsorted(edges, start + size))
+            for edges, start, size in zip(borders, offsets, sizes, strict=True)
+        )
+        count[region] += 1
+    wrong = np.argwhere(count != 1)
+    if len(wrong):
+        cell = tuple(wrong[0].tolist())
+        part = [f"{edges[at]}:{edges[at + 1]}" for edges, at in zip(borders, cell, strict=True)]
+        found = f"is in {count[cell]} of its {len(chunks)} chunks" if count[cell] else "is in none of its chunks"
+        raise CheckpointError(f"{where} {list(shape)}: the part [{', '.join(part)}] {found}")
+
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
@@ -35,32 +75,24 @@ class DistributedCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if the metadata can't be read, or holds what metadata never does."""
-        super().__init__(path)
         metadata = _read_metadata(path)
+        found = metadata.state_dict_metadata.items()
+        super().__init__(path, {name: one for name, one in found if isinstance(one, TensorStorageMetadata)})
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Returns a tensor's shape."""
         return tuple(self._entry(name).size)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, put together from all its chunks."""
+        """Returns a tensor, put together from all its chunks."""
         size = self._covered_entry(name).size
         return self.read_part(name, ChunkStorageMetadata(torch.Size([0] * len(size)), size))
 
     def rows(self, name: str) -> RowSource:
-        """Rows read chunk by chunk."""
-        entry = self._entry(name)
+        """Reads rows chunk by chunk."""
+        entry: TensorStorageMetadata = self._entry(name)
         if len(entry.size) != 2 or entry.properties.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r}: expected floats [rows, dim], "
@@ -69,8 +101,8 @@ class DistributedCheckpoint(Checkpoint):
         return ChunkedRows(self, name, self._covered_entry(name))
 
     def read_part(self, name: str, part: ChunkStorageMetadata) -> torch.Tensor:
-        """The part of a tensor at `part.offsets` of `part.sizes`; its chunks must cover it. Raises CheckpointError."""
-        entry = self._entry(name)
+        """Reads a tensor's part at `part.offsets` of `part.sizes`, which chunks must cover. Raises CheckpointError."""
+        entry: TensorStorageMetadata = self._entry(name)
         target = torch.empty(part.sizes, dtype=entry.properties.dtype)
         items = create_read_items_for_chunk_list(name, entry, [part])
         try:
@@ -81,7 +113,7 @@ class DistributedCheckpoint(Checkpoint):
 
     def _covered_entry(self, name: str) -> TensorStorageMetadata:
         """The tensor's metadata. Raises CheckpointError unless its chunks make up its shape, each element once."""
-        entry = self._entry(name)
+        entry: TensorStorageMetadata = self._entry(name)
         where = f"{self.path}: tensor {name!r}"
         try:
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
@@ -89,11 +121,6 @@ class DistributedCheckpoint(Checkpoint):
         except (TypeError, AttributeError) as error:
             raise CheckpointError(f"{where}: its chunks are not described as chunks are: {cut(error)}") from error
         return entry
-
-    def _entry(self, name: str) -> TensorStorageMetadata:
-        if name not in self._tensors:
-            raise self._unknown(name)
-        return self._tensors[name]
 
 
 class ChunkedRows(ShapedRows):

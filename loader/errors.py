@@ -2,31 +2,6 @@
 
 Each package keeps one such file. An error says what it is on both public protocols (`http_status`, `grpc_status`)
 so that no server has to guess, and its message names the field, the value and what is allowed.
-
-```
-ShardrankError                      500 INTERNAL
-└── LoaderError
-    ├── SnapshotError               a snapshot that must not be served
-    │   ├── SnapshotNotFoundError   404 NOT_FOUND
-    │   ├── SnapshotFormatError     unknown format version, manifest that does not fit its schema
-    │   ├── SnapshotPathError       a path that leaves the snapshot's folder
-    │   ├── SnapshotCorruptError    missing file, wrong size, wrong checksum, wrong shape
-    │   ├── SnapshotResourceError   503 UNAVAILABLE: not the snapshot's fault, this process ran out of something
-    │   └── SnapshotExistsError     409 ALREADY_EXISTS
-    ├── ExportError                 400 INVALID_ARGUMENT: what was handed to the writer can't be a snapshot
-    │   └── NonFiniteRowError       NaN or inf in a table's row
-    ├── CheckpointError             400 INVALID_ARGUMENT: a checkpoint that can't be read or does not fit the spec
-    ├── RegistryError
-    │   ├── RegistryUnavailableError    503 UNAVAILABLE: it does not answer; what was written may or may not be
-    │   ├── RegistryConflictError       409 ABORTED: somebody else wrote first
-    │   ├── RegistryRecordError         500 INTERNAL: what is kept there can't be read
-    │   └── StreamSequenceError         409 OUT_OF_RANGE: an entry that is not the next one
-    ├── DeltaError                  a batch of changed rows that must not be applied
-    │   ├── DeltaFormatError            400 INVALID_ARGUMENT: it can't be made, or read
-    │   ├── DeltaBaseError              409 FAILED_PRECONDITION: it is for another version
-    │   └── DeltaGapError               409 OUT_OF_RANGE: one before it is missing
-    └── RolloutError                409 FAILED_PRECONDITION: a rollout that can't be started, aborted or undone now
-```
 """
 
 from __future__ import annotations
@@ -194,7 +169,7 @@ class RolloutError(LoaderError):
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:
-    """What a failure to do `action` ("read", "mapped") with a snapshot's file is: damage, or a shortage of our own."""
+    """Turns a failure to do `action` ("read", "mapped") with a snapshot's file into damage or a shortage of our own."""
     exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
     kind = SnapshotResourceError if exhausted else SnapshotCorruptError
     if isinstance(error, FileNotFoundError):
@@ -205,6 +180,6 @@ def file_error(path: Path, action: str, error: OSError | MemoryError) -> Snapsho
 
 
 def cut(value: object, max_characters: int = 200) -> str:
-    """The text of a value for a message: what an untrusted file says may be of any length."""
+    """Returns the text of a value for a message: what an untrusted file says may be of any length."""
     text = str(value)
     return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text)} characters)"

@@ -51,16 +51,16 @@ class FileBacked(Generic[T]):
         self._interval_s = interval_s
         self._looked_at = clock()
         # Taken before the files are read: what changes while they are is seen at the next look.
-        self._stamp = _stamp_of(self._paths)
+        self._stamp = tuple(map(_stamp, self._paths))
         self._value = read()
 
     def get(self) -> T:
-        """The value, read again if the files have changed."""
+        """Returns the value, read again if the files have changed."""
         now = self._clock()
         if now - self._looked_at < self._interval_s:
             return self._value
         self._looked_at = now
-        stamp = _stamp_of(self._paths)
+        stamp = tuple(map(_stamp, self._paths))
         if stamp == self._stamp:
             return self._value
         self._stamp = stamp
@@ -71,10 +71,6 @@ class FileBacked(Generic[T]):
         else:
             logger.info("read again: %s", ", ".join(map(str, self._paths)))
         return self._value
-
-
-def _stamp_of(paths: Sequence[Path]) -> _Stamp:
-    return tuple(map(_stamp, paths))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

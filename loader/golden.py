@@ -49,7 +49,7 @@ class GoldenRequests:
         return len(self.num_candidates)
 
     def to_tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """As named arrays for a safetensors file: per-feature ones are named `values/<feature>` and so on."""
+        """Returns named arrays for a safetensors file: per-feature ones are named `values/<feature>` and so on."""
         tensors: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in _FLAT}
         for kind in _BY_FEATURE:
             tensors |= {f"{kind}/{feature}": array for feature, array in getattr(self, kind).items()}
@@ -57,7 +57,7 @@ class GoldenRequests:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, npt.NDArray[Any]]) -> Self:
-        """The reverse of `to_tensors`. Raises ExportError for a missing or unknown name."""
+        """Reads back what `to_tensors` gave. Raises ExportError for a missing or unknown name."""
         fields: dict[str, Any] = {kind: {} for kind in _BY_FEATURE}
         for name, array in tensors.items():
             kind, _, feature = name.partition("/")
@@ -73,26 +73,30 @@ class GoldenRequests:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises ExportError, naming the field, if anything does not fit the model or itself."""
-        requests, candidates = self._check_counts()
+        counts = self.num_candidates
+        if counts.dtype != np.int32 or counts.ndim != 1 or len(counts) == 0 or counts.min() < 1:
+            raise ExportError("golden requests: num_candidates: expected int32 [R] with R >= 1 and every count >= 1")
+        requests, candidates = len(counts), int(counts.sum(dtype=np.int64))
         _check_floats("scores", self.scores, (candidates,))
         _check_floats("context_dense", self.context_dense, (requests, spec.dense_inputs.context))
         _check_floats("candidate_dense", self.candidate_dense, (candidates, spec.dense_inputs.candidate))
-        names = [feature.name for feature in spec.features]
-        _check_names("values", self.values, names)
-        _check_names("lengths", self.lengths, names)
-        _check_names("weights", self.weights, [feature.name for feature in spec.features if feature.weighted])
+        names = {feature.name for feature in spec.features}
+        weighted = {feature.name for feature in spec.features if feature.weighted}
+        for kind, expected in (("values", names), ("lengths", names), ("weights", weighted)):
+            if (given := set(getattr(self, kind))) != expected:
+                raise ExportError(
+                    f"golden requests: {kind}: expected the features {sorted(expected)}, got {sorted(given)}"
+                )
         for feature in spec.features:
             self._check_feature(spec, feature, requests if feature.side == "context" else candidates)
 
     def request(self, index: int) -> Self:
-        """Request `index` alone, as views. Raises IndexError if there is none."""
+        """Returns request `index` alone, as views. Raises IndexError if there is none."""
         if not 0 <= index < self.num_requests:
             raise IndexError(f"golden request {index} of {self.num_requests}")
         first = int(self.num_candidates[:index].sum())
         last = first + int(self.num_candidates[index])
-        values: dict[str, npt.NDArray[np.int64]] = {}
-        lengths: dict[str, npt.NDArray[np.int32]] = {}
-        weights: dict[str, npt.NDArray[np.float32]] = {}
+        values, lengths, weights = {}, {}, {}
         for name, feature_lengths in self.lengths.items():
             # R bags: one per request. Should N equal R, every request has one candidate and both slices are the same.
             per_request = len(feature_lengths) == self.num_requests
@@ -112,12 +116,6 @@ class GoldenRequests:
             candidate_dense=self.candidate_dense[first:last],
             scores=self.scores[first:last],
         )
-
-    def _check_counts(self) -> tuple[int, int]:
-        counts = self.num_candidates
-        if counts.dtype != np.int32 or counts.ndim != 1 or len(counts) == 0 or counts.min() < 1:
-            raise ExportError("golden requests: num_candidates: expected int32 [R] with R >= 1 and every count >= 1")
-        return len(counts), int(counts.sum(dtype=np.int64))
 
     def _check_feature(self, spec: ModelSpec, feature: FeatureSpec, num_bags: int) -> None:
         values, lengths = self.values[feature.name], self.lengths[feature.name]
@@ -170,8 +168,3 @@ def _check_floats(what: str, array: npt.NDArray[Any], shape: tuple[int, ...]) ->
         )
     if not np.isfinite(array).all():
         raise ExportError(f"golden requests: {what}: holds NaN or inf")
-
-
-def _check_names(what: str, arrays: Mapping[str, Any], expected: list[str]) -> None:
-    if set(arrays) != set(expected):
-        raise ExportError(f"golden requests: {what}: expected the features {sorted(expected)}, got {sorted(arrays)}")

@@ -1,4 +1,4 @@
-"""What a model is made of: the typed description that training writes and the manifest that a snapshot carries.
+"""Describe a model and a snapshot: what training writes, and `manifest.json` on disk with its checksum.
 
 `ModelSpec` is the part a person writes (tables, features, dense inputs, dense model); `Manifest` is `ModelSpec` plus
 what the writer measured (files, sizes, checksums). Names follow TorchRec where it has one: `num_embeddings`,
@@ -7,10 +7,21 @@ what the writer measured (files, sizes, checksums). Names follow TorchRec where 
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, model_validator
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 
 FORMAT_VERSION = 1
 NUM_BUCKETS = 256
@@ -140,8 +151,7 @@ class ModelSpec(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        table_names = [table.name for table in self.tables]
-        _refuse_duplicates("table", table_names)
+        _refuse_duplicates("table", [table.name for table in self.tables])
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
         placed = [name for table in self.tables for name in table.feature_names]
@@ -164,15 +174,15 @@ class ModelSpec(Frozen):
         return {feature.name: feature for feature in self.features}
 
     def feature(self, name: str) -> FeatureSpec:
-        """The feature of that name. Raises KeyError."""
+        """Returns the feature of that name. Raises KeyError."""
         return self._feature_by_name[name]
 
     def table_of(self, feature_name: str) -> TableSpec:
-        """The table that a feature is looked up in. Raises KeyError."""
+        """Returns the table that a feature is looked up in. Raises KeyError."""
         return self._table_by_feature[feature_name]
 
     def pooling_of(self, feature_name: str) -> Pooling:
-        """The feature's own pooling, or its table's."""
+        """Returns the feature's own pooling, or its table's."""
         return self.feature(feature_name).pooling or self.table_of(feature_name).pooling
 
 
@@ -245,8 +255,7 @@ class Manifest(Frozen):
                 raise ValueError("delta_base needs last_delta: which of its deltas the tables contain already")
             if self.delta_base > self.version:
                 raise ValueError(f"delta_base: {self.delta_base} is later than version {self.version}")
-        paths = [entry.path for entry in self.files()]
-        _refuse_duplicates("file path", paths)
+        _refuse_duplicates("file path", [entry.path for entry in self.files()])
         return self
 
     @property
@@ -258,27 +267,223 @@ class Manifest(Frozen):
         return self.delta_base or self.version, self.last_delta or 0
 
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file of the snapshot but the manifest itself."""
-        entries: list[FileEntry] = []
+        """Returns every file of the snapshot but the manifest itself."""
+        entries: list[FileEntry | None] = []
         for table in self.tables:
-            entries.extend(table.rows)
-            if table.vocabulary is not None:
-                entries.append(table.vocabulary)
-            if table.access_counts is not None:
-                entries.append(table.access_counts)
-        entries.append(self.dense)
-        if self.golden is not None:
-            entries.append(self.golden.file)
-        return tuple(entries)
+            entries += (*table.rows, table.vocabulary, table.access_counts)
+        entries += (self.dense, self.golden.file if self.golden is not None else None)
+        return tuple(entry for entry in entries if entry is not None)
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
+        """Returns the text of `manifest.json`."""
         return self.model_dump_json(indent=2) + "\n"
 
 
 def _refuse_duplicates(what: str, names: list[Any]) -> None:
-    seen: set[Any] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"duplicate {what}: {name!r}")
-        seen.add(name)
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
+
+
+_LENGTH_ERRORS = frozenset({"too_short", "too_long"})
+
+
+class SchemaError(NamedTuple):
+    """One mistake: where, what is wrong, and the value that was found."""
+
+    place: tuple[int | str, ...]
+    problem: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.place)) or 'document'}: {self.problem}"
+
+
+def schema_errors(
+    error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
+) -> Iterator[SchemaError]:
+    """Returns the mistakes in a document; an unknown key comes with those that are allowed there.
+
+    Args:
+        error: what pydantic found.
+        schemas: the model that was validated, or those of a union told apart by `kind`.
+        elsewhere: fields of the schemas that are no keys of the document.
+    """
+    found = error.errors(include_url=False, include_context=False)
+    roots, hidden = tuple(schemas), frozenset(elsewhere)
+    for one in found:
+        if not _follows_from_another(one, found):
+            yield SchemaError(one["loc"], _problem(one, roots, hidden), one["input"])
+
+
+def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
+    """Tells whether a list is only said to be too short because validation stopped at one of its bad items."""
+    place = one["loc"]
+    return one["type"] in _LENGTH_ERRORS and any(
+        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
+    )
+
+
+def _problem(one: ErrorDetails, schemas: tuple[type[BaseModel], ...], hidden: frozenset[str]) -> str:
+    if one["type"] != "extra_forbidden":
+        return one["msg"]
+    *place, key = one["loc"]
+    allowed = [name for name in _allowed_keys(place, schemas) if name not in hidden]
+    return f"unknown key {key!r:.80}; allowed are {allowed}"
+
+
+def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
+    """Returns the keys of the object at `place`, in the order of its schema."""
+    for part in place:
+        if isinstance(part, int):
+            continue
+        fields = [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]
+        # A part that is no field is the tag by which pydantic names the member of a union.
+        schemas = (
+            tuple(inner for annotation in fields for inner in _models_in(annotation))
+            if fields
+            else tuple(schema for schema in schemas if _is_tagged(schema, part))
+        )
+    return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _is_tagged(schema: type[BaseModel], tag: str) -> bool:
+    kind = schema.model_fields.get("kind")
+    return kind is not None and get_origin(kind.annotation) is Literal and tag in get_args(kind.annotation)
+
+
+_ID_MASK = (1 << 63) - 1
+
+
+def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Hashes with XXH3-64 (seed 0) each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
+
+    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    return np.fromiter((digest(text.encode()) & _ID_MASK for text in strings), np.int64, count=len(strings))
+
+
+def snapshot_file(root: Path, relative_path: str) -> Path:
+    """Returns the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
+
+    Raises:
+        SnapshotPathError: absolute, with an empty, '.' or '..' part, a backslash or a control character, or a link
+            whose end lies outside the folder.
+        SnapshotCorruptError: there is no such plain file.
+    """
+    parts = relative_path.split("/")
+    if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):
+        raise SnapshotPathError(f"{root}: path {relative_path!r} is not a plain relative path")
+    path = root.joinpath(*parts)
+    try:
+        real_path = path.resolve(strict=True)
+        is_file = real_path.is_file()
+    except OSError as error:
+        raise file_error(path, "read", error) from error
+    except (RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise SnapshotCorruptError(f"{path}: {error}") from error
+    if not real_path.is_relative_to(root.resolve()):
+        raise SnapshotPathError(f"{root}: path {relative_path!r} leaves the folder by a link")
+    if not is_file:
+        raise SnapshotCorruptError(f"{path}: not a plain file")
+    return path
+
+
+MANIFEST_NAME = "manifest.json"
+CHECKSUM_NAME = "manifest.json.sha256"
+MAX_MANIFEST_BYTES = 16 << 20
+# Keys of one JSON object: bounds how many errors the schema can find in one.
+MAX_OBJECT_KEYS = 4096
+_QUOTED_ERRORS = 5
+
+
+def manifest_texts(manifest: Manifest) -> dict[str, str]:
+    """Returns the two files' texts by name. The second is what `sha256sum --check` reads."""
+    text = manifest.to_json()
+    return {MANIFEST_NAME: text, CHECKSUM_NAME: _checksum_line(hashlib.sha256(text.encode()).hexdigest())}
+
+
+def read_manifest(root: Path) -> tuple[Manifest, str]:
+    """Reads the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
+
+    The checksum beside it is left to `check_manifest_checksum`.
+
+    Raises:
+        SnapshotCorruptError: there is none, or it is too large.
+        SnapshotPathError: it is a link that leaves the folder.
+        SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
+    """
+    path = snapshot_file(root, MANIFEST_NAME)
+    content = _read_bounded(path, MAX_MANIFEST_BYTES)
+    return parse_manifest(str(path), content), hashlib.sha256(content).hexdigest()
+
+
+def parse_manifest(where: str, content: bytes) -> Manifest:
+    """Returns the manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
+
+    Raises:
+        SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
+    """
+    try:
+        document = json.loads(content, object_pairs_hook=_bounded_object)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotFormatError(f"{where}: not JSON: {cut(error)}") from error
+    _check_format_version(where, document)
+    try:
+        return Manifest.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        raise SnapshotFormatError(f"{where}: {quoted_errors(error)}") from error
+
+
+def check_manifest_checksum(root: Path, identity: str) -> None:
+    """Raises SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
+    stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
+    if stated != _checksum_line(identity).encode():
+        raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
+
+
+def quoted_errors(error: ValidationError) -> str:
+    """Returns the first errors of a document that does not fit its schema, each with its place, in bounded length."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    quoted = [
+        f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]
+    ]
+    more = f"; and {len(found) - _QUOTED_ERRORS} more" if len(found) > _QUOTED_ERRORS else ""
+    return "; ".join(quoted) + more
+
+
+def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_OBJECT_KEYS:
+        raise ValueError(f"an object of {len(pairs)} keys; at most {MAX_OBJECT_KEYS} are allowed")
+    return dict(pairs)
+
+
+def _check_format_version(where: str, document: Any) -> None:
+    if not isinstance(document, dict) or "format_version" not in document:
+        raise SnapshotFormatError(f"{where}: has no format_version")
+    found = document["format_version"]
+    if type(found) is not int or found != FORMAT_VERSION:
+        stated = cut(repr(found))
+        raise SnapshotFormatError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
+
+
+def _read_bounded(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise file_error(path, "read", error) from error
+    if len(content) > max_bytes:
+        raise SnapshotCorruptError(f"{path}: larger than {max_bytes} bytes")
+    return content
+
+
+def _checksum_line(digest: str) -> str:
+    return f"{digest}  {MANIFEST_NAME}\n"

@@ -1,16 +1,196 @@
-"""How long work tells its caller how far it is, without knowing who shows it."""
+"""Run long work: report how far it is, leave room for requests, and call it off from asyncio."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+
+from loader.errors import ShardrankError
 
 
 class Progress(Protocol):
     """Called now and then during long work, by one thread at a time."""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` rows or bytes of `what`; the last call for a `what` has done == total."""
+        """Tells that `done` of `total` rows or bytes of `what` are done; at its last call done == total."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
     """Ignores progress: the default."""
+
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 4 << 20
+"""Paced work tells its progress at least this often: it is what it does between two rests."""
+BACKGROUND_NICENESS: Final = 10
+BACKGROUND_SWITCH_INTERVAL_S: Final = 0.0005
+"""For `sys.setswitchinterval`, where requests share an interpreter with background work: how long they wait for it."""
+_SHORTEST_REST_S: Final = 0.002
+_LONGEST_REST_S: Final = 5.0
+
+
+class Pace:
+    """Rests between pieces of work. Told the progress, it passes that on; of one thread's work at a time.
+
+    Args:
+        cpu_share: of the time that work takes part in, 0 to 1. Time in which the work itself waits for a disk or a core
+            counts as work, so that a busy machine slows it further down.
+        bytes_per_s: what is read; None for no limit.
+        clock: monotonic seconds.
+        sleep: rests. To end work from outside, let it raise, or `progress`.
+    """
+
+    def __init__(
+        self,
+        cpu_share: float = 1.0,
+        bytes_per_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if not 0 < cpu_share <= 1:
+            raise ValueError(f"cpu_share: {cpu_share}, allowed is above 0 and at most 1")
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s: {bytes_per_s}, allowed is above 0")
+        self._cpu_share = cpu_share
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+
+    def over(self, progress: Progress = no_progress) -> Progress:
+        """Returns a progress that rests after each piece, beginning now; `done` and `total` must be bytes."""
+        began_at = self._clock()
+        size_bytes = 0
+        done_before: dict[str, int] = {}
+
+        def paced(what: str, done: int, total: int) -> None:
+            nonlocal began_at, size_bytes
+            progress(what, done, total)
+            size_bytes += done - done_before.get(what, 0)
+            done_before[what] = done
+            worked_s = self._clock() - began_at
+            rest_s = worked_s / self._cpu_share - worked_s
+            if self._bytes_per_s is not None:
+                rest_s = max(rest_s, size_bytes / self._bytes_per_s - worked_s)
+            if rest_s >= _SHORTEST_REST_S or (rest_s > 0 and done == total):
+                self._sleep(min(rest_s, _LONGEST_REST_S))
+                began_at, size_bytes = self._clock(), 0
+
+        return paced
+
+
+def lower_own_priority(niceness: int = BACKGROUND_NICENESS) -> None:
+    """Has the calling thread, and those that it starts, run when others leave time. It can't be taken back.
+
+    Linux gives each thread a niceness of its own (setpriority(2), "C library/kernel differences").
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    except OSError as error:
+        logger.warning("background work keeps its priority: %s", error)
+
+
+Result = TypeVar("Result")
+
+
+class CalledOffError(ShardrankError):
+    """Background work that nobody wants any more."""
+
+    kind = "called_off"
+
+
+class Wish:
+    """Whether background work is still wanted. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._called_off = threading.Event()
+
+    def call_off(self) -> None:
+        """Ends the work at its next look."""
+        self._called_off.set()
+
+    def check(self) -> None:
+        """Raises CalledOffError if the work is not wanted any more."""
+        if self._called_off.is_set():
+            raise CalledOffError("called off")
+
+    def rest(self, duration_s: float) -> None:
+        """Sleeps, no longer than the work is wanted. Raises CalledOffError as `check`."""
+        self._called_off.wait(duration_s)
+        self.check()
+
+    def over(self, progress: Progress = no_progress) -> Progress:
+        """Returns a progress that raises CalledOffError once the work is not wanted any more."""
+
+        def checked(what: str, done: int, total: int) -> None:
+            self.check()
+            progress(what, done, total)
+
+        return checked
+
+
+async def in_background(
+    work: Callable[[Wish], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
+) -> Result:
+    """Runs `work` in a thread of its own.
+
+    When the caller is cancelled, the work is called off, and this ends only once the work has; a result that came
+    nevertheless is given to `free`.
+
+    Args:
+        work: looks at the wish now and then.
+        name: of the thread.
+        free: of a result that nobody takes.
+        low_priority: lower the thread's priority. Right for work that copies and hashes without the interpreter's lock;
+            wrong for work in Python: where cores are busy, a thread of low priority that has the lock is kept waiting
+            with it, and every request of the process with that thread.
+
+    Raises:
+        Exception: as `work`.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+    wish = Wish()
+
+    def run() -> None:
+        if low_priority:
+            lower_own_priority()
+        try:
+            result = work(wish)
+        except BaseException as error:
+            _tell(loop, done.set_exception, error)
+        else:
+            _tell(loop, done.set_result, result)
+
+    # Not a daemon: an interpreter that ends while a thread works with tensors aborts.
+    threading.Thread(target=run, name=name).start()
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        wish.call_off()
+        await ended(done)
+        if not done.cancelled() and done.exception() is None:
+            free(done.result())
+        raise
+
+
+async def ended(done: asyncio.Future[Any]) -> None:
+    """Waits until it is done, however often the waiting itself is cancelled; looks at no result.
+
+    Whoever calls something off may say so again and again, and what lets go of memory must come to its end.
+    """
+    while not done.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([done])
+
+
+def _tell(loop: asyncio.AbstractEventLoop, take: Callable[..., None], value: object) -> None:
+    # The loop may be closed by the time that the thread ends; then nobody waits for it.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(take, value)

@@ -1,11 +1,13 @@
-"""Reads a snapshot that is not trusted until it is checked; rows stay in mapped files.
+"""Read a snapshot that is not trusted until it is checked; rows stay in mapped files.
 
 `Snapshot.open` refuses everything that does not fit before any of it can be served. See docs/snapshot-format.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
@@ -15,25 +17,91 @@ import torch
 
 from loader.access_counts import check_access_counts_header, map_access_counts
 from loader.codecs import ByteArray, codec_for
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotNotFoundError, cut
-from loader.file_checks import check_folder_names, check_hashes, check_sizes
+from loader.errors import (
+    ExportError,
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    cut,
+    file_error,
+)
 from loader.golden import GoldenRequests, check_golden_header
-from loader.layout import rows_in_file
-from loader.manifest import MAX_DENSE_BYTES, FileEntry, Manifest, ModelSpec, TableFiles, TableSpec
-from loader.manifest_file import check_manifest_checksum, read_manifest
+from loader.layout import row_positions, rows_in_file
+from loader.manifest import (
+    MAX_DENSE_BYTES,
+    FileEntry,
+    Manifest,
+    ModelSpec,
+    TableFiles,
+    TableSpec,
+    check_manifest_checksum,
+    read_manifest,
+    snapshot_file,
+)
 from loader.progress import Progress, no_progress
-from loader.row_order import row_positions
-from loader.snapshot_paths import snapshot_file
+from loader.store import hash_file
 from loader.tensor_files import (
     TensorInfo,
     expect_at_most,
     expect_tensors,
     load_numpy,
-    load_torch,
     map_tensor,
     read_header,
 )
 from loader.vocabulary import check_vocabulary_header, check_vocabulary_ids, decode_strings, id_type_is_string
+
+
+def check_folder_names(root: Path, manifest: Manifest) -> None:
+    """Raises SnapshotFormatError for a snapshot copied under another name, which would be served as what it is not."""
+    real = root.resolve()
+    if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
+        raise SnapshotFormatError(
+            f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
+            f"the folder says {real.parent.name!r} {real.name!r}"
+        )
+
+
+def check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
+    """Raises SnapshotCorruptError for a file of another size than stated. `paths` are by the manifest's paths."""
+    for entry in manifest.files():
+        path = paths[entry.path]
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if size_bytes != entry.size_bytes:
+            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
+
+
+def check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
+    """Raises SnapshotCorruptError for a file of another SHA-256 than stated; `threads` files are read at a time."""
+    total = sum(entry.size_bytes for entry in entries)
+    done = 0
+    lock = threading.Lock()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress("checking SHA-256", done, total)
+
+    def check(entry: FileEntry) -> None:
+        path = paths[entry.path]
+        try:
+            found = hash_file(path, on_bytes)
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if found != entry.sha256:
+            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            for _ in pool.map(check, entries):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
 
 VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
 
@@ -107,7 +175,7 @@ class Snapshot:
     def check_content(
         self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
     ) -> None:
-        """What `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
+        """Checks what `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
         rows = {
             entry.path for tables in self.manifest.tables for entry in (*tables.rows, tables.access_counts) if entry
         }
@@ -138,7 +206,7 @@ class Snapshot:
         return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.tables)
 
     def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
-        """The stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
+        """Returns the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
         Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
         be written to, pages that are written become memory of this process, and the file is never changed.
@@ -154,7 +222,7 @@ class Snapshot:
         return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
-        """A copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
+        """Returns a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
 
         Raises KeyError for an unknown table, IndexError for rows outside it.
         """
@@ -174,12 +242,12 @@ class Snapshot:
         return rows
 
     def vocabulary(self, table: str) -> npt.NDArray[np.int64]:
-        """The ids of a table's vocabulary in row order, read-only int64 [V], mapped. Raises KeyError if it has none."""
+        """Maps the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
         entry = self._vocabulary_entry(table)
         return map_tensor(self.path / entry.path, self._headers[entry.path]["ids"], np.int64)
 
     def vocabulary_strings(self, table: str) -> list[str] | None:
-        """The strings of a string vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
+        """Reads the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
         entry = self._vocabulary_entry(table)
         if not id_type_is_string(self._tables[table]):
             return None
@@ -188,7 +256,7 @@ class Snapshot:
         return decode_strings(path, tensors["ids"], tensors)
 
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
-        """How often each row of a table was looked up, read-only uint32 [num_embeddings], mapped; None if not known.
+        """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known.
 
         Raises:
             KeyError: there is no such table.
@@ -197,12 +265,13 @@ class Snapshot:
         return None if entry is None else map_access_counts(self.path / entry.path, self._headers[entry.path])
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
-        """The dense model's tensors by name, in memory."""
+        """Returns the dense model's tensors by name, in memory."""
         path = self.manifest.dense.path
-        return load_torch(self.path / path, self._headers[path])
+        arrays = load_numpy(self.path / path, self._headers[path])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def golden(self) -> GoldenRequests | None:
-        """The golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit the spec."""
+        """Reads the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
         if self.manifest.golden is None:
             return None
         relative = self.manifest.golden.file.path

@@ -1,14 +1,12 @@
-"""Where the float32 rows of a table come from, in row order and in bounded memory.
-
-A source is asked for one range of rows after the other and never has to hold a table. What it reads may be float16,
-bfloat16, float32 or float64; what it gives is float32.
-"""
+"""Read a table's rows in blocks: arrays, tensors, safetensors files, iterators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +15,43 @@ from safetensors import SafetensorError, safe_open
 
 from loader.codecs import Float32Array
 from loader.errors import ExportError
-from loader.row_fingerprint import file_fingerprint, sample_fingerprint
+
+SAMPLED_ROWS = 1024
+
+
+@runtime_checkable
+class FingerprintedRows(Protocol):
+    """A row source that can tell its rows from others. One that is read only once can't."""
+
+    def fingerprint(self) -> str:
+        """Is equal for the same rows; differs, as far as can be told cheaply, for others."""
+
+
+def fingerprint_of(source: object) -> str:
+    """Returns the source's fingerprint, or "" if it has none."""
+    return source.fingerprint() if isinstance(source, FingerprintedRows) else ""
+
+
+def file_fingerprint(path: Path, name: str) -> str:
+    """Fingerprints rows called `name` in a file: its resolved path, size and time of change. Raises ExportError."""
+    try:
+        found = path.stat()
+        return json.dumps([str(path.resolve()), name, found.st_size, found.st_mtime_ns])
+    except OSError as error:
+        raise ExportError(f"rows: {path}: {error}") from error
+
+
+def sample_fingerprint(num_rows: int, take: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]) -> str:
+    """Fingerprints rows in memory: SHA-256 of up to 1024 of them, first, last and evenly spaced ones between.
+
+    `take` gives the rows of these numbers, int64 [k], as an array [k, dim].
+    """
+    numbers = np.linspace(0, num_rows - 1, min(num_rows, SAMPLED_ROWS)).astype(np.int64)
+    rows = np.ascontiguousarray(take(numbers))
+    digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
+    digest.update(rows.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
 
 _NUMPY_DTYPES = (np.float16, np.float32, np.float64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,7 +72,7 @@ class RowSource(Protocol):
         """Elements of a row."""
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Rows [first_row, first_row + max_rows), or up to the table's end, as consecutive blocks float32 [k, dim].
+        """Yields rows [first_row, first_row + max_rows), or up to the table's end, as blocks float32 [k, dim].
 
         A block is only valid until the next is taken. Memory is bounded by `max_rows` rows.
         """
@@ -48,18 +82,8 @@ class ShapedRows:
     """What row sources have in common: the shape of their table."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        self._num_embeddings = num_embeddings
-        self._embedding_dim = embedding_dim
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return self._num_embeddings
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-        return self._embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
 
 
 class ArrayRows(ShapedRows):
@@ -75,7 +99,7 @@ class ArrayRows(ShapedRows):
         self._array = array
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """One block: a view where the array is float32, else a converted copy of these rows."""
+        """Yields one block: a view where the array is float32, else a converted copy of these rows."""
         yield _to_float32(self._array[first_row : first_row + max_rows])
 
     def fingerprint(self) -> str:
@@ -100,7 +124,7 @@ class TensorRows(ShapedRows):
         self._file = file
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """One block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
+        """Yields one block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
         block: Float32Array = self._tensor[first_row : first_row + max_rows].to("cpu", torch.float32).numpy()
         yield block
 
@@ -133,7 +157,7 @@ class SafetensorsRows(ShapedRows):
         self._path, self._name = Path(path), name
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """One block, read from the file."""
+        """Yields one block, read from the file."""
         last_row = min(first_row + max_rows, self.num_embeddings)
         block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
         yield block
@@ -156,7 +180,7 @@ class IteratorRows(ShapedRows):
         self._block_first_row = 0
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """The asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+        """Returns the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
 
         Raises:
             ExportError: the rows were already read, a block has the wrong dim, or there are too few or too many rows.
@@ -165,7 +189,7 @@ class IteratorRows(ShapedRows):
             raise ExportError(
                 f"rows: row {first_row} asked after row {self._next_row}, but an iterator of blocks is read only once"
             )
-        last_row = min(first_row + max_rows, self._num_embeddings)
+        last_row = min(first_row + max_rows, self.num_embeddings)
         while self._next_row < last_row:
             block, block_first_row = self._current_block(), self._block_first_row
             block_end = block_first_row + block.num_embeddings
@@ -175,40 +199,40 @@ class IteratorRows(ShapedRows):
                 self._block, self._block_first_row = None, block_end
             if start < stop:
                 yield from block.blocks(start - block_first_row, stop - start)
-        if last_row == self._num_embeddings:
+        if last_row == self.num_embeddings:
             self._check_end()
 
     def _current_block(self) -> ArrayRows | TensorRows:
         if self._block is None:
             block = self._take_block()
             if block is None:
-                raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self._num_embeddings}")
-            if block.embedding_dim != self._embedding_dim:
+                raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self.num_embeddings}")
+            if block.embedding_dim != self.embedding_dim:
                 raise ExportError(
                     f"rows: the block at row {self._block_first_row} has dim {block.embedding_dim}, "
-                    f"expected {self._embedding_dim}"
+                    f"expected {self.embedding_dim}"
                 )
             self._block = block
         return self._block
 
     def _take_block(self) -> ArrayRows | TensorRows | None:
-        """The next block that has rows, or None at the end."""
+        """Returns the next block that has rows, or None at the end."""
         return next((block for block in map(rows_of, self._iterator) if block.num_embeddings), None)
 
     def _check_end(self) -> None:
         if self._block is not None or self._take_block() is not None:
-            raise ExportError(f"rows: the blocks hold more than the {self._num_embeddings} rows of the table")
+            raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
 
 
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
-    """The source for rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
+    """Makes a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
     return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
 
 
 def rows_from_blocks(
     blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
 ) -> IteratorRows:
-    """A source over an iterable of row blocks [k, dim] in row order, read once; together `num_embeddings` rows."""
+    """Makes a source of an iterable of row blocks [k, dim] in row order, read once; together `num_embeddings` rows."""
     return IteratorRows(blocks, num_embeddings, embedding_dim)
 
 

@@ -8,29 +8,25 @@ library would set aside memory for whatever a header claims, and panics where th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loader.errors import SnapshotCorruptError, cut, file_error
-from loader.mapped_file import map_array
+from loader.memory import map_array
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_DIMS = 8
 _DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U32": "<u4"}
 _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
-# Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
-_HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file by name.
+    """Returns the tensors of a safetensors file by name.
 
     Raises:
         SnapshotCorruptError: the header is too long, is not what the format allows, or does not fit the file's size.
@@ -98,7 +94,7 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
 
 
 def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[TensorInfo, int]:
-    """One tensor of a header, and where its bytes begin after it."""
+    """Reads one tensor of a header, and where its bytes begin after it."""
     where = f"{path}: tensor {cut(repr(name))}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -117,7 +113,7 @@ def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[T
 
 
 def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:
-    """The first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
+    """Returns the first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
     return tensors[name].shape[0] if name in tensors and tensors[name].shape else 0
 
 
@@ -150,7 +146,7 @@ def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtyp
 
 
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
-    """A view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
+    """Returns a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
 
     Raises:
         SnapshotCorruptError: the file is not there any more, or shorter.
@@ -167,11 +163,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
 
 
 def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, npt.NDArray[Any]]:
-    """All tensors of a small file, copied into memory.
-
-    Args:
-        path: the file.
-        tensors: its header, if it was read already. Its caller has checked that it is small.
+    """Returns all tensors of a small file, copied into memory. `tensors` is its header, if it was read already.
 
     Raises:
         SnapshotCorruptError: it can't be read, is shorter than its header says, or has bfloat16 in it.
@@ -192,20 +184,3 @@ def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> d
     except (OSError, MemoryError) as error:
         raise file_error(path, "read", error) from error
     return loaded
-
-
-def load_torch(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a small file, as `load_numpy` reads them."""
-    return {name: torch.from_numpy(array) for name, array in load_numpy(path, tensors).items()}
-
-
-def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
-    digest = hashlib.sha256()
-    buffer = bytearray(_HASH_CHUNK_BYTES)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            on_bytes(count)
-    return digest.hexdigest()

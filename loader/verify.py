@@ -1,4 +1,4 @@
-"""The full check of a snapshot: everything that `Snapshot.open` checks, and every row of every table."""
+"""Check a snapshot in full: everything that `Snapshot.open` checks, and every row of every table."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ from pydantic import BaseModel, ConfigDict
 
 from loader.codecs import codec_for
 from loader.errors import SnapshotError, SnapshotResourceError
-from loader.manifest import Manifest, TableFiles, TableSpec
-from loader.manifest_file import read_manifest
+from loader.layout import row_at_position
+from loader.manifest import FileEntry, TableFiles, TableSpec, read_manifest
 from loader.progress import Progress, no_progress
 from loader.reader import Snapshot
-from loader.row_order import row_at_position
 
 _BLOCK_BYTES = 16 << 20
-
-
-class CheckedFile(BaseModel):
-    """One file, as the manifest states it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    path: str
-    size_bytes: int
-    sha256: str
 
 
 class VerifyReport(BaseModel):
@@ -46,7 +35,7 @@ class VerifyReport(BaseModel):
     ok: bool
     problems: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
-    files: tuple[CheckedFile, ...] = ()
+    files: tuple[FileEntry, ...] = ()
     model: str | None = None
     version: int | None = None
 
@@ -85,31 +74,21 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
         ok=not problems,
         problems=tuple(problems),
         checks=tuple(checks),
-        files=_files(snapshot.manifest),
+        files=snapshot.manifest.files(),
         model=snapshot.spec.model,
         version=snapshot.version,
     )
 
 
 def _unopened(path: Path, error: SnapshotError) -> VerifyReport:
-    """The report of a snapshot that can't be opened: why, and what its manifest says if that can be read."""
-    problems = (f"{error.kind}: {error}",)
+    """Returns the report of a snapshot that can't be opened: why, and what its manifest says if that can be read."""
+    report = VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",))
     try:
         manifest, _ = read_manifest(path)
     except SnapshotError:
-        return VerifyReport(path=str(path), ok=False, problems=problems)
-    return VerifyReport(
-        path=str(path),
-        ok=False,
-        problems=problems,
-        files=_files(manifest),
-        model=manifest.spec.model,
-        version=manifest.version,
-    )
-
-
-def _files(manifest: Manifest) -> tuple[CheckedFile, ...]:
-    return tuple(CheckedFile(**entry.model_dump()) for entry in manifest.files())
+        return report
+    stated = {"files": manifest.files(), "model": manifest.spec.model, "version": manifest.version}
+    return report.model_copy(update=stated)
 
 
 def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progress: Progress) -> list[str]:

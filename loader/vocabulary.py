@@ -14,19 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ExportError, SnapshotCorruptError
-from loader.fingerprint import fingerprint_strings
-from loader.manifest import MAX_STRING_ID_BYTES, TableSpec, VocabularyMapping
+from loader.manifest import MAX_STRING_ID_BYTES, TableSpec, VocabularyMapping, fingerprint_strings
 from loader.tensor_files import TensorInfo, expect_at_most, expect_tensor, expect_tensors, length_of
 
 Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 
 
 def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a vocabulary file.
-
-    Args:
-        table: a table with vocabulary mapping.
-        vocabulary: its ids in row order, at most `num_embeddings`; rows beyond them have no id.
+    """Makes the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
 
     Raises:
         ExportError: wrong type, negative or too large an id, too many ids, a duplicate, or two strings whose
@@ -58,7 +53,7 @@ def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, np
 
 
 def id_type_is_string(table: TableSpec) -> bool:
-    """Whether the table's vocabulary is of strings."""
+    """Tells whether the table's vocabulary is of strings."""
     return isinstance(table.id_mapping, VocabularyMapping) and table.id_mapping.id_type == "string"
 
 
@@ -86,7 +81,7 @@ def check_vocabulary_ids(path: Path, ids: npt.NDArray[np.int64]) -> None:
 
 
 def decode_strings(path: Path, ids: npt.NDArray[np.int64], tensors: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-    """The strings of a vocabulary, in row order. Raises SnapshotCorruptError if they are not the ids' strings."""
+    """Decodes a vocabulary's strings, in row order. Raises SnapshotCorruptError if they are not the ids' strings."""
     blob, offsets = tensors["strings"].tobytes(), tensors["offsets"]
     if offsets[0] != 0 or offsets[-1] != len(blob) or (np.diff(offsets) < 0).any():
         raise SnapshotCorruptError(f"{path}: offsets do not ascend from 0 to the {len(blob)} bytes of strings")

@@ -16,7 +16,7 @@ import uvloop
 from pydantic import Field
 
 from loader.manifest import Frozen
-from loader.settled_heap import settle_heap
+from loader.memory import settle_heap
 from serving.api.addresses import Addresses
 from serving.api.admin import running_admin
 from serving.api.grpc.services import GrpcServer

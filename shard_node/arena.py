@@ -28,7 +28,7 @@ import torch
 
 from loader.codecs import codec_for
 from loader.manifest import RowDtype
-from loader.resident_memory import give_back
+from loader.memory import give_back
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.engine import Tier
 from shard_node.errors import InvalidBagsError

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loader.background import ended
 from loader.deltas.batch import DeltaBatch
 from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
-from loader.registry.keys import delta_stream
+from loader.progress import ended
+from loader.registry.records import delta_stream
 from loader.registry.registry import Registry, StreamEntry
 from shard_node.delta_position import DeltaPosition
 from shard_node.node import LoadedTables

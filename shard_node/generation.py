@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
-from loader.pace import lower_own_priority
+from loader.progress import lower_own_priority
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Generations(Generic[Payload]):
 
     Args:
         free: frees a payload after its last lease; called in a thread of its own.
-        low_priority: lower that thread's priority; as for `loader.background.in_background`, wrong for work in Python.
+        low_priority: lower that thread's priority; as for `loader.progress.in_background`, wrong for work in Python.
     """
 
     def __init__(self, free: Callable[[Payload], None], *, low_priority: bool = True) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from loader.background import Wish, in_background
 from loader.errors import SnapshotNotFoundError
 from loader.manifest import Frozen
-from loader.pace import Pace
+from loader.progress import Pace, Wish, in_background
 from loader.registry.records import (
     FleetRecord,
     NodeId,

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 
 from loader.errors import RegistryConflictError
-from loader.registry.keys import rollout_key
-from loader.registry.records import FleetRecord, PublishedVersion, WantedModel
+from loader.registry.records import FleetRecord, PublishedVersion, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry, epoch_of
 
 logger = logging.getLogger(__name__)

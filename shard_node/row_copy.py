@@ -9,13 +9,11 @@ import numpy.typing as npt
 
 from loader.codecs import codec_for
 from loader.errors import SnapshotCorruptError, file_error
-from loader.layout import bucket_start_in_file
+from loader.layout import bucket_start_in_file, row_at_position
 from loader.manifest import NUM_BUCKETS, FileEntry, TableFiles, TableSpec
-from loader.pace import PIECE_BYTES
-from loader.progress import Progress
+from loader.memory import populate
+from loader.progress import PIECE_BYTES, Progress
 from loader.reader import Snapshot
-from loader.resident_memory import populate
-from loader.row_order import row_at_position
 from shard_node.bags import Int64Array
 
 ByteArray = npt.NDArray[np.uint8]

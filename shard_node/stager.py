@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from loader.errors import SnapshotCorruptError
 from loader.manifest import ModelSpec
-from loader.pace import Pace
-from loader.progress import Progress, no_progress
+from loader.progress import Pace, Progress, no_progress
 from loader.reader import Snapshot
 from loader.registry.records import PublishedVersion
 from shard_node.cuda.hotness import ObservedCounts

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from loader.errors import RegistryError
 from loader.manifest import Frozen
-from loader.registry.keys import STAGING_LOCKS
-from loader.registry.records import VersionReport, WantedModel, cut_reason
+from loader.registry.records import STAGING_LOCKS, VersionReport, WantedModel, cut_reason
 from loader.registry.typed import FleetRegistry
 from shard_node.errors import StagingBusyError
 

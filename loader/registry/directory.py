@@ -1,21 +1,39 @@
-"""The embedded registry: a directory that the processes of one machine share.
+r"""Keep a registry in a directory that the processes of one machine share.
 
 Writers lock, readers don't; a file is replaced by one rename. A process may be killed at any point: the operating
 system takes its locks back, and what it wrote is there in whole or not at all. What has to last is on disk before a
 method returns. Not for network file systems: locks and renames must be those of one machine.
+
+```
+keys/<key>=                         "<revision>\n", then the value; durable
+keys/~revision                      the last revision that was given
+announced/<key>=                    "<deadline> <ttl_s>\n", then the value
+locks/<key>=                        "<deadline> <ttl_s>\n", then the owner
+streams/<name>=/ends                "<first> <last>", durable; written before entries are dropped
+streams/<name>=/<block>/<sequence>  one entry's payload; block = sequence // 256, both padded to 20 digits
+```
+
+A writer holds the lock of its area, so there is one temporary file per area: what a killed writer leaves there is
+overwritten by the next one. A stream's entry is durable before it gets its name; the names say where the stream ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
-from loader.errors import RegistryUnavailableError
-from loader.registry.checks import (
+from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
+from loader.registry.registry import (
+    Entry,
+    StreamBounds,
+    StreamEntry,
     check_key,
     check_owner,
     check_prefix,
@@ -24,9 +42,336 @@ from loader.registry.checks import (
     check_ttl,
     check_value,
 )
-from loader.registry.directory_keys import ExpiringFiles, KeyFiles
-from loader.registry.directory_streams import StreamFiles
-from loader.registry.registry import Entry, StreamBounds, StreamEntry
+from loader.store import fsync_path, make_folders
+
+VALUE_SUFFIX: Final = "="
+"""Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
+_WRITING: Final = "~writing"
+_LOCK: Final = "~lock"
+_FIRST_PAUSE_S: Final = 0.0005
+_LONGEST_PAUSE_S: Final = 0.01
+
+
+class Area:
+    """A folder whose files are changed by one writer at a time."""
+
+    def __init__(self, path: Path, *, durable: bool, lock_timeout_s: float) -> None:
+        """Opens an area at `path`, made when it is first written to. `durable`: a write survives a loss of power."""
+        self.path = path
+        self._durable = durable
+        self._lock_timeout_s = lock_timeout_s
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps everybody else, in this process or another one, from writing here. Ends with the process."""
+        make_folders(self.path)
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._wait_for(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Puts a file in place at once. Only while `locked`."""
+        make_folders(path.parent)
+        work = self.path / _WRITING
+        descriptor = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            if self._durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        work.rename(path)
+        if self._durable:
+            fsync_path(path.parent)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, if it is there. Only while `locked`."""
+        path.unlink(missing_ok=True)
+        if self._durable and path.parent.is_dir():
+            fsync_path(path.parent)
+
+    def _wait_for(self, descriptor: int) -> None:
+        # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
+        deadline = time.monotonic() + self._lock_timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise RegistryUnavailableError(
+                        f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
+                    ) from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def read_file(path: Path) -> bytes | None:
+    """Returns a file's content, or None if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def file_of(area: Path, key: str) -> Path:
+    """Returns where a key's value lies."""
+    return area / f"{key}{VALUE_SUFFIX}"
+
+
+def keys_below(area: Path, prefix: str) -> list[str]:
+    """Returns the keys below a prefix that have a file, sorted."""
+    found: list[str] = []
+    waiting = [prefix]
+    while waiting:
+        above = waiting.pop()
+        try:
+            with os.scandir(area / above) as folder:
+                for entry in folder:
+                    if entry.name.endswith(VALUE_SUFFIX):
+                        found.append(above + entry.name[: -len(VALUE_SUFFIX)])
+                    elif not entry.name.startswith("~"):
+                        waiting.append(f"{above}{entry.name}/")
+        except FileNotFoundError:
+            continue
+    return sorted(found)
+
+
+class KeyFiles:
+    """Keys with revisions. Each file is replaced by one rename, so that readers need no lock."""
+
+    def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
+        self._path = path
+        self._clock = clock
+        self._area = Area(path, durable=True, lock_timeout_s=lock_timeout_s)
+        # Not durable: whoever loses it goes on with the clock.
+        self._last = Area(path, durable=False, lock_timeout_s=lock_timeout_s)
+
+    def get(self, key: str) -> Entry | None:
+        """Returns a key's value and revision."""
+        path = file_of(self._path, key)
+        content = read_file(path)
+        if content is None:
+            return None
+        revision, separator, value = content.partition(b"\n")
+        if not separator or not revision.isdigit():
+            raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
+        return Entry(value, int(revision))
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        """Returns all below a prefix."""
+        found = ((key, self.get(key)) for key in keys_below(self._path, prefix))
+        return {key: entry for key, entry in found if entry is not None}
+
+    def put(self, key: str, value: bytes, expected_revision: int) -> int:
+        """Writes if the revision is the expected one."""
+        with self._area.locked():
+            revision = self._next_revision(self._check(key, expected_revision))
+            self._area.write(file_of(self._path, key), b"%d\n%b" % (revision, value))
+            return revision
+
+    def delete(self, key: str, expected_revision: int) -> None:
+        """Deletes if the revision is the expected one."""
+        with self._area.locked():
+            self._check(key, expected_revision)
+            self._area.remove(file_of(self._path, key))
+
+    def _check(self, key: str, expected_revision: int) -> int:
+        entry = self.get(key)
+        revision = entry.revision if entry is not None else 0
+        if revision != expected_revision:
+            raise RegistryConflictError(f"{key} has revision {revision}, not {expected_revision}")
+        return revision
+
+    def _next_revision(self, revision: int) -> int:
+        # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
+        path = self._path / "~revision"
+        last = read_file(path) or b""
+        given = max(revision, int(last) if last.isdigit() else 0)
+        following = max(given + 1, int(self._clock() * 1e6))
+        self._last.write(path, b"%d" % following)
+        return following
+
+
+class ExpiringFiles:
+    """Values with a deadline on the wall clock; none of them has to survive a loss of power."""
+
+    def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
+        self._path = path
+        self._clock = clock
+        self._area = Area(path, durable=False, lock_timeout_s=lock_timeout_s)
+
+    def get(self, key: str) -> bytes | None:
+        """Returns a value that has not expired."""
+        head, _, value = (read_file(file_of(self._path, key)) or b"").partition(b"\n")
+        try:
+            deadline, ttl_s = map(float, head.split())
+        except ValueError:
+            # Not there, or cut off by a loss of power. Whoever wrote it is gone, or writes it again.
+            return None
+        # A deadline further off than it can be: the clock was set back. Whoever lives writes it again.
+        return value if 0.0 < deadline - self._clock() <= 2 * ttl_s else None
+
+    def all_below(self, prefix: str) -> dict[str, bytes]:
+        """Returns all below a prefix that have not expired. Files of the others are removed."""
+        found = {key: self.get(key) for key in keys_below(self._path, prefix)}
+        alive = {key: value for key, value in found.items() if value is not None}
+        if len(alive) < len(found):
+            with self._area.locked():
+                for key in found.keys() - alive.keys():
+                    # It may have been announced again since it was read.
+                    if self.get(key) is None:
+                        self._area.remove(file_of(self._path, key))
+        return alive
+
+    def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Writes a value, whatever is there."""
+        with self._area.locked():
+            self._write(key, value, ttl_s)
+
+    def set_if(self, key: str, value: bytes, ttl_s: float) -> bool:
+        """Writes a value if there is none, or the same one."""
+        with self._area.locked():
+            if self.get(key) not in (None, value):
+                return False
+            self._write(key, value, ttl_s)
+            return True
+
+    def remove(self, key: str, value: bytes | None = None) -> None:
+        """Removes a value; with `value`, only that one."""
+        with self._area.locked():
+            if value is None or self.get(key) == value:
+                self._area.remove(file_of(self._path, key))
+
+    def _write(self, key: str, value: bytes, ttl_s: float) -> None:
+        deadline = self._clock() + ttl_s
+        self._area.write(file_of(self._path, key), b"%r %r\n%b" % (deadline, ttl_s, value))
+
+
+ENTRIES_PER_BLOCK: Final = 256
+
+
+class StreamFiles:
+    """Streams, each with a lock of its own."""
+
+    def __init__(self, path: Path, lock_timeout_s: float) -> None:
+        self._path = path
+        self._lock_timeout_s = lock_timeout_s
+
+    def append(self, stream: str, sequence: int, payload: bytes) -> None:
+        """Appends if it is the next one."""
+        area = self._area(stream)
+        with area.locked():
+            last = _bounds(area.path).last
+            if last and sequence != last + 1:
+                raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
+            area.write(_entry_path(area.path, sequence), payload)
+
+    def read(self, stream: str, after: int, max_entries: int, max_bytes: int) -> list[StreamEntry]:
+        """Entries above `after`. Needs no lock: what is trimmed meanwhile is the lowest ones."""
+        folder = self._area(stream).path
+        after = max(after, _read_ends(folder).first - 1)
+        found: list[StreamEntry] = []
+        size = 0
+        for block in _numbers(folder):
+            if block < after // ENTRIES_PER_BLOCK:
+                continue
+            for sequence in _numbers(folder / f"{block:020d}"):
+                if sequence <= after:
+                    continue
+                payload = read_file(_entry_path(folder, sequence))
+                size += len(payload or b"")
+                if found and (payload is None or size > max_bytes):
+                    return found
+                if payload is None:
+                    continue
+                found.append(StreamEntry(sequence, payload))
+                if len(found) == max_entries:
+                    return found
+        return found
+
+    def bounds(self, stream: str) -> StreamBounds:
+        """Returns where it begins and ends."""
+        area = self._area(stream)
+        if not area.path.is_dir():
+            return StreamBounds(0, 0)
+        with area.locked():
+            return _bounds(area.path)
+
+    def trim(self, stream: str, before: int) -> None:
+        """Drops the entries below `before`, and those that an interrupted trim has left."""
+        area = self._area(stream)
+        if not area.path.is_dir():
+            return
+        with area.locked():
+            now = _bounds(area.path)
+            if now.last == 0:
+                return
+            first = max(now.first, min(before, now.last + 1))
+            area.write(area.path / "ends", b"%d %d" % (first, now.last))
+            _drop_below(area.path, first)
+
+    def _area(self, stream: str) -> Area:
+        return Area(file_of(self._path, stream), durable=True, lock_timeout_s=self._lock_timeout_s)
+
+
+def _bounds(folder: Path) -> StreamBounds:
+    ends = _read_ends(folder)
+    blocks = _numbers(folder)
+    # A writer that was killed may leave a block without an entry, at either end.
+    lowest = next((found[0] for block in blocks if (found := _entries(folder, block, ends.first))), None)
+    highest = next((found[-1] for block in reversed(blocks) if (found := _entries(folder, block, ends.first))), None)
+    if lowest is None or highest is None:
+        return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
+    return StreamBounds(lowest, max(highest, ends.last))
+
+
+def _entries(folder: Path, block: int, first: int) -> list[int]:
+    return [number for number in _numbers(folder / f"{block:020d}") if number >= first]
+
+
+def _drop_below(folder: Path, first: int) -> None:
+    for block in _numbers(folder):
+        if block > first // ENTRIES_PER_BLOCK:
+            return
+        path = folder / f"{block:020d}"
+        for sequence in _numbers(path):
+            if sequence < first:
+                (path / f"{sequence:020d}").unlink(missing_ok=True)
+        if block < first // ENTRIES_PER_BLOCK:
+            with contextlib.suppress(FileNotFoundError):
+                path.rmdir()
+    fsync_path(folder)
+
+
+def _read_ends(folder: Path) -> StreamBounds:
+    content = read_file(folder / "ends")
+    if content is None:
+        return StreamBounds(0, 0)
+    numbers = content.split()
+    if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        raise RegistryRecordError(f"{folder / 'ends'}: {content[:40]!r}; two numbers are needed")
+    return StreamBounds(int(numbers[0]), int(numbers[1]))
+
+
+def _entry_path(folder: Path, sequence: int) -> Path:
+    return folder / f"{sequence // ENTRIES_PER_BLOCK:020d}" / f"{sequence:020d}"
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Returns the names in a folder that are numbers, ascending."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if name.isdigit())
+
 
 LOCK_TIMEOUT_S: Final = 5.0
 _THREADS: Final = 4
@@ -41,7 +386,7 @@ class DirectoryRegistry:
     def __init__(
         self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
-        """A registry at `path`, which is made when it is first written to.
+        """Opens a registry at `path`, which is made when it is first written to.
 
         Args:
             path: the directory; one of a local file system.

@@ -9,12 +9,12 @@ from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, cut
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.redis_url import REDIS_SCHEMES, without_password
+from loader.registry.redis_link import REDIS_SCHEMES, without_password
 from loader.registry.registry import Registry
 
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:
-    """A registry by its URL. Nothing is connected to or written before it is first used.
+    """Opens a registry by its URL. Nothing is connected to or written before it is first used.
 
     Args:
         url: a directory, as a path or `file:///path`; or

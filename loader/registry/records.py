@@ -1,15 +1,50 @@
-"""What is kept in a registry: what is wanted of a fleet, and what its nodes tell of themselves.
+"""Define what is kept in a registry and where: what is wanted of a fleet, and what its nodes tell of themselves.
 
-All are JSON. Processes of different releases share a registry during an upgrade, so unknown keys are let pass.
+All are JSON. Processes of different releases share a registry during an upgrade, so unknown keys are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from loader.errors import RegistryRecordError, cut
 from loader.manifest import Name
+
+FLEET = "fleet"
+VERSIONS = "versions/"
+WANTED = "wanted/"
+ROLLOUTS = "rollouts/"
+NODES = "nodes/"
+COORDINATOR_LOCK = "locks/coordinator"
+STAGING_LOCKS = "locks/staging/"
+
+
+def version_key(model: str, version: int) -> str:
+    """Returns the key of a `PublishedVersion`. Padded, so that versions sort as numbers."""
+    return f"{VERSIONS}{model}/{version:020d}"
+
+
+def wanted_key(model: str) -> str:
+    """Returns the key of a `WantedModel`."""
+    return f"{WANTED}{model}"
+
+
+def rollout_key(model: str) -> str:
+    """Returns the key of a `Rollout`."""
+    return f"{ROLLOUTS}{model}"
+
+
+def node_key(node_id: str) -> str:
+    """Returns the key of a `NodeRecord`; announced, not put."""
+    return f"{NODES}{node_id}"
+
+
+def delta_stream(model: str, delta_base: int) -> str:
+    """Returns the stream of changed rows that began with a version."""
+    return f"deltas/{model}/{delta_base}"
+
 
 NodeKind = Literal["shard", "serving"]
 VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
@@ -25,6 +60,9 @@ class Record(BaseModel):
     """Frozen; unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+R = TypeVar("R", bound=Record)
 
 
 class FleetRecord(Record):
@@ -86,14 +124,14 @@ class WantedModel(Record):
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
 
     def named(self) -> frozenset[int]:
-        """Every version that it names: none of them may be dropped."""
+        """Returns every version that it names: none of them may be dropped."""
         named = {*self.hold, *self.serve, *self.follow}
         named.update(version for held in self.node_hold.values() for version in held)
         pointers = (self.live, None if self.canary is None else self.canary.version)
         return frozenset(named.union(version for version in pointers if version is not None))
 
     def held_by(self, node_id: str) -> tuple[int, ...]:
-        """The versions that a shard node shall hold."""
+        """Returns the versions that a shard node shall hold."""
         return self.node_hold.get(node_id, self.hold)
 
 
@@ -186,14 +224,25 @@ class NodeRecord(Record):
     versions: tuple[VersionReport, ...] = ()
 
     def is_for(self, model: str) -> bool:
-        """Whether it takes part in what happens to a model."""
+        """Tells whether it takes part in what happens to a model."""
         return self.models is None or model in self.models
 
     def report(self, model: str, version: int) -> VersionReport | None:
-        """What it tells of a version; None if it does not have it."""
+        """Returns what it tells of a version; None if it does not have it."""
         return next((one for one in self.versions if (one.model, one.version) == (model, version)), None)
 
 
 def cut_reason(reason: str) -> str:
-    """A reason short enough for a record."""
+    """Returns a reason short enough for a record."""
     return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[: MAX_REASON_CHARACTERS - 3] + "..."
+
+
+def parse_record(key: str, value: bytes, schema: type[R]) -> R:
+    """Returns the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
+    try:
+        return schema.model_validate_json(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "record"
+        found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
+        raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error

@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
-
-from pydantic import ValidationError
+from contextlib import suppress
+from typing import Final
 
 from loader.errors import RegistryConflictError, RegistryRecordError, cut
-from loader.registry.keys import FLEET, NODES, VERSIONS, WANTED, node_key, version_key, wanted_key
-from loader.registry.records import FleetRecord, NodeRecord, PublishedVersion, Record, WantedModel
+from loader.registry.records import (
+    FLEET,
+    NODES,
+    VERSIONS,
+    WANTED,
+    FleetRecord,
+    NodeRecord,
+    PublishedVersion,
+    Record,
+    WantedModel,
+    node_key,
+    parse_record,
+    version_key,
+    wanted_key,
+)
 from loader.registry.registry import Entry, Registry
 
 MAX_ATTEMPTS: Final = 64
@@ -19,11 +31,10 @@ MAX_ATTEMPTS: Final = 64
 SPECS: Final = "specs/"
 
 _log = logging.getLogger(__name__)
-_R = TypeVar("_R", bound=Record)
 
 
 def spec_key(model: str, version: int) -> str:
-    """Of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
+    """Returns the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
     return f"{SPECS}{model}/{version:020d}"
 
 
@@ -49,16 +60,16 @@ class FleetRegistry:
     # What is wanted
 
     async def wanted(self) -> dict[str, WantedModel]:
-        """What is wanted, by model."""
+        """Returns what is wanted, by model."""
         entries = await self.registry.entries(WANTED)
-        found = (_wanted(key, entry) for key, entry in entries.items())
+        found = (_wanted(key, entry.value) for key, entry in entries.items())
         return {record.model: record for record in found}
 
     async def wanted_model(self, model: str) -> WantedModel | None:
-        """What is wanted for one model."""
+        """Returns what is wanted for one model."""
         key = wanted_key(model)
         entry = await self.registry.get(key)
-        return _wanted(key, entry) if entry is not None else None
+        return _wanted(key, entry.value) if entry is not None else None
 
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
         """Writes what is wanted over a record of that epoch; None if there must be none.
@@ -68,10 +79,10 @@ class FleetRegistry:
         """
         key = wanted_key(record.model)
         entry = await self.registry.get(key)
-        epoch = _wanted(key, entry).epoch if entry is not None else None
+        epoch = _wanted(key, entry.value).epoch if entry is not None else None
         if epoch != expected_epoch:
             raise RegistryConflictError(f"{key} has epoch {epoch}, not {expected_epoch}")
-        await self.registry.put(key, _encode(record), _revision(entry))
+        await self.registry.put(key, _encode(record), entry.revision if entry is not None else 0)
 
     async def update_wanted(
         self, model: str, change: Callable[[WantedModel | None], WantedModel | None], epoch_above: int = 0
@@ -92,22 +103,22 @@ class FleetRegistry:
             RegistryConflictError: somebody else was faster `MAX_ATTEMPTS` times.
         """
         key = wanted_key(model)
-        for _ in range(MAX_ATTEMPTS):
-            entry = await self.registry.get(key)
-            now = _wanted(key, entry) if entry is not None else None
+        there: WantedModel | None = None
+
+        def following(entry: Entry | None) -> bytes | None:
+            nonlocal there
+            there = now = _wanted(key, entry.value) if entry is not None else None
             changed = change(now)
             if changed is None or (now is not None and changed.model_copy(update={"epoch": now.epoch}) == now):
-                return now
+                return None
             if changed.model != model:
                 raise RegistryRecordError(f"{key}: model {changed.model!r} in the record of {model!r}")
             epoch = max(now.epoch if now is not None else 0, epoch_above) + 1
-            changed = changed.model_copy(update={"epoch": epoch})
-            try:
-                await self.registry.put(key, _encode(changed), _revision(entry))
-            except RegistryConflictError:
-                continue
-            return changed
-        raise RegistryConflictError(f"{key}: others wrote first {MAX_ATTEMPTS} times in a row")
+            there = changed.model_copy(update={"epoch": epoch})
+            return _encode(there)
+
+        await self._change(key, following)
+        return there
 
     async def restore_wanted(self, record: WantedModel) -> bool:
         """Gives a record back to a registry that has none, or one of a lower epoch. True if it was written."""
@@ -116,16 +127,16 @@ class FleetRegistry:
     # Versions
 
     async def versions(self, model: str | None = None) -> list[PublishedVersion]:
-        """What is published, of one model or of all, by model and version."""
+        """Returns what is published, of one model or of all, by model and version."""
         prefix = VERSIONS if model is None else f"{VERSIONS}{model}/"
         entries = await self.registry.entries(prefix)
-        return [_version(key, entry) for key, entry in entries.items()]
+        return [_version(key, entry.value) for key, entry in entries.items()]
 
     async def version(self, model: str, version: int) -> PublishedVersion | None:
-        """One published version, or None."""
+        """Reads one published version, or None."""
         key = version_key(model, version)
         entry = await self.registry.get(key)
-        return _version(key, entry) if entry is not None else None
+        return _version(key, entry.value) if entry is not None else None
 
     async def put_version(self, record: PublishedVersion) -> None:
         """Puts a version on record. The same one again, published at whatever time, changes nothing.
@@ -134,16 +145,7 @@ class FleetRegistry:
             RegistryConflictError: there is another one of that number.
         """
         key = version_key(record.model, record.version)
-        entry = await self.registry.get(key)
-        if entry is None:
-            try:
-                await self.registry.put(key, _encode(record), 0)
-                return
-            except RegistryConflictError:
-                entry = await self.registry.get(key)
-        if entry is None:
-            raise RegistryConflictError(f"{key} was dropped while it was published")
-        there = _version(key, entry)
+        there = _version(key, await self._put_once(key, _encode(record)))
         if there.model_copy(update={"published_at": record.published_at}) != record:
             raise RegistryConflictError(
                 f"{key} is published with identity {there.identity}, last_delta {there.last_delta}; this one has "
@@ -159,25 +161,18 @@ class FleetRegistry:
     async def put_spec(self, model: str, version: int, spec_json: str) -> None:
         """Puts the JSON of a version's `ModelSpec` on record. Raises RegistryConflictError if there is another one."""
         key, value = spec_key(model, version), spec_json.encode()
-        entry = await self.registry.get(key)
-        if entry is None:
-            try:
-                await self.registry.put(key, value, 0)
-                return
-            except RegistryConflictError:
-                entry = await self.registry.get(key)
-        if entry is None or entry.value != value:
+        if await self._put_once(key, value) != value:
             raise RegistryConflictError(f"{key} is on record with another spec: a version is immutable")
 
     async def spec(self, model: str, version: int) -> str | None:
-        """The JSON of a version's `ModelSpec`, or None."""
+        """Returns the JSON of a version's `ModelSpec`, or None."""
         entry = await self.registry.get(spec_key(model, version))
         return entry.value.decode() if entry is not None else None
 
     # Nodes
 
     async def nodes(self) -> list[NodeRecord]:
-        """What every node told last, by node id; those whose announcement has expired are not there."""
+        """Returns what every node told last, by node id; those whose announcement has expired are not there."""
         announced = await self.registry.announced(NODES)
         found: dict[str, tuple[bytes, NodeRecord]] = {}
         skipped: dict[str, bytes] = {}
@@ -203,31 +198,18 @@ class FleetRegistry:
         await self.registry.withdraw(node_key(node_id))
 
     async def fleet(self) -> FleetRecord | None:
-        """How the fleet divides rows; None before its first shard node."""
+        """Reads how the fleet divides rows; None before its first shard node."""
         entry = await self.registry.get(FLEET)
-        return _parse(FLEET, entry.value, FleetRecord) if entry is not None else None
+        return parse_record(FLEET, entry.value, FleetRecord) if entry is not None else None
 
     async def join_fleet(self, record: FleetRecord) -> FleetRecord:
-        """Says how the fleet divides rows, if nobody has yet.
-
-        Returns:
-            What is on record: `record`, or what another node said before. The caller compares.
-        """
-        for _ in range(MAX_ATTEMPTS):
-            there = await self.fleet()
-            if there is not None:
-                return there
-            try:
-                await self.registry.put(FLEET, _encode(record), 0)
-            except RegistryConflictError:
-                continue
-            return record
-        raise RegistryConflictError(f"{FLEET}: written and deleted {MAX_ATTEMPTS} times in a row")
+        """Says how the fleet divides rows, if nobody has yet; gives what is on record then. The caller compares."""
+        return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
 
     # Records that the caller reads itself
 
     async def raw(self, key: str) -> Entry | None:
-        """A key's bytes and revision."""
+        """Returns a key's bytes and revision."""
         return await self.registry.get(key)
 
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
@@ -236,15 +218,32 @@ class FleetRegistry:
         Returns:
             True if it was written.
         """
+        return await self._change(
+            key, lambda entry: None if entry is not None and epoch_of(key, entry.value) >= epoch else value
+        )
+
+    async def _put_once(self, key: str, value: bytes) -> bytes:
+        """Writes a key that is not there. Returns what is there now: `value`, or what somebody else wrote before."""
+        there = value
+
+        def following(entry: Entry | None) -> bytes | None:
+            nonlocal there
+            there = value if entry is None else entry.value
+            return value if entry is None else None
+
+        await self._change(key, following)
+        return there
+
+    async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
+        """Writes what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
         for _ in range(MAX_ATTEMPTS):
             entry = await self.registry.get(key)
-            if entry is not None and epoch_of(key, entry.value) >= epoch:
+            value = following(entry)
+            if value is None:
                 return False
-            try:
-                await self.registry.put(key, value, _revision(entry))
-            except RegistryConflictError:
-                continue
-            return True
+            with suppress(RegistryConflictError):
+                await self.registry.put(key, value, entry.revision if entry is not None else 0)
+                return True
         raise RegistryConflictError(f"{key}: others wrote first {MAX_ATTEMPTS} times in a row")
 
     async def _drop(self, key: str) -> bool:
@@ -252,16 +251,14 @@ class FleetRegistry:
             entry = await self.registry.get(key)
             if entry is None:
                 return False
-            try:
+            with suppress(RegistryConflictError):
                 await self.registry.delete(key, entry.revision)
-            except RegistryConflictError:
-                continue
-            return True
+                return True
         raise RegistryConflictError(f"{key}: others wrote first {MAX_ATTEMPTS} times in a row")
 
 
 def epoch_of(key: str, value: bytes) -> int:
-    """The `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
+    """Returns the `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
     try:
         record = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -276,34 +273,20 @@ def _encode(record: Record) -> bytes:
     return record.model_dump_json().encode()
 
 
-def _revision(entry: Entry | None) -> int:
-    return entry.revision if entry is not None else 0
-
-
-def _parse(key: str, value: bytes, schema: type[_R]) -> _R:
-    try:
-        return schema.model_validate_json(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "record"
-        found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
-        raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
-
-
-def _wanted(key: str, entry: Entry) -> WantedModel:
-    record = _parse(key, entry.value, WantedModel)
+def _wanted(key: str, value: bytes) -> WantedModel:
+    record = parse_record(key, value, WantedModel)
     _check_place(key, wanted_key(record.model))
     return record
 
 
-def _version(key: str, entry: Entry) -> PublishedVersion:
-    record = _parse(key, entry.value, PublishedVersion)
+def _version(key: str, value: bytes) -> PublishedVersion:
+    record = parse_record(key, value, PublishedVersion)
     _check_place(key, version_key(record.model, record.version))
     return record
 
 
 def _node(key: str, value: bytes) -> NodeRecord:
-    record = _parse(key, value, NodeRecord)
+    record = parse_record(key, value, NodeRecord)
     _check_place(key, node_key(record.node_id))
     return record
 

@@ -1,4 +1,4 @@
-"""Whether what is covers what is wanted: who lags behind a step of a rollout, and who refuses the new version. Pure.
+"""Compare what nodes announce with what a rollout wants: who lags, who refuses, and what a bake answered. Pure.
 
 A node that is not announced does not block, but each shard needs a node. A process that has just started and does not
 answer for the model yet holds up no flip: it stages what is live first.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-from loader.registry.records import NodeRecord, VersionReport
-from loader.rollout.record import Rollout
-from loader.rollout.roster import FleetView
+from loader.registry.records import FleetRecord, NodeRecord, VersionReport, VersionStats
+from loader.rollout.record import NodeBaseline, Rollout
 from loader.rollout.steps import (
     BAKE,
     CANARY,
@@ -28,6 +28,78 @@ from loader.rollout.steps import (
 
 
 @dataclass(frozen=True, slots=True)
+class FleetView:
+    """What is known of a fleet's nodes at one moment.
+
+    Attributes:
+        num_shards: how the fleet divides rows; None if no shard node was ever there.
+        nodes: what is announced.
+        missing: what was announced a moment ago, and did not say that it would go.
+        settled: nodes were listened to for long enough that each one that lives was heard of.
+    """
+
+    num_shards: int | None
+    nodes: tuple[NodeRecord, ...]
+    missing: tuple[NodeRecord, ...] = ()
+    settled: bool = True
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeRecord], fleet: FleetRecord | None) -> FleetView:
+        """Returns what is announced now. A fleet whose record is lost is divided as its shard nodes say."""
+        told = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
+        return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
+
+    def for_model(self, model: str) -> FleetView:
+        """Leaves out the nodes that are for other models."""
+        nodes = tuple(node for node in self.nodes if node.is_for(model))
+        return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
+
+    def shard_nodes(self) -> tuple[NodeRecord, ...]:
+        """Returns the shard nodes that take requests."""
+        return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)
+
+    def serving(self) -> tuple[NodeRecord, ...]:
+        """Returns the serving processes that take requests."""
+        return tuple(node for node in self.nodes if node.kind == "serving" and not node.draining)
+
+    def needs_shards(self) -> bool:
+        """Tells whether rows lie on shard nodes. Not if there are none and each serving process holds its own."""
+        if self.shard_nodes():
+            return True
+        serving = self.serving()
+        return not serving or any(node.num_shards is not None for node in serving)
+
+
+class Roster:
+    """Remembers for `settle_s` seconds who was there.
+
+    It is longer than the pause between two announcements of a node, and shorter than a rollout's patience.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        """Has seen nobody."""
+        self._settle_s = settle_s
+        self._since: float | None = None
+        self._seen: dict[str, tuple[float, NodeRecord]] = {}
+
+    def observe(self, nodes: Sequence[NodeRecord], fleet: FleetRecord | None, now: float) -> FleetView:
+        """Returns what is announced at `now` (seconds), with who was there a moment ago."""
+        # A clock that was set back would keep everybody missing for that long.
+        if self._since is None or now < self._since:
+            self._since = now
+        self._seen.update({node.node_id: (now, node) for node in nodes})
+        self._seen = {key: (at, node) for key, (at, node) in self._seen.items() if 0 <= now - at <= self._settle_s}
+        there = {node.node_id for node in nodes}
+        missing = [node for key, (_, node) in self._seen.items() if key not in there and not node.draining]
+        settled = now - self._since >= self._settle_s
+        return replace(FleetView.of(nodes, fleet), missing=tuple(missing), settled=settled)
+
+    def lose_sight(self) -> None:
+        """Listens to nodes from the start again: the registry did not answer, or somebody else looked."""
+        self._since = None
+
+
+@dataclass(frozen=True, slots=True)
 class Lag:
     """One reason why a step is not done.
 
@@ -41,12 +113,9 @@ class Lag:
 
 
 def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...]:
-    """Who is behind the step that a rollout is in; empty if it is done.
+    """Returns who is behind the step that a rollout is in; empty if it is done.
 
-    Args:
-        rollout: its record.
-        view: the nodes.
-        wanted_epoch: of the wanted record in which the step was written.
+    `wanted_epoch` is of the wanted record in which the step was written.
     """
     if not view.settled:
         return (Lag("nodes are listened to first"),)
@@ -82,7 +151,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
 
 
 def refusals(rollout: Rollout, view: FleetView) -> str:
-    """Which nodes refuse the new version, and why; empty if none does."""
+    """Returns which nodes refuse the new version, and why; empty if none does."""
     nodes = (*view.shard_nodes(), *view.serving())
     reasons = [
         f"{node.node_id}: {report.reason or 'no reason given'}"
@@ -93,7 +162,7 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 
 
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
-    """Why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
+    """Says why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
 
     Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
     take away: it has the old version, which nobody asks for any more, and may be all that can replace a lost node.
@@ -113,7 +182,7 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
 
 
 def _all(view: FleetView, kind: str) -> list[NodeRecord]:
-    """Those that are about to end as well: they may still answer with a version."""
+    """Returns those that are about to end as well: they may still answer with a version."""
     return [node for node in view.nodes if node.kind == kind]
 
 
@@ -181,14 +250,15 @@ def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
     nodes = [node for node in view.shard_nodes() if node.node_id in group]
     if rollout.committed:
         # There is no way back: one that refuses it now is left behind, and told in the events.
-        return _without([node for node in nodes if not _refuses(node, rollout)], rollout.model, rollout.to_version)
+        there = [node for node in nodes if not _refuses(node, rollout.model, rollout.to_version)]
+        return _without(there, rollout.model, rollout.to_version)
     last_early = rollout.step == f"{ROLL}{rollout.early_groups - 1}"
     bare = _bare_shards(view, rollout.model, rollout.to_version) if last_early else []
     return _without(nodes, rollout.model, rollout.to_version) + bare
 
 
-def _refuses(node: NodeRecord, rollout: Rollout) -> bool:
-    report = node.report(rollout.model, rollout.to_version)
+def _refuses(node: NodeRecord, model: str, version: int) -> bool:
+    report = node.report(model, version)
     return report is not None and report.state == "refused"
 
 
@@ -217,7 +287,7 @@ def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[
 
 
 def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
-    """Serving processes that answer with another version, or could answer with this one and do not.
+    """Finds serving processes that answer with another version, or could answer with this one and do not.
 
     Nobody, if no version shall be live: a process has nothing to turn to then until it retires what it has.
     """
@@ -236,10 +306,87 @@ def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
 def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
     if version is None:
         return []
-    nodes = [node for node, report in _reports(view.shard_nodes(), model, version) if not _is_refused(report)]
+    nodes = [node for node in view.shard_nodes() if not _refuses(node, model, version)]
     # Undone before a single node was there, there is nothing to come back.
     return _without(nodes, model, version) + (_bare_shards(view, model, version) if view.shard_nodes() else [])
 
 
-def _is_refused(report: VersionReport | None) -> bool:
-    return report is not None and report.state == "refused"
+NOTHING = VersionStats()
+
+
+def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
+    """Returns what serving processes have counted by now, by node id."""
+    return {
+        node.node_id: NodeBaseline(
+            process_id=node.process_id,
+            live=_stats(node, rollout.model, rollout.from_version) or NOTHING,
+            new=_stats(node, rollout.model, rollout.to_version) or NOTHING,
+        )
+        for node in nodes
+        if node.kind == "serving"
+    }
+
+
+class BakeTally:
+    """Follows one bake of one model.
+
+    What a process had counted when it died is remembered here, and so is lost only if the coordinator ends as well.
+    """
+
+    def __init__(self) -> None:
+        """Follows nothing yet."""
+        self._bake: tuple[str, float] | None = None
+        self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
+
+    def totals(self, rollout: Rollout, nodes: Sequence[NodeRecord]) -> tuple[VersionStats, VersionStats]:
+        """Adds up what the live and the new version answered since the bake began, as `nodes` and earlier ones tell.
+
+        After a flip the old version answers no more: all that it answered before stands for it then.
+        """
+        bake = (rollout.rollout_id, rollout.bake_began_at or 0.0)
+        if bake != self._bake:
+            self._bake = bake
+            self._last = {(key, one.process_id): (one.live, one.new) for key, one in rollout.baseline.items()}
+        for node in nodes:
+            if node.kind != "serving":
+                continue
+            key = (node.node_id, node.process_id)
+            live, new = self._last.get(key, (NOTHING, NOTHING))
+            self._last[key] = (
+                _stats(node, rollout.model, rollout.from_version) or live,
+                _stats(node, rollout.model, rollout.to_version) or new,
+            )
+        live_parts, new_parts = [], []
+        for (node_id, process_id), (live, new) in self._last.items():
+            base = rollout.baseline.get(node_id)
+            same = base is not None and base.process_id == process_id
+            live_parts.append(since(live, base.live) if same and base and rollout.step != BAKE else live)
+            new_parts.append(since(new, base.new) if same and base else new)
+        return added(live_parts), added(new_parts)
+
+
+def since(now: VersionStats, then: VersionStats) -> VersionStats:
+    """Returns what was counted between two moments; all of `now` if the counts began anew in between."""
+    late, early = now.model_dump(), then.model_dump()
+    counts = zip_longest(late.pop("latency_counts"), early.pop("latency_counts"), fillvalue=0)
+    difference = VersionStats(
+        latency_counts=tuple(after - before for after, before in counts),
+        **{name: late[name] - early[name] for name in late},
+    )
+    grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)
+    return now if min(grown) < 0 else difference
+
+
+def added(parts: Iterable[VersionStats]) -> VersionStats:
+    """Returns the sum of counts."""
+    listed = [part.model_dump() for part in parts]
+    columns = zip_longest(*(part.pop("latency_counts") for part in listed), fillvalue=0)
+    totals = {
+        name: sum(part[name] for part in listed) for name in VersionStats.model_fields if name != "latency_counts"
+    }
+    return VersionStats(latency_counts=tuple(sum(column) for column in columns), **totals)
+
+
+def _stats(node: NodeRecord, model: str, version: int | None) -> VersionStats | None:
+    report = None if version is None else node.report(model, version)
+    return report.stats if report is not None else None

@@ -70,18 +70,12 @@ class Verdict(BaseModel):
     new: VersionNumbers
 
     def told(self) -> str:
-        """The reason and the numbers in one line."""
+        """Returns the reason and the numbers in one line."""
         return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
 
 
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Verdict:
-    """Holds what a new version answered against what the live one did in the same time.
-
-    Args:
-        live: counts of the version that is replaced.
-        new: counts of the one that replaces it.
-        limits: what is allowed.
-    """
+    """Compares what a new version answered with what the live one did in the same time."""
     numbers = {"live": numbers_of(live), "new": numbers_of(new)}
     if min(live.requests, new.requests) < limits.min_requests:
         reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"
@@ -96,7 +90,7 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Verdi
 
 
 def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
-    """Which serving processes find golden scores further off than the manifest allows; empty if none does.
+    """Returns which serving processes find golden scores further off than the manifest allows; empty if none does.
 
     Only meaningful while no delta was applied to the version: changed rows change golden scores.
     """
@@ -128,7 +122,7 @@ def numbers_of(stats: VersionStats) -> VersionNumbers:
 
 
 def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:
-    """Upper bound of the bucket that a quantile of the answers falls into; None without answers.
+    """Returns the upper bound of the bucket that a quantile of the answers falls into; None without answers.
 
     Above the last bound it is told as that bound.
     """
@@ -177,7 +171,7 @@ def _drift(live: VersionNumbers, new: VersionNumbers, limits: GuardLimits) -> st
 
 
 def at_least(successes: int, trials: int, probability: float) -> float:
-    """P(X >= successes) of a binomial X, by the sum of its terms from there on.
+    """Computes P(X >= successes) of a binomial X, by the sum of its terms from there on.
 
     Above the mean each term is smaller than the one before, so the sum is cut off where terms no longer count.
     """

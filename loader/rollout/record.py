@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from loader.errors import RegistryRecordError
 from loader.manifest import Name
-from loader.registry.keys import rollout_key
-from loader.registry.records import MAX_REASON_CHARACTERS, NodeId, Record, Version, VersionStats
+from loader.registry.records import (
+    MAX_REASON_CHARACTERS,
+    NodeId,
+    Record,
+    Version,
+    VersionStats,
+    parse_record,
+    rollout_key,
+)
 from loader.rollout.guards import GuardLimits
 
 Strategy = Literal["beside", "by-replica"]
@@ -129,7 +136,7 @@ class Rollout(Record):
         return self.steps[self.step_index]
 
     def named(self) -> frozenset[int]:
-        """Every version that it names, and those that a rollback after it would go to: none of them may be dropped."""
+        """Lists the versions that it names or that a rollback after it would go to: none of them may be dropped."""
         named = (self.from_version, self.to_version, self.previous_version)
         return frozenset(version for version in named if version is not None)
 
@@ -166,22 +173,14 @@ class Rollout(Record):
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """As it is kept in the registry: JSON."""
+    """Encodes a rollout as it is kept in the registry: JSON."""
     return rollout.model_dump_json().encode()
 
 
 def decode_rollout(model: str, value: bytes) -> Rollout:
     """Reads a record. Raises RegistryRecordError, naming its key, if it is none of this model."""
     key = rollout_key(model)
-    try:
-        rollout = Rollout.model_validate_json(value)
-    except ValidationError as error:
-        raise RegistryRecordError(f"{key}: not a rollout: {_first(error)}") from error
+    rollout = parse_record(f"{key}: not a rollout", value, Rollout)
     if rollout.model != model:
         raise RegistryRecordError(f"{key}: is of model {rollout.model!r}")
     return rollout
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}"

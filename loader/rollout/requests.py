@@ -8,22 +8,20 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
-from loader.registry.keys import rollout_key
-from loader.registry.records import PublishedVersion, WantedModel
+from loader.manifest import schema_errors
+from loader.registry.records import PublishedVersion, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry
+from loader.rollout.coordinator import OnRecord
+from loader.rollout.coverage import FleetView
 from loader.rollout.guards import GuardLimits
 from loader.rollout.record import Event, Rollout, Strategy, decode_rollout, encode_rollout
-from loader.rollout.roster import FleetView
-from loader.rollout.runner import OnRecord
-from loader.rollout.steps import plan_steps, replica_groups
-from loader.rollout.transitions import undone
-from loader.schema_errors import schema_errors
+from loader.rollout.steps import plan_steps, replica_groups, undone
 
 MAX_ATTEMPTS = 16
 
 
 async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
-    """The running rollout of a model, or its last one, with its revision; None if there was never one.
+    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one.
 
     Raises:
         RegistryRecordError: the record can't be read.
@@ -183,7 +181,7 @@ def _plan(
     asked: dict[str, object],
     now: float,
 ) -> Rollout:
-    """The record of a new rollout. Raises RolloutError if what was asked for is out of range."""
+    """Returns the record of a new rollout. Raises RolloutError if what was asked for is out of range."""
     live = wanted.live if wanted is not None else None
     previous = last.rollback_target if last is not None else None
     began = f"rollout of version {published.version} in place of {live}"

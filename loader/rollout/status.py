@@ -8,17 +8,15 @@ from pydantic import BaseModel, ConfigDict
 
 from loader.registry.records import NodeKind, NodeRecord, VersionState, WantedModel
 from loader.registry.typed import FleetRegistry
-from loader.rollout.coverage import cannot_roll, lags
+from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
 from loader.rollout.guards import Verdict, compare
-from loader.rollout.record import Outcome, Rollout, RolloutState, Strategy
+from loader.rollout.record import Event, Outcome, Rollout, RolloutState, Strategy
 from loader.rollout.requests import read_rollout
-from loader.rollout.roster import FleetView
 from loader.rollout.steps import same_wish, wanted_in_step
-from loader.rollout.tally import BakeTally
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
 
 
 class StepStatus(_Part):
@@ -26,14 +24,6 @@ class StepStatus(_Part):
 
     name: str
     state: Literal["done", "running", "pending"]
-
-
-class EventStatus(_Part):
-    """Something that happened; `at` in seconds since the epoch."""
-
-    at: float
-    step: str
-    text: str
 
 
 class VersionStatus(_Part):
@@ -110,11 +100,11 @@ class RolloutStatus(_Part):
     waiting_for: tuple[str, ...] = ()
     guards: Verdict | None = None
     nodes: tuple[NodeStatus, ...]
-    events: tuple[EventStatus, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
-    """How far a model's rollout is now.
+    """Reads how far a model's rollout is now.
 
     Raises:
         RegistryUnavailableError: the registry does not answer.
@@ -127,7 +117,7 @@ async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
 
 
 def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView) -> RolloutStatus:
-    """The status that follows from what was read. Pure."""
+    """Returns the status that follows from what was read. Pure."""
     live = wanted.live if wanted is not None else None
     nodes = tuple(_node_status(model, node) for node in view.nodes)
     if rollout is None:
@@ -136,29 +126,17 @@ def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, v
     written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
     behind = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
     baked = rollout.bake_began_at is not None
+    same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
     return RolloutStatus(
-        model=model,
+        **{name: getattr(rollout, name) for name in same},
         live=live,
         wanted=wanted,
-        state=rollout.state,
-        outcome=rollout.outcome,
-        reason=rollout.reason,
-        rollout_id=rollout.rollout_id,
-        strategy=rollout.strategy,
-        from_version=rollout.from_version,
-        to_version=rollout.to_version,
-        canary_share=rollout.canary_share,
-        bake_s=rollout.bake_s,
-        started_at=rollout.started_at,
-        step_began_at=rollout.step_began_at,
-        bake_began_at=rollout.bake_began_at,
         step=rollout.step,
         steps=_steps(rollout),
         written=written,
         waiting_for=tuple(lag.text for lag in behind) if rollout.active else (),
         guards=compare(*BakeTally().totals(rollout, view.nodes), rollout.guards) if baked else None,
         nodes=nodes,
-        events=tuple(EventStatus(at=one.at, step=one.step, text=one.text) for one in rollout.events),
     )
 
 
@@ -172,21 +150,7 @@ def _steps(rollout: Rollout) -> tuple[StepStatus, ...]:
 
 
 def _node_status(model: str, node: NodeRecord) -> NodeStatus:
-    versions = (
-        VersionStatus(
-            version=report.version,
-            state=report.state,
-            progress=report.progress,
-            reason=report.reason,
-            leases=report.leases,
-            memory_bytes=report.memory_bytes,
-            delta_sequence=report.delta_sequence,
-            golden_difference=report.golden_difference,
-            golden_tolerance=report.golden_tolerance,
-        )
-        for report in node.versions
-        if report.model == model
-    )
+    versions = (VersionStatus.model_validate(report) for report in node.versions if report.model == model)
     return NodeStatus(
         node_id=node.node_id,
         kind=node.kind,

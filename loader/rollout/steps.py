@@ -1,15 +1,17 @@
-"""The steps of a rollout, and what is wanted of a fleet in each. Pure.
+"""Plan the steps of a rollout, say what is wanted of a fleet in each, and change its record. Pure.
 
 What is wanted in a step follows from the rollout's record alone, never from what was wanted before: a step may be done
-twice, and a registry that lost everything can be written anew.
+twice, and a registry that lost everything can be written anew. Each change takes a record and gives the next one, with
+its epoch counted up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loader.registry.records import Canary, WantedModel
-from loader.rollout.record import Rollout, Strategy
+from loader.errors import RolloutError
+from loader.registry.records import Canary, WantedModel, cut_reason
+from loader.rollout.record import MAX_EVENTS, Event, NodeBaseline, Outcome, Rollout, Strategy
 
 STAGE_SHARDS = "stage_shards"
 STAGE_SERVING = "stage_serving"
@@ -27,14 +29,9 @@ UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
 def plan_steps(
     strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
 ) -> tuple[str, ...]:
-    """Names of a rollout's steps in order.
+    """Returns the names of a rollout's steps in order.
 
-    Args:
-        strategy: of `Rollout`.
-        canary: whether a share of the requests goes first; the bake is part of that step then.
-        bake: whether the flipped version is held against the one it replaced.
-        early_groups: how many groups of shard nodes are rolled before the flip.
-        groups: how many there are.
+    With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
     """
     early: tuple[str, ...] = (STAGE_SHARDS,)
     late: tuple[str, ...] = ()
@@ -74,12 +71,12 @@ def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[t
 
 
 def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
-    """The node ids that a `roll:` step rolls; empty for other steps."""
+    """Returns the node ids that a `roll:` step rolls; empty for other steps."""
     return rollout.groups[int(step.removeprefix(ROLL))] if step.startswith(ROLL) else ()
 
 
 def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
-    """What is wanted of the fleet in the step that a rollout is in."""
+    """Returns what is wanted of the fleet in the step that a rollout is in."""
     if rollout.undo_index is None:
         return _forward(rollout, rollout.step_index, epoch)
     begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]
@@ -103,7 +100,7 @@ def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
 
 
 def same_wish(one: WantedModel, other: WantedModel) -> bool:
-    """Whether two records want the same, whatever their epochs."""
+    """Tells whether two records want the same, whatever their epochs."""
     return one.model_copy(update={"epoch": other.epoch}) == other
 
 
@@ -129,3 +126,70 @@ def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
 
 def _versions(version: int | None) -> tuple[int, ...]:
     return () if version is None else (version,)
+
+
+def noted(rollout: Rollout, now: float, text: str) -> Rollout:
+    """Adds one more event, of the step that it is in."""
+    return _changed(rollout, now, text)
+
+
+def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
+    """Moves to the next step, or ends. Its write follows `wanted_epoch`; `text` says how this step was done."""
+    if rollout.step == RETIRE_SHARDS:
+        return _changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
+    change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
+    return _changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
+
+
+def rebased(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
+    """Stays in the same step, which is to be done again after the wanted record's epoch as it is now."""
+    return _changed(rollout, now, text, base_epoch=wanted_epoch)
+
+
+def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
+    """Moves to a later step that is wanted already: this record is older than the wanted one."""
+    return _changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
+
+
+def replaying(rollout: Rollout, now: float, last_delta: int) -> Rollout:
+    """Records the delta up to which the new version is to be brought."""
+    return _changed(rollout, now, f"deltas are replayed up to {last_delta}", replay_until=last_delta)
+
+
+def given_up(rollout: Rollout, now: float, reason: str) -> Rollout:
+    """Ends where it is, since somebody else has taken over what is wanted."""
+    return _changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
+
+
+def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
+    """Turns back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
+
+    Raises:
+        RolloutError: it has ended, is undone already, or there is no way back any more.
+    """
+    name = f"{rollout.model}: the rollout of version {rollout.to_version}"
+    if not rollout.active:
+        raise RolloutError(f"{name} is not running: it is {rollout.state}")
+    if rollout.state == "undoing":
+        raise RolloutError(f"{name} is being undone already: {rollout.outcome}: {rollout.reason}")
+    if rollout.committed:
+        old = rollout.from_version
+        why = "there is no version to go back to" if old is None else f"version {old} is being retired"
+        raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
+    begun = rollout.steps[: rollout.step_index + 1]
+    steps = {"steps": (*begun, *UNDO_STEPS), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
+    change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
+    return _changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
+
+
+def baking(rollout: Rollout, now: float, baseline: Mapping[str, NodeBaseline]) -> Rollout:
+    """Begins the bake, and records what the serving processes had counted by then."""
+    text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
+    return _changed(rollout, now, text, bake_began_at=now, baseline=dict(baseline))
+
+
+def _changed(rollout: Rollout, now: float, text: str, **change: object) -> Rollout:
+    event = Event(at=now, step=rollout.step, text=cut_reason(text))
+    update = {"epoch": rollout.epoch + 1, "events": (*rollout.events, event)[-MAX_EVENTS:], **change}
+    # Not model_copy: what comes out must be a record that can be read again.
+    return Rollout.model_validate({**dict(rollout), **update})

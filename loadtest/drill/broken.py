@@ -16,7 +16,7 @@ from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.golden import GoldenRequests
-from loader.manifest_file import MANIFEST_NAME
+from loader.manifest import MANIFEST_NAME
 from loader.progress import Progress, no_progress
 from loader.publishing import publish
 from loader.registry.records import PublishedVersion

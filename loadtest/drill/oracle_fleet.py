@@ -21,10 +21,9 @@ from loader.errors import RegistryUnavailableError
 from loader.golden import GoldenRequests
 from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
-from loader.publishing import publish
-from loader.registry.keys import rollout_key
+from loader.publishing import publish, retain
+from loader.registry.records import rollout_key
 from loader.registry.typed import FleetRegistry
-from loader.retention import retain
 from loader.rollout.record import Rollout, Strategy, decode_rollout
 from loader.rollout.requests import start_rollout
 from loadtest.drill.errors import RolloutTimeoutError

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import uvloop
 from pydantic import Field, TypeAdapter
 
-from loader.settled_heap import settle_heap
+from loader.memory import settle_heap
 from loadtest.peers.offered_load import PeerRate, offer
 from loadtest.peers.requests import requests_for
 from loadtest.serving_cost.client_process import weigh

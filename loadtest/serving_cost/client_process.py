@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from loader.settled_heap import settle_heap
+from loader.memory import settle_heap
 from loadtest.grpc_channels import as_it_is, open_channels
 from loadtest.http_connection import HttpConnection, PostRequest, post_request
 from loadtest.serving_cost.errors import LateAnswerError, WrongAnswerError

@@ -18,8 +18,8 @@ import torch
 import uvloop
 
 from loader.manifest import Frozen
+from loader.memory import settle_heap
 from loader.reader import Snapshot
-from loader.settled_heap import settle_heap
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import TO_LIMIT, Compute, Computed, LimitConfig, Score, Scores
 from loadtest.serving_cost.shape import REQUESTS_IN_POOL, SEED, workload

@@ -67,8 +67,8 @@ def _config(given: dict[str, float]) -> CoordinatorConfig:
     """Raises click.UsageError, naming the time that is out of range."""
     from pydantic import ValidationError
 
+    from loader.manifest import schema_errors
     from loader.rollout.coordinator import CoordinatorConfig
-    from loader.schema_errors import schema_errors
 
     try:
         return CoordinatorConfig.model_validate(given)

@@ -16,8 +16,7 @@ def read_description(path: Path) -> ModelSpec:
     from pydantic import ValidationError
 
     from loader.errors import ExportError
-    from loader.manifest import ModelSpec
-    from loader.schema_errors import schema_errors
+    from loader.manifest import ModelSpec, schema_errors
     from serving.models.config import parse_dense_model
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:

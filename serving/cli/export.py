@@ -154,8 +154,7 @@ def _match(
     path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
     """The tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
-    from loader.checkpoint import open_checkpoint
-    from loader.checkpoint_match import match_checkpoint
+    from loader.checkpoint import match_checkpoint, open_checkpoint
     from loader.errors import CheckpointError
     from serving.cli.dense_check import check_dense_model, suggested_prefix
 

@@ -24,7 +24,7 @@ def read_limits(path: Path | None, assignments: Sequence[tuple[str, str]]) -> Re
     """
     from pydantic import ValidationError
 
-    from loader.schema_errors import schema_errors
+    from loader.manifest import schema_errors
     from serving.limits import RequestLimits
 
     values = {} if path is None else _read(path)

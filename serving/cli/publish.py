@@ -14,9 +14,8 @@ from serving.cli.output import human_bytes, print_json, progress_bars
 from serving.cli.registries import registry_url, with_registry
 
 if TYPE_CHECKING:
-    from loader.publishing import Publication
+    from loader.publishing import Publication, Retained
     from loader.registry.typed import FleetRegistry
-    from loader.retention import Retained
 
 
 @click.command(cls=WithExamples)
@@ -57,7 +56,7 @@ def publish(
       shardrank publish /training/out/films/3 --store models --retain 5
       shardrank publish /training/out/films/3 --store models --registry redis://10.0.0.9:6379/0
     """
-    from loader import publishing, retention
+    from loader import publishing
     from serving.cli.published import PublishReport
 
     folder = snapshot_folder.resolve()
@@ -67,7 +66,7 @@ def publish(
         done = await publishing.publish(fleet, folder, where, clock=time.time, threads=threads, progress=bars)
         if retain is None:
             return done, None
-        return done, await retention.retain(fleet, where, done.record.model, retain)
+        return done, await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
         published, retained = with_registry(registry_url(registry, where), work)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from loader.publishing import Publication
+from loader.publishing import Publication, Retained
 from loader.registry.records import NodeRecord, PublishedVersion, WantedModel
 from loader.registry.typed import FleetRegistry
-from loader.retention import Retained
 
 
 class ListedVersion(PublishedVersion):

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from loader.errors import RegistryUnavailableError
 from loader.manifest import Frozen, Name
-from loader.pace import BACKGROUND_SWITCH_INTERVAL_S
+from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.records import FleetRecord, NodeId
 from serving.cli.options import Sharding
 from shard_node.address import Address
@@ -115,9 +115,9 @@ def run_registered_node(config: RegisteredNodeConfig) -> None:
 
 
 async def _program(config: RegisteredNodeConfig, node: ShardNode, card_set: CardSet | None) -> None:
+    from loader.memory import settle_heap
     from loader.registry.opening import open_registry
     from loader.registry.typed import FleetRegistry
-    from loader.settled_heap import settle_heap
     from shard_node.agent import Agent, AgentConfig
     from shard_node.card_watch import watch_cards
     from shard_node.node_agent import NodeActions

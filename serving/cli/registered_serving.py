@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from loader.manifest import ModelSpec
-from loader.pace import BACKGROUND_SWITCH_INTERVAL_S
+from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
 from router.plan import Plan

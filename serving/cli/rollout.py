@@ -136,8 +136,8 @@ def _guard_limits(assignments: Sequence[tuple[str, str]]) -> GuardLimits:
     """Raises click.UsageError, naming the guard that is unknown or out of range."""
     from pydantic import ValidationError
 
+    from loader.manifest import schema_errors
     from loader.rollout.guards import GuardLimits
-    from loader.schema_errors import schema_errors
 
     try:
         return GuardLimits.model_validate(dict(assignments))

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from loader.errors import RegistryUnavailableError, RolloutError
-from loader.registry.keys import COORDINATOR_LOCK, ROLLOUTS
+from loader.registry.records import COORDINATOR_LOCK, ROLLOUTS
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import Rollout
 from loader.rollout.requests import read_rollout

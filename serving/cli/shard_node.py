@@ -255,7 +255,7 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
     import torch
     import uvloop
 
-    from loader.settled_heap import settle_heap
+    from loader.memory import settle_heap
     from serving.cli.registered_node import DRAIN_TIMEOUT_S
     from serving.fleet.process import StopRequestedError, run_until_signalled
     from shard_node.card_watch import watch_cards

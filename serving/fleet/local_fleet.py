@@ -25,9 +25,8 @@ from pydantic import Field, model_validator
 from loader.manifest import Frozen
 from loader.publishing import register
 from loader.reader import Snapshot
-from loader.registry.keys import COORDINATOR_LOCK, FLEET, rollout_key
 from loader.registry.opening import open_registry
-from loader.registry.records import FleetRecord, NodeRecord, WantedModel
+from loader.registry.records import COORDINATOR_LOCK, FLEET, FleetRecord, NodeRecord, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import decode_rollout
 from loader.store import Store

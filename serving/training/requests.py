@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.fingerprint import fingerprint_strings
 from loader.golden import GoldenRequests
-from loader.manifest import ModelSpec, VocabularyMapping
+from loader.manifest import ModelSpec, VocabularyMapping, fingerprint_strings
 from loader.vocabulary import Vocabulary
 from serving.training.dataset import NO_FOLD, NUM_FOLDS, FilmsDataset
 from serving.training.description import HISTORY_LIMIT, NUM_AGE_BUCKETS, YEARS_PER_AGE_BUCKET

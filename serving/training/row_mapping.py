@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from loader.fingerprint import fingerprint_strings
 from loader.golden import GoldenRequests
-from loader.manifest import HashMapping, ModelSpec, TableSpec, VocabularyMapping
+from loader.manifest import HashMapping, ModelSpec, TableSpec, VocabularyMapping, fingerprint_strings
 from loader.vocabulary import Vocabulary
 from router.hashing import hashed_rows
 from serving.training.errors import TrainingError

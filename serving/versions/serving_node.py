@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from loader.background import Wish, ended, in_background
 from loader.errors import RegistryError, SnapshotCorruptError
 from loader.manifest import Frozen, ModelSpec
-from loader.pace import Pace
+from loader.progress import Pace, Wish, ended, in_background
 from loader.reader import Snapshot
 from loader.registry.records import FleetRecord, NodeId, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry

@@ -15,12 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.codecs import codec_for
-from loader.layout import bucket_start_in_file, rows_in_file
+from loader.layout import bucket_start_in_file, rows_at_positions, rows_in_file
 from loader.manifest import TableFiles, TableSpec
-from loader.pace import PIECE_BYTES
-from loader.progress import Progress
+from loader.progress import PIECE_BYTES, Progress
 from loader.reader import Snapshot
-from loader.row_order import rows_at_positions
 from shard_node.bags import Int64Array
 from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.card_plan import CardPlan

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from loader.background import CalledOffError, Wish, in_background
+from loader.progress import CalledOffError, Wish, in_background
 
 
 def test_work_runs_in_a_thread_of_its_own_and_its_result_comes_back():

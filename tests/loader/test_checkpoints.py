@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from loader.checkpoint import open_checkpoint
-from loader.checkpoint_match import match_checkpoint
-from loader.chunk_coverage import check_chunks
+from loader.checkpoint import match_checkpoint, open_checkpoint
 from loader.codecs import codec_for
+from loader.distributed_checkpoint import check_chunks
 from loader.errors import CheckpointError
 from loader.reader import Snapshot
 from loader.writer import export_snapshot

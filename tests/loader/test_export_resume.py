@@ -22,13 +22,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from loader import export_folder
+from loader import store
 from loader.checkpoint import open_checkpoint
-from loader.durable import fsync_path
 from loader.errors import ExportError
 from loader.reader import Snapshot
 from loader.row_source import SafetensorsRows, rows_from_blocks, rows_of
-from loader.store import Store
+from loader.store import Store, fsync_path
 from loader.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
 
@@ -188,7 +187,7 @@ def test_rows_of_another_training_run_start_over_though_the_dense_model_is_the_s
     for source in (first, first, second):
         with caplog.at_level(logging.INFO, logger="loader"), pytest.raises(TrainingDiedError):
             run(source, dies)
-    own = [record.message for record in caplog.records if record.name == "loader.export_folder"]
+    own = [record.message for record in caplog.records if record.name == "loader.store"]
     assert [("resuming" in message, "starting over" in message) for message in own] == [(True, False), (False, True)]
     stored = Snapshot.open(run(second)).read_rows("items", 0, 5000)
     np.testing.assert_array_equal(stored.view("<f4"), rows)
@@ -294,7 +293,7 @@ def test_every_folder_above_a_first_version_is_durable_before_the_version_is_the
         synced.append((path, (tmp_path / "a/b/store/films/1").exists()))
         fsync_path(path)
 
-    monkeypatch.setattr(export_folder, "fsync_path", record)
+    monkeypatch.setattr(store, "fsync_path", record)
     export(tmp_path / "a" / "b" / "store")
     made = [tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/store", tmp_path / "a/b/store/films"]
     assert [path for path, _ in synced[:5]] == made

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.pace import BACKGROUND_NICENESS, PIECE_BYTES, Pace, lower_own_priority
+from loader.progress import BACKGROUND_NICENESS, PIECE_BYTES, Pace, lower_own_priority
 
 
 class Worked:

@@ -26,8 +26,7 @@ from loader.errors import (
 from loader.publishing import Publication, publish
 from loader.reader import Snapshot
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.keys import delta_stream
-from loader.registry.records import NodeRecord, VersionReport
+from loader.registry.records import NodeRecord, VersionReport, delta_stream
 from loader.registry.typed import FleetRegistry
 from loader.row_source import rows_of
 from loader.store import Store

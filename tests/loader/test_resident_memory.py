@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader.mapped_file import map_array
-from loader.resident_memory import give_back, populate
+from loader.memory import give_back, map_array, populate
 
 
 def resident_bytes(array: np.ndarray) -> int:

@@ -11,13 +11,19 @@ from typing import Any, TypeVar
 import pytest
 
 from loader.errors import RegistryRecordError, RegistryUnavailableError
-from loader.publishing import register
+from loader.publishing import Retained, register, retain
 from loader.reader import Snapshot
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.keys import delta_stream, rollout_key
-from loader.registry.records import Canary, NodeRecord, PublishedVersion, VersionReport, WantedModel
+from loader.registry.records import (
+    Canary,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    WantedModel,
+    delta_stream,
+    rollout_key,
+)
 from loader.registry.typed import FleetRegistry
-from loader.retention import Retained, retain
 from loader.rollout.record import Rollout, encode_rollout
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from loader.manifest import FeatureSpec, ModelSpec, TableSpec
-from loader.schema_errors import schema_errors
+from loader.manifest import FeatureSpec, ModelSpec, TableSpec, schema_errors
 
 DOCUMENT: dict[str, Any] = {
     "model": "shop",

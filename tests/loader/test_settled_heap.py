@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from loader.settled_heap import YOUNG_OBJECTS, settle_heap
+from loader.memory import YOUNG_OBJECTS, settle_heap
 
 # Three arrays of 3 MB at a time, as a batch of a few hundred thousand ids has them, again and again.
 BATCHES = """
 import resource, sys
 import numpy as np
-from loader.settled_heap import settle_heap
+from loader.memory import settle_heap
 if sys.argv[1] == "settled":
     settle_heap()
 

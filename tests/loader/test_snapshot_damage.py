@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from loader import manifest_file
+from loader import manifest
 from loader.errors import (
     SnapshotCorruptError,
     SnapshotError,
@@ -156,7 +156,7 @@ def test_a_manifest_that_is_no_manifest_is_refused(copy, text):
 
 
 def test_a_manifest_beyond_the_limit_is_refused_before_it_is_parsed(copy, monkeypatch):
-    monkeypatch.setattr(manifest_file, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(SnapshotCorruptError, match=r"manifest.json: larger than 100 bytes"):
         Snapshot.open(copy)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loader import file_checks
+from loader import reader
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotResourceError
 from loader.reader import Snapshot
 from shardrank_testing.exhaustion import file_descriptors_exhausted
@@ -88,7 +88,7 @@ def write_sparse(snapshot_path, relative, tensors):
 def test_a_huge_file_is_refused_by_its_header_before_it_is_read(copy, relative, tensors, message, verify, monkeypatch):
     write_sparse(copy, relative, tensors)
     hashed = []
-    monkeypatch.setattr(file_checks, "hash_file", lambda *args: hashed.append(args))
+    monkeypatch.setattr(reader, "hash_file", lambda *args: hashed.append(args))
     with pytest.raises(SnapshotCorruptError, match=rf"{os.path.basename(relative)}: .*{message}"):
         Snapshot.open(copy, verify=verify)
     assert hashed == []

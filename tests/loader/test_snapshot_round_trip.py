@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader import export_inputs, row_files
+from loader import writer
 from loader.codecs import codec_for
 from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
 from loader.layout import bucket_shift, bucket_start_in_file
@@ -176,7 +176,7 @@ class RecordingRows:
 
 
 def test_export_streams_in_blocks_of_bounded_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_files, "BLOCK_BYTES", 4 * 64 * 1000)  # 1000 rows of dim 64
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 4 * 64 * 1000)  # 1000 rows of dim 64
     spec = one_table_spec(10_000, 64)
     source = RecordingRows(10_000, 64)
     export_snapshot(tmp_path, spec, rows={"items": source}, dense=DENSE, rows_per_file=4096)
@@ -267,10 +267,10 @@ def test_limits_of_files_that_are_read_whole_are_those_of_the_reader(tmp_path, m
     export_snapshot(tmp_path, spec, **arguments)
     for name, what in (("MAX_DENSE_BYTES", "dense"), ("MAX_GOLDEN_BYTES", "golden requests")):
         with monkeypatch.context() as patch:
-            patch.setattr(export_inputs, name, 399)
+            patch.setattr(writer, name, 399)
             with pytest.raises(ExportError, match=rf"{what}: \d+ bytes; at most 399"):
                 export_snapshot(tmp_path, spec, **arguments)
-    monkeypatch.setattr(export_inputs, "MAX_ROW_FILES", 3)
+    monkeypatch.setattr(writer, "MAX_ROW_FILES", 3)
     with pytest.raises(ExportError, match="table 'user': rows_per_file 256 makes 4 files; at most 3"):
         export_snapshot(tmp_path, spec, rows_per_file=256, **arguments)
 

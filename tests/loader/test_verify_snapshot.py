@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from loader.codecs import codec_for
 from loader.errors import SnapshotResourceError
+from loader.layout import row_positions
 from loader.reader import Snapshot
-from loader.row_order import row_positions
 from loader.verify import VerifyReport, verify_snapshot
 from shardrank_testing.exhaustion import file_descriptors_exhausted
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, rewrite_manifest, write_snapshot

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from loader import vocabulary
 from loader.errors import ExportError
-from loader.fingerprint import fingerprint_strings
-from loader.manifest import VocabularyMapping
+from loader.manifest import VocabularyMapping, fingerprint_strings
 from loader.reader import Snapshot
 from loader.vocabulary import vocabulary_tensors
 from shardrank_testing.snapshots import one_table_spec, write_snapshot

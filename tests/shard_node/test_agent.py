@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from loader.errors import RegistryUnavailableError, SnapshotCorruptError
-from loader.registry.keys import wanted_key
+from loader.registry.records import wanted_key
 from shard_node.agent import AgentConfig
 from shard_node.errors import MemoryBudgetError
 from shard_node.stagings import StagingConfig

@@ -10,8 +10,7 @@ import numpy as np
 
 from loader.publishing import register
 from loader.reader import Snapshot
-from loader.registry.keys import rollout_key
-from loader.registry.records import FleetRecord
+from loader.registry.records import FleetRecord, rollout_key
 from shardrank_testing.agents import agent_on, published, run, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server

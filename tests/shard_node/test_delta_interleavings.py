@@ -19,7 +19,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaGapError
 from loader.reader import Snapshot
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.keys import delta_stream
+from loader.registry.records import delta_stream
 from shard_node.delta_follower import FollowerConfig
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.deltas import (

@@ -12,7 +12,7 @@ import pytest
 from loader.deltas.batch import DeltaBatch
 from loader.reader import Snapshot
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.keys import delta_stream
+from loader.registry.records import delta_stream
 from shard_node.followers import Followers
 from shard_node.loading import load_tables
 from shard_node.node import LoadedTables

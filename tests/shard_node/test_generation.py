@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from loader.pace import BACKGROUND_NICENESS
+from loader.progress import BACKGROUND_NICENESS
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations
 

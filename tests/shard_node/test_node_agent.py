@@ -14,8 +14,7 @@ import pytest
 from loader.errors import SnapshotNotFoundError
 from loader.publishing import register
 from loader.reader import Snapshot
-from loader.registry.keys import delta_stream
-from loader.registry.records import FleetRecord, WantedModel
+from loader.registry.records import FleetRecord, WantedModel, delta_stream
 from shard_node.arena import row_bytes_of
 from shard_node.bags import KeyedBags
 from shard_node.errors import FleetMismatchError

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.deltas.encoding import encode_rows
+from loader.deltas.batch import encode_rows
 from loader.errors import DeltaFormatError
 from loader.manifest import TableSpec
 from shardrank_testing.deltas import encoded

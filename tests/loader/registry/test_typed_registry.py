@@ -9,8 +9,19 @@ import logging
 import pytest
 
 from loader.errors import RegistryConflictError, RegistryRecordError
-from loader.registry.keys import FLEET, node_key, rollout_key, version_key, wanted_key
-from loader.registry.records import FleetRecord, NodeRecord, PublishedVersion, VersionReport, VersionStats, WantedModel
+from loader.registry.records import (
+    FLEET,
+    FleetRecord,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    VersionStats,
+    WantedModel,
+    node_key,
+    rollout_key,
+    version_key,
+    wanted_key,
+)
 from loader.registry.typed import FleetRegistry, epoch_of
 from shardrank_testing.registries import contract, with_open
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from loader.registry.records import FleetRecord, NodeRecord, VersionReport
-from loader.rollout.coverage import cannot_roll, lags, refusals
+from loader.rollout.coverage import FleetView, Roster, cannot_roll, lags, refusals
 from loader.rollout.record import Rollout
-from loader.rollout.roster import FleetView, Roster
-from loader.rollout.steps import plan_steps
-from loader.rollout.transitions import undone
+from loader.rollout.steps import plan_steps, undone
 
 STEPS = plan_steps("beside", canary=True, bake=False)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loader.registry.records import LATENCY_BOUNDS_MS, NodeRecord, VersionReport, VersionStats
+from loader.rollout.coverage import added, since
 from loader.rollout.guards import GuardLimits, at_least, compare, golden_breach, numbers_of, percentile_ms
-from loader.rollout.tally import added, since
 from shardrank_testing.rollout_fleet import stats
 
 LIMITS = GuardLimits()

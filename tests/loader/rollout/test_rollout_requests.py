@@ -8,7 +8,7 @@ import secrets
 import pytest
 
 from loader.errors import RolloutError
-from loader.registry.keys import rollout_key
+from loader.registry.records import rollout_key
 from loader.rollout.record import Rollout, encode_rollout
 from loader.rollout.requests import abort_rollout, read_rollout, roll_back, start_rollout
 from loader.rollout.status import RolloutStatus, read_status

@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 
 from loader.errors import RegistryRecordError, RolloutError
 from loader.rollout.record import MAX_EVENTS, Rollout, decode_rollout, encode_rollout
-from loader.rollout.steps import plan_steps, replica_groups, same_wish, wanted_in_step
-from loader.rollout.transitions import advanced, forwarded, noted, rebased, undone
+from loader.rollout.steps import (
+    advanced,
+    forwarded,
+    noted,
+    plan_steps,
+    rebased,
+    replica_groups,
+    same_wish,
+    undone,
+    wanted_in_step,
+)
 
 GROUPS = (("a0", "b0"), ("a1", "b1"), ("a2",))
 

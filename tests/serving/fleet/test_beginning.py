@@ -11,8 +11,7 @@ import pytest
 
 from loader.errors import SnapshotNotFoundError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.keys import rollout_key
-from loader.registry.records import FleetRecord, NodeRecord, WantedModel
+from loader.registry.records import FleetRecord, NodeRecord, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import Rollout, encode_rollout
 from router.errors import PlanError

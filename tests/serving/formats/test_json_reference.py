@@ -10,8 +10,15 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from loader.fingerprint import fingerprint_strings
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
+from loader.manifest import (
+    DenseInputs,
+    DenseModelSpec,
+    FeatureSpec,
+    ModelSpec,
+    TableSpec,
+    VocabularyMapping,
+    fingerprint_strings,
+)
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
 from serving.formats.schema import RequestSchema

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.fingerprint import fingerprint_strings
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.training.errors import TrainingError

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from loader.fingerprint import fingerprint_strings
+from loader.manifest import fingerprint_strings
 from serving.models.factory import build_model
 from serving.training.dataset import FilmsDataset
 from serving.training.description import FilmsOptions, films_spec, films_vocabularies

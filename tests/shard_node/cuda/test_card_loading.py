@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.background import CalledOffError
 from loader.errors import SnapshotCorruptError
+from loader.progress import CalledOffError
 from loader.reader import Snapshot
 from loader.row_source import rows_of
 from loader.writer import export_snapshot

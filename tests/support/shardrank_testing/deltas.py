@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from loader.codecs import codec_for
-from loader.deltas.batch import DeltaBatch
-from loader.deltas.encoding import encode_rows
+from loader.deltas.batch import DeltaBatch, encode_rows
 from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
 from loader.publishing import register
 from loader.reader import Snapshot

@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from loader.errors import RegistryUnavailableError
-from loader.registry.keys import rollout_key
-from loader.registry.records import FleetRecord, NodeRecord, PublishedVersion, VersionReport, VersionStats, WantedModel
+from loader.registry.records import (
+    FleetRecord,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    VersionStats,
+    WantedModel,
+    rollout_key,
+)
 from loader.registry.registry import Registry
 from loader.registry.typed import FleetRegistry, epoch_of
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.layout import bucket_shift, bucket_start_in_file, rows_in_file
-from loader.row_order import default_rows_per_file, row_at_position, row_positions, rows_at_positions
+from loader.layout import (
+    bucket_shift,
+    bucket_start_in_file,
+    default_rows_per_file,
+    row_at_position,
+    row_positions,
+    rows_at_positions,
+    rows_in_file,
+)
 from shardrank_testing.snapshots import one_table_spec
 
 

@@ -1,0 +1,182 @@
+"""Map files as arrays, bring pages in, give them back, and settle the heap.
+
+Through ctypes, which releases the interpreter lock while the kernel works: mapping and freeing gigabytes takes long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import math
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+# Named by the mmap module since Python 3.13; this is Linux's value.
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class _MappedPages:
+    """Owns a mapping and gives it to NumPy; arrays keep their owner, and the pages are unmapped with the last of them.
+
+    Attributes:
+        __array_interface__: NumPy's array interface, version 3
+            (https://numpy.org/doc/stable/reference/arrays.interface.html).
+    """
+
+    def __init__(self, address: int, size_bytes: int, array_interface: dict[str, Any]) -> None:
+        self.__array_interface__ = array_interface
+        # Not at exit: other threads may still read, and the process's end unmaps everything.
+        weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False
+
+
+def map_array(
+    path: Path, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike, *, copy_on_write: bool = False
+) -> npt.NDArray[Any]:
+    """Returns a read-only array of `shape` over a file's bytes from `offset` on; at least one element.
+
+    With `copy_on_write` it can be written to: a page that is written becomes memory of this process, and the file stays
+    as it is.
+
+    Raises:
+        OSError: the file can't be opened or mapped.
+        ValueError: the file ends before the array does.
+    """
+    item = np.dtype(dtype)
+    end = offset + item.itemsize * math.prod(shape)
+    first_page = offset - offset % mmap.ALLOCATIONGRANULARITY
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        file_bytes = os.fstat(descriptor).st_size
+        if file_bytes < end:  # reading such pages would end the process
+            raise ValueError(f"the file has {file_bytes} bytes, the array ends at {end}")
+        size_bytes = end - first_page
+        protection, flags = mmap.PROT_READ, mmap.MAP_SHARED
+        if copy_on_write:
+            # Without a reserve: a few pages will be written, and a file may be larger than the memory.
+            protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
+        address = _libc.mmap(None, size_bytes, protection, flags, descriptor, first_page)
+        if address is None or address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(descriptor)
+    interface = {
+        "version": 3,
+        "shape": shape,
+        "typestr": item.str,
+        "data": (address + offset - first_page, not copy_on_write),
+    }
+    return np.asarray(_MappedPages(address, size_bytes, interface))
+
+
+# madvise(2), since Linux 5.14; the mmap module does not name it.
+_MADV_POPULATE_READ: Final = 22
+_MADV_DONTNEED: Final = 4
+_PIECE_BYTES: Final = 32 << 20
+
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda count: None) -> None:
+    """Brings all pages of a mapped array into memory and into this process's page tables, so that no read faults.
+
+    The array must be contiguous; `on_bytes` is told the bytes done since its last call.
+
+    Raises:
+        OSError: the kernel could not read a page, for example of a file that has become shorter.
+    """
+    begin = _address(array)
+    begin -= begin % mmap.PAGESIZE
+    for address, size_bytes in _pieces(begin, _address(array) + array.nbytes):
+        try:
+            _advise(address, size_bytes, _MADV_POPULATE_READ)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # An older kernel: reading a byte of each page does the same, one fault at a time.
+            flat = array.reshape(-1).view(np.uint8)
+            offset = max(0, address - _address(array))
+            int(flat[offset : offset + size_bytes : mmap.PAGESIZE].sum(dtype=np.int64))
+        on_bytes(size_bytes)
+
+
+def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) -> None:
+    """Gives the pages that lie wholly within an array back to the system, piece by piece.
+
+    The array must be all that lies in them, and nobody may need its content: private memory reads as zeros afterwards.
+    It is contiguous, over mapped memory of its own, not the heap's. Unmapping what is left takes next to no time.
+    `rest` is called between two pieces.
+    """
+    begin = -(-_address(array) // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (_address(array) + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    for address, size_bytes in _pieces(begin, end):
+        _advise(address, size_bytes, _MADV_DONTNEED)
+        rest()
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    if not array.flags.c_contiguous:
+        raise ValueError("an array with gaps: its memory is not its own")
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for address in range(begin, end, _PIECE_BYTES):
+        yield address, min(_PIECE_BYTES, end - address)
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> None:
+    if _libc.madvise(address, size_bytes, advice) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"madvise {advice} of {size_bytes} bytes: {os.strerror(number)}")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines, and the twice of it that goes with it.
+MMAP_THRESHOLD_BYTES = 32 << 20
+TRIM_THRESHOLD_BYTES = 2 * MMAP_THRESHOLD_BYTES
+# Objects with references to others that are made and not freed until the youngest ones are looked at.
+YOUNG_OBJECTS = 50_000
+
+
+def settle_heap() -> None:
+    """Collects once and freezes what is left. Called once, with all modules imported, before the first request.
+
+    Python's collector stops every thread while it goes over the oldest generation: with PyTorch and the APIs imported
+    about 200,000 objects and 80 ms, the longest stall of a swap. Frozen objects are not gone over
+    (https://docs.python.org/3/library/gc.html#gc.freeze). Young collections, which find nothing and would cost each
+    request about one, become rare; what is in cycles waits that much longer.
+
+    Memory that a batch has freed is kept for the next one. glibc's malloc begins by giving blocks of some megabytes
+    back to the kernel, and every batch then pays for their pages again; it stops by itself once a block of 32 MiB was
+    freed, which a server may never do (https://man7.org/linux/man-pages/man3/mallopt.3.html).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Other C libraries have none, and other ways.
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
