@@ -17,7 +17,7 @@ from loader.row_source import rows_from_blocks
 from loader.writer import export_snapshot
 from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
 from router.feature_schema import FeatureSchema
-from serving.cli.plan.model_catalog import catalog_model
+from serving.cli.model_catalog import catalog_model
 from serving.formats.requests import RankRequest
 from serving.models.factory import build_model
 from shard_node.bags import Float32Array, KeyedBags

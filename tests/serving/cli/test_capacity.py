@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from serving.cli.plan.capacity import CapacityOptions, CapacityPlan
-from serving.cli.plan.lookup_profile import LookupProfile
-from serving.cli.plan.model_catalog import catalog_model
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
+from serving.cli.model_catalog import catalog_model
 from shard_node.cuda.card_plan import CardPlan
 from shard_node.cuda.card_systems import SYSTEMS
 from shard_node.errors import MemoryBudgetError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loader.golden import GoldenRequests
-from serving.cli.plan.lookup_profile import LookupProfile
+from serving.cli.capacity import LookupProfile
 from serving.errors import LookupProfileError
 from shard_node.cuda.cost_model import BagLoad
 from shard_node.table_layout import TableLayout
