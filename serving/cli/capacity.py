@@ -52,7 +52,7 @@ class LookupProfile:
 
     @classmethod
     def of_requests(cls, requests: GoldenRequests, zipf: float = 0.0) -> LookupProfile:
-        """The ids that a set of requests has in each bag."""
+        """Count the ids that a set of requests has in each bag."""
         lengths = requests.lengths
         return cls(
             {name: float(one.mean()) if one.size else 0.0 for name, one in lengths.items()},
@@ -61,7 +61,7 @@ class LookupProfile:
         )
 
     def with_hotness(self, spec: ModelSpec, told: Mapping[str, float]) -> LookupProfile:
-        """The same but for features whose hotness is told.
+        """Return the same but for features whose hotness is told.
 
         Raises:
             LookupProfileError: a feature that the model does not have, or a number out of range.
@@ -75,17 +75,17 @@ class LookupProfile:
         return replace(self, hotness={**self.hotness, **told}, longest={**self.longest, **told})
 
     def with_zipf(self, zipf: float) -> LookupProfile:
-        """The same with another skew in place of counts. Raises LookupProfileError for one out of range."""
+        """Return the same with another skew in place of counts. Raises LookupProfileError for one out of range."""
         if not 0 <= zipf <= MAX_ZIPF:
             raise LookupProfileError(f"zipf is {zipf}, allowed is 0..{MAX_ZIPF:g}")
         return replace(self, zipf=zipf, counts={})
 
     def ids_of(self, feature: str) -> float:
-        """Ids in a bag, in the mean."""
+        """Return the ids in a bag, in the mean."""
         return self.hotness.get(feature, 1.0)
 
     def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:
-        """What a batch asks of each table, in layout order: context features once a request, others once a candidate.
+        """Count what a batch asks of each table, in layout order: context features by request, others by candidate.
 
         Args:
             spec: the model.
@@ -96,7 +96,7 @@ class LookupProfile:
         return tuple(self._load(spec, table, requests, candidates) for table in layout.tables)
 
     def placement(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> Hotness:
-        """What placement is told: the same lookups, by table."""
+        """Return what placement is told: the same lookups, by table."""
         loads = self.loads(spec, layout, requests, candidates)
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
         return Hotness(self.counts, lookups, dict.fromkeys(lookups, self.zipf))
@@ -148,7 +148,7 @@ class CapacityOptions(Frozen):
 
     @property
     def budget(self) -> CardBudget:
-        """What one version may take."""
+        """Return what one version may take."""
         return CardBudget(
             (int(self.card_memory_gb * GB / self.versions),) * self.cards,
             int(self.pinned_memory_gb * GB / self.versions),
@@ -168,7 +168,7 @@ class ModelSize(Frozen):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
-        """Adds up the tables."""
+        """Add up the tables."""
         sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.tables]
         codes, stored, on_cards, places = (sum(column) for column in zip(*sizes, strict=True))
         return cls(
@@ -258,7 +258,7 @@ class CapacityPlan(Frozen):
 
     @classmethod
     def make(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> Self:
-        """Plans a model.
+        """Plan a model.
 
         Raises:
             MemoryBudgetError: it can't be served on such nodes at all, with the numbers.

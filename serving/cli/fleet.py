@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -44,14 +43,13 @@ from serving.cli.settings import (
     device_arguments,
     front_arguments,
     num_replicas,
+    run_until_stopped,
     warn_if_open,
 )
 
 if TYPE_CHECKING:
     from router.plan import Plan
     from serving.fleet.local_fleet import Beginning, FleetConfig
-
-logger = logging.getLogger(__name__)
 
 _QUOTED_TABLES = 8
 
@@ -223,7 +221,6 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
       shardrank coordinator --registry redis://10.0.0.9:6379/0 --step-timeout 5m
     """
     from loader.rollout.coordinator import Coordinator, CoordinatorConfig
-    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     config = validated(CoordinatorConfig, {name: value for name, value in times.items() if value is not None})
     url, name = registry_url(registry, store), owner or f"{socket.gethostname()}:{os.getpid()}"
@@ -233,10 +230,7 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
-    try:
-        run_until_signalled(program)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+    run_until_stopped(program)
 
 
 @click.group(cls=GroupWithExamples)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich import box
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 140
 
 
-def print_json(value: BaseModel) -> None:
+def print_json(value: BaseModel | dict[str, Any]) -> None:
     """Print one JSON document on stdout."""
-    click.echo(value.model_dump_json(indent=2))
+    if isinstance(value, dict):
+        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    else:
+        click.echo(value.model_dump_json(indent=2))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -352,7 +352,7 @@ def _busy_cards(cards: int) -> str:
 
 
 def _human_count(count: float) -> str:
-    """`950`, `12.3 k`, `4.56 M`, `1.2 G`."""
+    """Write `950`, `12.3 k`, `4.56 M`, `1.2 G`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"

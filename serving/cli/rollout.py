@@ -33,6 +33,7 @@ from serving.cli.output import human_bytes, print_json, print_table, progress_ba
 
 if TYPE_CHECKING:
     from loader.publishing import Publication
+    from loader.registry.records import PublishedVersion, WantedModel
     from loader.registry.typed import FleetRegistry
     from loader.retention import Retained
     from loader.rollout.record import Rollout
@@ -66,7 +67,6 @@ def publish(
       shardrank publish /training/out/films/3 --store models --registry redis://10.0.0.9:6379/0
     """
     from loader import publishing, retention
-    from serving.cli.rollout_view import PublishReport
 
     folder = snapshot_folder.resolve()
     where = folder.parent.parent if store is None else store
@@ -79,10 +79,12 @@ def publish(
 
     with progress_bars() as bars:
         published, retained = with_registry(registry_url(registry, where), work)
-    if as_json:
-        print_json(PublishReport.of(published, retained))
-        return
     record = published.record
+    if as_json:
+        done = {"folder": str(published.folder), "copied": published.copied, "is_new": published.is_new}
+        kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
+        print_json(record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted})
+        return
     how = "copied to" if published.copied else "lies in"
     news = "is published" if published.is_new else "was published before"
     click.echo(f"{record.model} version {record.version} {news}; {human_bytes(record.rows_bytes)} of rows")
@@ -106,22 +108,48 @@ def versions(model: str | None, registry: str | None, store: Path | None, as_jso
       shardrank versions --store models
       shardrank versions films --registry redis://10.0.0.9:6379/0 --json
     """
-    from serving.cli.rollout_view import list_versions
-
-    found = with_registry(registry_url(registry, store), lambda fleet: list_versions(fleet, model))
+    found = with_registry(registry_url(registry, store), lambda fleet: _used_versions(fleet, model))
     if as_json:
-        print_json(found)
+        used = [one.model_dump(mode="json") | {"uses": uses, "nodes": nodes} for one, uses, nodes in found]
+        print_json({"versions": used})
         return
     rows = [
-        (one.model, one.version, ", ".join(one.uses) or "-", _date(one.published_at), human_bytes(one.rows_bytes),
-         _lineage(one.version, one.delta_base, one.last_delta), one.nodes, one.identity[:12])
-        for one in found.versions
+        (one.model, one.version, ", ".join(uses) or "-", _date(one.published_at), human_bytes(one.rows_bytes),
+         _lineage(one.version, one.delta_base, one.last_delta), nodes, one.identity[:12])
+        for one, uses, nodes in found
     ]  # fmt: skip
     if not rows:
         click.echo("no version is published" if model is None else f"no version of {model!r} is published")
         return
     columns = ("model", "#version", "use", "published", "#rows", "deltas", "#nodes ready", "identity")
     print_table("Versions", columns, rows)
+
+
+async def _used_versions(
+    fleet: FleetRegistry, model: str | None
+) -> list[tuple[PublishedVersion, tuple[str, ...], int]]:
+    """The published versions of one model, or of all; each with its uses and the number of nodes that have it ready."""
+    published = await fleet.versions(model)
+    wanted, nodes = await fleet.wanted(), await fleet.nodes()
+    found: list[tuple[PublishedVersion, tuple[str, ...], int]] = []
+    for record in sorted(published, key=lambda one: (one.model, one.version)):
+        reports = [node.report(record.model, record.version) for node in nodes]
+        ready = sum(report is not None and report.state == "ready" for report in reports)
+        found.append((record, _uses(record.version, wanted.get(record.model)), ready))
+    return found
+
+
+def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
+    if wanted is None:
+        return ()
+    uses: list[str] = []
+    if version == wanted.live:
+        uses.append("live")
+    elif version in wanted.hold or any(version in held for held in wanted.node_hold.values()):
+        uses.append("staged")
+    if wanted.canary is not None and version == wanted.canary.version:
+        uses.append(f"canary {wanted.canary.share:.3g}")
+    return tuple(uses)
 
 
 def _date(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What the commands of rollouts show: published versions, and the status of a rollout, once or until it ends."""
+"""The status of rollouts on a terminal: once, on and on, or line by line until one ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import click
-from pydantic import BaseModel, ConfigDict
 from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -18,17 +16,12 @@ from rich.text import Text
 
 from loader.errors import RegistryUnavailableError, RolloutError
 from loader.registry.keys import COORDINATOR_LOCK, ROLLOUTS
-from loader.registry.records import NodeRecord, PublishedVersion, WantedModel
 from loader.registry.typed import FleetRegistry
 from loader.rollout.guards import Verdict, VersionNumbers
 from loader.rollout.record import Rollout
 from loader.rollout.requests import read_rollout
 from loader.rollout.status import NodeStatus, RolloutStatus, VersionStatus, read_status
 from serving.cli.output import human_bytes, human_time, print_json, stdout_console
-
-if TYPE_CHECKING:
-    from loader.publishing import Publication
-    from loader.retention import Retained
 
 SHOWN_EVENTS = 8
 SHOWN_LAGS = 6
@@ -42,94 +35,8 @@ REMIND_S = 10.0
 Sleep = Callable[[float], Awaitable[None]]
 
 
-class ListedVersion(PublishedVersion):
-    """A `PublishedVersion` and where it is in use.
-
-    Attributes:
-        uses: of `live`, `canary <share>`, `staged` (wanted beside the live one).
-        nodes: nodes of both kinds on which it is ready.
-    """
-
-    uses: tuple[str, ...] = ()
-    nodes: int = 0
-
-
-class VersionList(BaseModel):
-    """By model and version, ascending."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    versions: tuple[ListedVersion, ...]
-
-
-async def list_versions(fleet: FleetRegistry, model: str | None) -> VersionList:
-    """The published versions of one model, or of all. Raises RegistryError."""
-    published = await fleet.versions(model)
-    wanted, nodes = await fleet.wanted(), await fleet.nodes()
-    listed = (_listed(record, wanted.get(record.model), nodes) for record in published)
-    return VersionList(versions=tuple(sorted(listed, key=lambda one: (one.model, one.version))))
-
-
-def _listed(record: PublishedVersion, wanted: WantedModel | None, nodes: list[NodeRecord]) -> ListedVersion:
-    ready = 0
-    for node in nodes:
-        report = node.report(record.model, record.version)
-        ready += report is not None and report.state == "ready"
-    return ListedVersion(**record.model_dump(), uses=_uses(record.version, wanted), nodes=ready)
-
-
-def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
-    if wanted is None:
-        return ()
-    uses: list[str] = []
-    if version == wanted.live:
-        uses.append("live")
-    elif version in wanted.hold or any(version in held for held in wanted.node_hold.values()):
-        uses.append("staged")
-    if wanted.canary is not None and version == wanted.canary.version:
-        uses.append(f"canary {wanted.canary.share:.3g}")
-    return tuple(uses)
-
-
-class PublishReport(PublishedVersion):
-    """What `shardrank publish` did.
-
-    Attributes:
-        folder: where the version lies in the store.
-        copied: whether it had to be copied there.
-        is_new: whether the registry did not know it yet.
-        kept, deleted: what `--retain` left and deleted; None without it.
-    """
-
-    folder: str
-    copied: bool
-    is_new: bool
-    kept: tuple[int, ...] | None = None
-    deleted: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, done: Publication, retained: Retained | None) -> PublishReport:
-        """What both say."""
-        return cls(
-            **done.record.model_dump(),
-            folder=str(done.folder),
-            copied=done.copied,
-            is_new=done.is_new,
-            kept=None if retained is None else retained.kept,
-            deleted=None if retained is None else retained.dropped,
-        )
-
-
-class StatusList(BaseModel):
-    """The status of every model that has ever been wanted or rolled out, by name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rollouts: tuple[RolloutStatus, ...]
-
-
 async def read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[RolloutStatus, ...]:
-    """Of one model, or of all. Raises RegistryError."""
+    """Read the status of one model, or of all. Raises RegistryError."""
     if model is not None:
         return (await read_status(fleet, model),)
     rolled = {key.removeprefix(ROLLOUTS) for key in await fleet.registry.entries(ROLLOUTS)}
@@ -137,16 +44,16 @@ async def read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[Rollou
 
 
 async def print_status(fleet: FleetRegistry, model: str | None, *, as_json: bool) -> None:
-    """Prints it once. Raises RegistryError."""
+    """Print it once. Raises RegistryError."""
     found = await read_statuses(fleet, model)
     if as_json:
-        print_json(found[0] if model is not None else StatusList(rollouts=found))
+        print_json(found[0] if model is not None else {"rollouts": [one.model_dump(mode="json") for one in found]})
         return
     stdout_console().print(await _drawn(fleet, found))
 
 
 async def watch_status(fleet: FleetRegistry, model: str | None, sleep: Sleep = asyncio.sleep) -> None:
-    """Shows it until it is cancelled; a registry that does not answer is waited for.
+    """Show it until it is cancelled; a registry that does not answer is waited for.
 
     A terminal is drawn anew. Into a pipe or a file goes what has changed, each time that a step begins or ends.
     """
@@ -182,7 +89,7 @@ def _waiting(error: RegistryUnavailableError) -> Group:
 
 
 async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = asyncio.sleep) -> Rollout:
-    """Tells what happens in a rollout, line by line, until it has ended.
+    """Tell what happens in a rollout, line by line, until it has ended.
 
     Returns:
         Its last record; how it ended has been printed, to stderr if it is not done.
@@ -265,7 +172,7 @@ async def _drawn(fleet: FleetRegistry, found: tuple[RolloutStatus, ...]) -> Grou
 
 
 def render(status: RolloutStatus, now: float, has_coordinator: bool) -> RenderableType:
-    """One model's status.
+    """Draw one model's status.
 
     Args:
         status: what is shown.
@@ -289,7 +196,7 @@ def render(status: RolloutStatus, now: float, has_coordinator: bool) -> Renderab
 
 
 def headline(status: RolloutStatus, now: float) -> str:
-    """`films: version 3 is live; rollout of 4 in place of 3 (beside): running for 20 s, step flip (5 of 7)`."""
+    """Write `films: version 3 is live; rollout of 4 in place of 3 (beside): running for 20 s, step flip (5 of 7)`."""
     live = "no version is live" if status.live is None else f"version {status.live} is live"
     if status.state is None:
         return f"{status.model}: {live}; there was no rollout yet"
@@ -308,7 +215,7 @@ def headline(status: RolloutStatus, now: float) -> str:
 
 
 def event_line(at: float, step: str, text: str) -> str:
-    """`12:30:05 flip: …`, in UTC."""
+    """Write `12:30:05 flip: …`, in UTC."""
     return f"{datetime.fromtimestamp(at, tz=UTC):%H:%M:%S} {step}: {text}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -50,6 +49,7 @@ from serving.cli.settings import (
     num_replicas,
     open_card_set,
     read_limits,
+    run_until_stopped,
     to_bytes,
     warn_if_open,
     with_proxies,
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import Partition
     from shard_node.tls import TlsClientConfig
-
-logger = logging.getLogger(__name__)
 
 REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
 """How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
@@ -416,7 +414,6 @@ def default_node_id(http_port: int) -> str:
 
 def _run_workers(ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str]) -> None:
     from serving.fleet.local_fleet import held_ports, worker_specs
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from serving.fleet.supervisor import SupervisionConfig, supervised
 
     host, log_level = ctx.params["host"], ctx.find_root().params["log_level"]
@@ -431,7 +428,4 @@ def _run_workers(ctx: click.Context, workers: list[list[str]], scheme: str, envi
                 click.echo(f"gRPC: {host}:{ports.grpc}")
                 await asyncio.Event().wait()
 
-    try:
-        run_until_signalled(program)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+    run_until_stopped(program)

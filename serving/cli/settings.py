@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def given_flags(ctx: click.Context) -> set[str]:
 
 
 def belongs_to_fleet(ctx: click.Context, fleet_only: Collection[str]) -> bool:
-    """Whether a process gets its versions from a registry. Raises UsageError for flags of the other form."""
+    """Tell whether a process gets its versions from a registry. Raises UsageError for flags of the other form."""
     given = given_flags(ctx)
     static = sorted(given & {"version", "snapshot", "shards"})
     if ctx.params["registry"] is None or (static and "registry" not in given):
@@ -91,7 +92,7 @@ def member_folder(options: Mapping[str, Any]) -> Path:
 
 
 def device_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The flags that give a child process the same devices. Raises DeviceChoiceError before any child is started."""
+    """Return the flags that give a child process the same devices. Raises DeviceChoiceError."""
     from shard_node.cuda.device_choice import DeviceChoice
 
     DeviceChoice.parse(options["device"])
@@ -99,7 +100,7 @@ def device_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def card_options(options: Mapping[str, Any]) -> CardOptions:
-    """What one version may take of the cards."""
+    """Return what one version may take of the cards."""
     from shard_node.cuda.card_set import CardOptions
 
     return CardOptions(
@@ -111,14 +112,14 @@ def card_options(options: Mapping[str, Any]) -> CardOptions:
 
 
 def open_card_set(options: Mapping[str, Any]) -> CardSet | None:
-    """The cards that the flags choose, opened; None for the CPU. Raises as `CardSet.open`."""
+    """Open the cards that the flags choose; None for the CPU. Raises as `CardSet.open`."""
     from shard_node.cuda.card_set import CardSet
 
     return CardSet.open(options["device"], options["cards"], card_options(options))
 
 
 def num_replicas(asked: int | None, card_set: CardSet | None, *, may_wait: bool = True) -> int:
-    """Ranking replicas: as asked; else one for each card; else none, if no row has to be waited for; else one.
+    """Choose the number of ranking replicas: as asked, one for each card, none if no row is waited for, else one.
 
     Args:
         asked: by `--ranking-replicas`.
@@ -185,7 +186,7 @@ def _read_limits_file(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What the options ask for; every file was read once.
+    """Protection that the options ask for; every file was read once.
 
     Attributes:
         tls: spoken by clients; None for plain text.
@@ -204,7 +205,7 @@ class Protection:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Protection:
-        """Reads the options of a command, those that it has.
+        """Read the options of a command, those that it has.
 
         Raises:
             UsageError: flags that need another one.
@@ -227,13 +228,13 @@ class Protection:
 
 
 def protection_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The flags for child processes that serve. Links are kept: a link that is set anew is how secrets change."""
+    """Return the flags for children that serve. Links are kept: a link that is set anew is how secrets change."""
     files = {name: options.get(name) for name in (*_TLS, *_NODE_TLS, "tokens")}
     return arguments({name: None if file is None else file.absolute() for name, file in files.items()}, files)
 
 
 def warn_if_open(host: str, protection: Protection) -> None:
-    """Logs one warning if others than this machine can reach the APIs, and anybody may ask or listen in."""
+    """Log one warning if others than this machine can reach the APIs, and anybody may ask or listen in."""
     if is_loopback(host):
         return
     tls = protection.tls
@@ -245,14 +246,14 @@ def warn_if_open(host: str, protection: Protection) -> None:
 
 
 def warn_if_node_is_open(addresses: Sequence[Address], tls: TlsConfig | None) -> None:
-    """Logs one warning if others than this machine can reach a shard node, which then answers everybody."""
+    """Log one warning if others than this machine can reach a shard node, which then answers everybody."""
     reachable = [str(address) for address in addresses if not address.is_unix and not is_loopback(address.host)]
     if reachable and tls is None:
         logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there. A name other than `localhost` is not looked up."""
+    """Tell whether only this machine reaches what listens there. A name other than `localhost` is not looked up."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -284,3 +285,15 @@ def _node_tls(options: Mapping[str, Any]) -> TlsClientConfig | None:
     if cert is None:
         cert, key = options["tls_cert"], options["tls_key"]
     return TlsClientConfig(ca=ca, cert=cert, key=key)
+
+
+def run_until_stopped(
+    program: Callable[[], Awaitable[None]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> None:
+    """Run a program until SIGTERM or SIGINT, which is how it should end."""
+    from serving.fleet.process import StopRequestedError, run_until_signalled
+
+    try:
+        run_until_signalled(program, loop_factory=loop_factory)
+    except StopRequestedError as stop:
+        logger.info("stopped by %s", stop)

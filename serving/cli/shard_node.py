@@ -37,6 +37,7 @@ from serving.cli.settings import (
     member_folder,
     node_settings,
     open_card_set,
+    run_until_stopped,
     to_bytes,
     warn_if_node_is_open,
 )
@@ -197,18 +198,10 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
     Raises:
         CardError: the cards have failed; only a new process can use them.
     """
-    import torch
-    import uvloop
-
     from loader.settled_heap import settle_heap
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from shard_node.card_watch import watch_cards
     from shard_node.server import NodeServer
     from shard_node.tls import server_context
-
-    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
-    # processes on one machine a lookup of 1 ms takes 15 ms and more.
-    torch.set_num_threads(1)
 
     async def program() -> None:
         server = NodeServer(node, _limits(node, threads), tls=None if tls is None else server_context(tls))
@@ -222,10 +215,19 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
             await server.drain(DRAIN_TIMEOUT_S)
             await server.close()
 
+    _run_node(node, program)
+
+
+def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
+    """Runs the node's program until SIGTERM or SIGINT, then closes the node."""
+    import torch
+    import uvloop
+
+    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
+    # processes on one machine a lookup of 1 ms takes 15 ms and more.
+    torch.set_num_threads(1)
     try:
-        run_until_signalled(program, loop_factory=uvloop.new_event_loop)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+        run_until_stopped(program, loop_factory=uvloop.new_event_loop)
     finally:
         node.close()
 
@@ -298,27 +300,15 @@ def _run_registered(
         RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
         CardError: the cards have failed; only a new process can use them.
     """
-    import torch
-    import uvloop
-
     from loader.pace import BACKGROUND_SWITCH_INTERVAL_S
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from shard_node.node import NodeIdentity, ShardNode
 
-    torch.set_num_threads(1)  # as in the static form
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = open_card_set(options)
     identity = {"shard_index": member.shard, "num_shards": member.record.num_shards, "num_cards": member.cards}
     node = ShardNode(NodeIdentity.model_validate(identity | {"sharding": member.record.sharding}))
-    try:
-        run_until_signalled(
-            lambda: _program(member, node, card_set, options["registry"], addresses, options["threads"], tls),
-            loop_factory=uvloop.new_event_loop,
-        )
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
-    finally:
-        node.close()
+    threads = options["threads"]
+    _run_node(node, lambda: _program(member, node, card_set, options["registry"], addresses, threads, tls))
 
 
 async def _program(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from serving.cli.options import (
     snapshot_folder,
     snapshot_options,
 )
-from serving.cli.output import human_bytes, print_table, progress_bars
+from serving.cli.output import human_bytes, print_json, print_table, progress_bars
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -294,7 +293,7 @@ def inspect(store: Path | None, model: str | None, version: int | None, snapshot
     opened = Snapshot.open(snapshot_folder(store, model, version, snapshot), verify=False)
     found = _inspection(opened)
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
         _print_inspection(opened, found)
 
@@ -410,8 +409,7 @@ def verify(
     with progress_bars() as bars:
         found, scored = _verify(folder, golden=golden, threads=threads, progress=bars)
     if as_json:
-        document = found.model_dump(mode="json") | {"golden_checked": scored}
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(found.model_dump(mode="json") | {"golden_checked": scored})
     else:
         for check in found.checks:
             click.echo(f"ok: {check}")
