@@ -24,7 +24,7 @@ from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
     from loader.manifest import ModelSpec, RowDtype
-    from serving.cli.capacity import CapacityPlan, CardUse, LookupProfile
+    from serving.cli.capacity import CapacityPlan, LookupProfile
     from shard_node.cuda.card_systems import CardSystem
 
 MANIFEST_NAME = "manifest.json"
@@ -241,7 +241,7 @@ def print_plan(plan: CapacityPlan) -> None:
     print_table(
         "Bytes of a card",
         ("card", "#hot copies", "#own rows", "#places", "#free"),
-        [_card_row(name, one) for name, one in _ends(plan)],
+        _card_rows(plan),
     )
     print_table(
         "Ways to a row",
@@ -279,16 +279,14 @@ def _print_head(plan: CapacityPlan) -> None:
     )
 
 
-def _ends(plan: CapacityPlan) -> list[tuple[str, CardUse]]:
-    if len(plan.cards) == 1:
-        return [("0", plan.cards[0])]
+def _card_rows(plan: CapacityPlan) -> list[tuple[str, ...]]:
+    """The fullest card and the emptiest."""
     by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
-    return [(f"{by_free[0].card} (fullest)", by_free[0]), (f"{by_free[-1].card} (emptiest)", by_free[-1])]
-
-
-def _card_row(name: str, one: CardUse) -> tuple[str, ...]:
-    sizes = (one.hot_bytes, one.own_bytes, one.places_bytes, one.free_bytes)
-    return (name, *(human_bytes(size) for size in sizes))
+    ends = [("", by_free[0])] if len(by_free) == 1 else [(" (fullest)", by_free[0]), (" (emptiest)", by_free[-1])]
+    return [
+        (f"{one.card}{which}", *map(human_bytes, (one.hot_bytes, one.own_bytes, one.places_bytes, one.free_bytes)))
+        for which, one in ends
+    ]
 
 
 def _print_tables(plan: CapacityPlan) -> None:
@@ -327,8 +325,9 @@ def _print_time(plan: CapacityPlan) -> None:
             ("mapped rows, one CPU thread", "", f"{time.mapped_us:.1f}"),
         ],
     )
+    busy = f"all {plan.options.cards} cards busy" if plan.options.cards > 1 else "busy all the time"
     click.echo(
-        f"alone {time.alone_us:.1f} us, bound by {time.bound}; {_busy_cards(plan.options.cards)} "
+        f"alone {time.alone_us:.1f} us, bound by {time.bound}; {busy} "
         f"{_human_count(time.batches_per_s)} batches/s, {_human_count(time.lookups_per_s)} lookups/s, "
         f"bound by {time.busy_bound}"
     )
@@ -345,10 +344,6 @@ def _print_verdict(plan: CapacityPlan) -> None:
             f"does not fit in memory: {human_bytes(plan.left_over_bytes)} stay in the mapped snapshot, beside "
             f"{human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})"
         )
-
-
-def _busy_cards(cards: int) -> str:
-    return f"all {cards} cards busy" if cards > 1 else "busy all the time"
 
 
 def _human_count(count: float) -> str:
