@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from loader.progress import Progress
 
 PIPE_COLUMNS = 140
 
@@ -65,7 +68,7 @@ def human_time(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Progress]:
     """Show a bar on stderr for every `what` that a `loader.progress.Progress` caller reports, and leave it there."""
     columns = (
         TextColumn("{task.description}"),
@@ -73,7 +76,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    bars = Progress(*columns, console=Console(stderr=True))
+    bars = Bars(*columns, console=Console(stderr=True))
     tasks: dict[str, TaskID] = {}
 
     def show(what: str, done: int, total: int) -> None:

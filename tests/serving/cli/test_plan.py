@@ -19,7 +19,7 @@ from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.cuda.card_systems import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> Result:
