@@ -14,9 +14,8 @@ import click
 import numpy as np
 
 from loader.manifest import RowDtype
-from serving.cli.plan.capacity import CapacityOptions, CapacityPlan
-from serving.cli.plan.lookup_profile import LookupProfile
-from serving.cli.plan.model_catalog import DLRM_V2_HOTNESS, catalog_model
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
+from serving.cli.model_catalog import DLRM_V2_HOTNESS, catalog_model
 from shard_node.cuda.card_systems import SYSTEMS
 from shard_node.cuda.cost_model import line_bytes, mean_pieces, moved_bytes, read_bytes, sector_bytes, table_sizes
 from shard_node.cuda.hotness import power_law_sums

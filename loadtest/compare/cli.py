@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from loadtest.workloads.options import request_options, workload_options
-from serving.cli.devices import device_options
-from serving.cli.examples import WithExamples
-from serving.cli.options import FiniteRange, memory_budget_option, replicate_option, sharding_option
+from serving.cli.group import WithExamples
+from serving.cli.options import FiniteRange, device_options, memory_budget_option, replicate_option, sharding_option
 
 MAX_CARDS = 64
 MAX_RATE = 200_000

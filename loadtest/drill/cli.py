@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from serving.cli.examples import WithExamples
+from serving.cli.group import WithExamples
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

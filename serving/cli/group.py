@@ -1,8 +1,10 @@
-"""The `shardrank` group: finds commands when they are asked for, and turns errors into one line and an exit code."""
+"""The `shardrank` group: finds commands by name, shows examples, logs, turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
 import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -10,8 +12,6 @@ from typing import Any
 
 import click
 
-from serving.cli.examples import WithExamples
-from serving.cli.logs import LOG_LEVELS, set_up_logging
 from serving.fleet.process import die_with_parent
 
 PLUGIN_GROUP = "shardrank.commands"
@@ -19,32 +19,63 @@ PLUGIN_GROUP = "shardrank.commands"
 
 COMMANDS = {
     "demo": "serving.cli.demo:demo",
-    "up": "serving.cli.up:up",
+    "up": "serving.cli.fleet:up",
     "serve": "serving.cli.serve:serve",
     "shard-node": "serving.cli.shard_node:shard_node",
-    "train": "serving.cli.train:train",
-    "export": "serving.cli.export:export",
-    "plan": "serving.cli.plan.command:plan",
-    "inspect": "serving.cli.inspect:inspect",
-    "verify": "serving.cli.verify:verify",
-    "publish": "serving.cli.publish:publish",
-    "versions": "serving.cli.versions:versions",
+    "train": "serving.cli.demo:train",
+    "export": "serving.cli.snapshots:export",
+    "plan": "serving.cli.plan:plan",
+    "inspect": "serving.cli.snapshots:inspect",
+    "verify": "serving.cli.snapshots:verify",
+    "publish": "serving.cli.rollout:publish",
+    "versions": "serving.cli.rollout:versions",
     "rollout": "serving.cli.rollout:rollout",
-    "rollback": "serving.cli.rollback:rollback",
-    "coordinator": "serving.cli.coordinator:coordinator",
-    "token": "serving.cli.token:token",
+    "rollback": "serving.cli.rollout:rollback",
+    "coordinator": "serving.cli.fleet:coordinator",
+    "token": "serving.cli.fleet:token",
 }
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_EXAMPLES = "\nExamples:\n"
 
 
-class ShardrankGroup(WithExamples, click.Group):
+class WithExamples(click.Command):
+    """A command whose docstring may end in a block `Examples:`; click would wrap its lines into a paragraph."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what stands before the examples."""
+        text, self.help = self.help, self._parts()[0]
+        try:
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = text
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, after the options."""
+        if examples := self._parts()[1]:
+            formatter.write(f"{_EXAMPLES}{examples}\n")
+        super().format_epilog(ctx, formatter)
+
+    def _parts(self) -> tuple[str, str]:
+        text, _, examples = inspect.cleandoc(self.help or "").partition(_EXAMPLES)
+        return text, examples
+
+
+class GroupWithExamples(WithExamples, click.Group):
+    """A group whose help, and that of its commands, may end in examples."""
+
+    command_class = WithExamples
+
+
+class ShardrankGroup(GroupWithExamples):
     """Loads a command's module when the command is named; its own commands come before those of plugins."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Own commands in the order in which a newcomer meets them, then plugins by name."""
+        """Return own commands in the order in which a newcomer meets them, then plugins by name."""
         return [*COMMANDS, *sorted(_plugins().keys() - COMMANDS.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, or None."""
+        """Return the command of that name, or None."""
         if cmd_name in COMMANDS:
             module, attribute = COMMANDS[cmd_name].split(":")
             command = getattr(importlib.import_module(module), attribute)
@@ -57,7 +88,7 @@ class ShardrankGroup(WithExamples, click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; an error that shardrank raises on purpose becomes `error: …` and exit code 1."""
+        """Run the command; an error that shardrank raises on purpose becomes `error: …` and exit code 1."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -65,6 +96,21 @@ class ShardrankGroup(WithExamples, click.Group):
                 raise
             click.echo(f"error: {_message(error)}", err=True)
             ctx.exit(1)
+
+
+def set_up_logging(level: str) -> None:
+    """Send records of `level` and above to stderr; libraries stay at warning unless `level` is debug.
+
+    Args:
+        level: one of `LOG_LEVELS`.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root = logging.getLogger()
+    root.handlers = [handler]  # not added to: the group may run more than once in one process
+    root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    for package in ("loader", "shard_node", "router", "serving", "loadtest"):
+        logging.getLogger(package).setLevel(level.upper())
 
 
 def _plugins() -> dict[str, EntryPoint]:

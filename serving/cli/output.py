@@ -1,30 +1,37 @@
-"""What commands print: tables, progress bars, sizes."""
+"""What commands print: tables, progress bars, sizes, times."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from loader.progress import Progress
+
 PIPE_COLUMNS = 140
 
 
-def print_json(value: BaseModel) -> None:
-    """One JSON document on stdout."""
-    click.echo(value.model_dump_json(indent=2))
+def print_json(value: BaseModel | dict[str, Any]) -> None:
+    """Print one JSON document on stdout."""
+    if isinstance(value, dict):
+        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    else:
+        click.echo(value.model_dump_json(indent=2))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout; columns whose name starts with `#` hold numbers and go to the right."""
+    """Print a table on stdout; columns whose name starts with `#` hold numbers and go to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith("#") else "left"
@@ -35,13 +42,13 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def stdout_console() -> Console:
-    """The terminal, or a file or pipe whose lines are not cut at 80 columns."""
+    """Return the terminal, or a file or pipe whose lines are not cut at 80 columns."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def human_bytes(size_bytes: int) -> str:
-    """`1.5 MB`; powers of 1000."""
+    """Write `1.5 MB`; powers of 1000."""
     size = float(size_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -50,40 +57,38 @@ def human_bytes(size_bytes: int) -> str:
     return f"{size:.2f} TB"
 
 
-class ProgressBars:
-    """A bar for every `what` that a `loader.progress.Progress` caller reports; on stderr."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Moves the bar of `what`; makes it first."""
-        if not self._tasks:
-            # Not before: bars that never come would leave an empty line before an error.
-            self._bars.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=total)
-        self._bars.update(self._tasks[what], completed=done, total=total)
-
-    def stop(self) -> None:
-        """Leaves the bars as they are."""
-        if self._tasks:
-            self._bars.stop()
+def human_time(seconds: float) -> str:
+    """Write `45 s`, `3 min 20 s`, `2 h`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    unit, part = ("h", "min") if whole >= 3600 else ("min", "s")
+    more, rest = divmod(whole // 60 if unit == "h" else whole, 60)
+    return f"{more} {unit} {rest} {part}" if rest else f"{more} {unit}"
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[ProgressBars]:
-    """Shows bars while its block runs, and leaves them on the screen."""
+def progress_bars() -> Iterator[Progress]:
+    """Show a bar on stderr for every `what` that a `loader.progress.Progress` caller reports, and leave it there."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    bars = Progress(*columns, console=Console(stderr=True))
-    shown = ProgressBars(bars)
+    bars = Bars(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if not tasks:
+            # Not before: bars that never come would leave an empty line before an error.
+            bars.start()
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
+
     try:
-        yield shown
+        yield show
     finally:
-        shown.stop()
+        if tasks:
+            bars.stop()

@@ -1,61 +1,78 @@
-"""`shardrank serve`: HTTP and gRPC in front of shard nodes, or of rows in this very process."""
+"""`shardrank serve`: HTTP and gRPC in front of shard nodes or of rows in this very process, alone or in a fleet."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
+import os
+import socket
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from serving.cli.devices import (
-    DEVICE_FLAGS,
-    device_arguments,
-    device_options,
-    num_replicas,
-    open_card_set,
-)
-from serving.cli.examples import WithExamples
+from serving.cli.group import WithExamples
 from serving.cli.options import (
     Assignment,
     FiniteRange,
     cards_option,
+    count_option,
+    device_options,
     front_options,
+    max_memory_option,
     member_options,
     memory_budget_option,
+    node_tls_options,
     port_options,
     ranking_options,
     replicate_option,
     sharding_option,
-    verify_option,
-)
-from serving.cli.protection import (
-    Protection,
-    node_tls_options,
-    protection_arguments,
+    stage_share_option,
     tls_options,
     tokens_option,
-    warn_if_open,
+    verify_option,
 )
-from serving.cli.snapshots import SnapshotChoice
+from serving.cli.settings import (
+    DEVICE_FLAGS,
+    Protection,
+    arguments,
+    belongs_to_fleet,
+    default_name,
+    device_arguments,
+    flags,
+    front_arguments,
+    given_flags,
+    member_folder,
+    node_settings,
+    num_replicas,
+    open_card_set,
+    read_limits,
+    run_until_stopped,
+    to_bytes,
+    warn_if_open,
+    with_proxies,
+)
 
 if TYPE_CHECKING:
+    from loader.manifest import ModelSpec
+    from loader.registry.typed import FleetRegistry
+    from router.plan import Plan
     from serving.limits import RequestLimits
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
+    from serving.versions.serving_node import LocalRows
+    from shard_node.cuda.card_set import CardSet
+    from shard_node.node import Partition
     from shard_node.tls import TlsClientConfig
-
-logger = logging.getLogger(__name__)
 
 REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
 """How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
 
-_REGISTERED_ONLY = frozenset({"local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share"})
-_LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb", *DEVICE_FLAGS})
+_ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb")
+_FLEET_ONLY = ("local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share")
+_ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 
 
 @click.command(cls=WithExamples)
@@ -98,35 +115,21 @@ _LOCAL_ONLY = frozenset({"cards", "sharding", "replicate_bytes", "memory_budget_
 @replicate_option
 @memory_budget_option
 @device_options
-@click.option(
-    "--max-memory-gb",
-    type=FiniteRange(min=0),
-    metavar="GB",
-    help="With --local: RAM for the rows of all versions together, in 10^9 bytes. A version beyond it is refused "
-    "before it is loaded. Default: what is available.",
-)
-@click.option(
-    "--stage-cpu-share",
-    type=FiniteRange(0.01, 1),
-    default=0.5,
-    show_default=True,
-    metavar="SHARE",
-    help="With --registry: of one core, for loading a version beside the live one.",
-)
-@port_options(8080, 8081)
+@max_memory_option("With --local: ")
+@stage_share_option
+@port_options
 @tls_options(
     "Let in only clients with a certificate of these CAs, over HTTP and gRPC. They also are the default of --node-ca."
 )
 @node_tls_options
 @tokens_option
 @front_options
-@click.option(
+@count_option(
     "--workers",
-    type=click.IntRange(1, 64),
+    "Serving processes that share the ports. Those that hold rows hold all of them each.",
+    1,
+    64,
     default=1,
-    show_default=True,
-    metavar="N",
-    help="Serving processes that share the ports. Those that hold rows hold all of them each.",
 )
 @ranking_options
 @verify_option
@@ -174,100 +177,43 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
-    from serving.cli.limits import limit_arguments, read_limits, with_proxies
-
-    is_registered = _is_registered(ctx)
+    in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
+    if in_fleet and not options["local"] and (wrong := sorted(given_flags(ctx) & {*_ROWS, *DEVICE_FLAGS})):
+        raise click.UsageError(f"{flags(wrong)}: with --registry only for --local rows; shard nodes have their own.")
     limits = read_limits(options["limits_file"], with_proxies(options))
-    arguments = limit_arguments(options["limits_file"], with_proxies(options)) + protection_arguments(options)
-    if options["admin_port"] is not None:
-        arguments += ["--admin-port", str(options["admin_port"])]
     protection = Protection.of(options)
-    server_config = _server_config(options, protection)
+    config = _server_config(options, protection)
+    folder = None if in_fleet else _static_folder(ctx)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
         warn_if_open(options["host"], protection)
-    say = partial(_say, protection.scheme)
-    if is_registered:
-        from serving.cli.registered_serving import run_registered, worker_arguments, worker_node_ids
-
-        if options["workers"] > 1:
-            profiles = _worker_profiles(options["profile"], options["workers"])
-            same, names = worker_arguments(options) + arguments, worker_node_ids(options)
-            workers = [[*same, "--node-id", one, *own] for one, own in zip(names, profiles, strict=True)]
-            _run_workers(ctx, workers, protection.scheme, {REGISTRY_VARIABLE: options["registry"]})
-        else:
-            run_registered(options, limits, server_config, protection.node_tls, say)
-        return
-    folder = _static_folder(ctx)
     if options["workers"] > 1:
-        from loader.reader import Snapshot
+        if folder is not None:
+            from loader.reader import Snapshot
 
-        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
-        Snapshot.open(folder, verify=False)
-        same = _worker_arguments(options, folder) + arguments
-        profiles = _worker_profiles(options["profile"], options["workers"])
-        _run_workers(ctx, [[*same, *own] for own in profiles], protection.scheme)
+            # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+            Snapshot.open(folder, verify=False)
+        same = [*worker_arguments(options, folder), *front_arguments(options)]
+        own = _own_arguments(options, named=folder is None)
+        environment = {REGISTRY_VARIABLE: options["registry"]} if folder is None else {}
+        _run_workers(ctx, [[*same, *one] for one in own], protection.scheme, environment)
         return
-    source = _source(options, folder, protection.node_tls)
-    _run(source, limits, server_config, options["probe_port"], options["profile"], say)
-
-
-def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
-    """Raises as `open_card_set`, and AddressError."""
-    from serving.versions.loading import ModelSource
-
-    budget_gb = options["memory_budget_gb"]
-    shards, card_set = _addresses(options["shards"]), None
-    if not shards:
-        card_set = open_card_set(options)
-    same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
-    may_wait = bool(shards) or budget_gb is not None
-    replicas = num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait)
-    return ModelSource.model_validate(
-        {name: options[name] for name in same}
-        | {"snapshot": folder, "shards": shards, "node_tls": node_tls, "num_replicas": replicas}
-        | {"memory_budget_bytes": None if budget_gb is None else int(budget_gb * 1e9), "card_set": card_set}
-    )
-
-
-def _is_registered(ctx: click.Context) -> bool:
-    """Whether the process belongs to a fleet. Raises UsageError for flags of another form."""
-    given = {name for name in ctx.params if _is_given(ctx, name)}
-    static = sorted(given & {"version", "snapshot", "shards"})
-    if ctx.params["registry"] is None or (static and "registry" not in given):
-        if wrong := sorted(given & _REGISTERED_ONLY):
-            raise click.UsageError(f"{_flags(wrong)}: only with --registry.")
-        return False
-    if static:
-        raise click.UsageError(f"{_flags(static)}: not with --registry, which says what is served and where rows are.")
-    if ctx.params["store"] is None:
-        raise click.UsageError("--registry needs --store.")
-    if not ctx.params["local"] and (wrong := sorted(given & _LOCAL_ONLY)):
-        raise click.UsageError(f"{_flags(wrong)}: with --registry only for --local rows; shard nodes have their own.")
-    return True
-
-
-def _is_given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE
-
-
-def _flags(names: Sequence[str]) -> str:
-    return ", ".join("--shard" if name == "shards" else f"--{name.replace('_', '-')}" for name in names)
+    say = partial(_say, protection.scheme)
+    if folder is None:
+        _run_registered(options, limits, config, protection.node_tls, say)
+    else:
+        _run(_source(options, folder, protection.node_tls), options, limits, config, say)
 
 
 def _static_folder(ctx: click.Context) -> Path:
     """The snapshot's folder. Raises UsageError and SnapshotNotFoundError."""
-    options = ctx.params
-    models = options["models"]
-    if len(models) > 1:
-        raise click.UsageError("Several --model need --registry.")
-    if options["shards"]:
-        wrong = [name for name in ("memory_budget_gb", *DEVICE_FLAGS) if _is_given(ctx, name)]
+    if ctx.params["shards"]:
+        given = given_flags(ctx)
+        wrong = [name for name in ("memory_budget_gb", *DEVICE_FLAGS) if name in given]
         if wrong:
             verb = "is" if len(wrong) == 1 else "are"
-            raise click.UsageError(f"{_flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
-    model = models[0] if models else None
-    return SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder().resolve()
+            raise click.UsageError(f"{flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    return member_folder(ctx.params)
 
 
 def _server_config(options: dict[str, Any], protection: Protection) -> ServerConfig:
@@ -285,22 +231,40 @@ def _say(scheme: str, listening: Listening) -> None:
         click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
 
 
-def _addresses(shards: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
-    """Raises AddressError, naming the address."""
+def _check_ports(options: dict[str, Any]) -> None:
+    """Makes sure that a process which stands alone shares no port; a worker's are held by its supervisor."""
+    from serving.fleet.local_fleet import held_ports
+
+    if options["probe_port"] is None:
+        with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
+            pass
+
+
+def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
+    """Raises as `open_card_set`, and AddressError."""
+    from serving.versions.loading import ModelSource
     from shard_node.address import Address
 
-    return tuple(tuple(Address.parse(text) for text in replicas.split(",")) for replicas in shards)
+    shards = tuple(tuple(map(Address.parse, replicas.split(","))) for replicas in options["shards"])
+    budget_bytes = to_bytes(options["memory_budget_gb"])
+    card_set = None if shards else open_card_set(options)
+    may_wait = bool(shards) or budget_bytes is not None
+    replicas = num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait)
+    same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
+    return ModelSource.model_validate(
+        {name: options[name] for name in same}
+        | {"snapshot": folder, "shards": shards, "node_tls": node_tls, "num_replicas": replicas}
+        | {"memory_budget_bytes": budget_bytes, "card_set": card_set}
+    )
 
 
 def _run(
     source: ModelSource,
+    options: dict[str, Any],
     limits: RequestLimits,
     config: ServerConfig,
-    probe_port: int | None,
-    profile: Path | None,
     say: Callable[[Listening], None],
 ) -> None:
-    from serving.fleet.local_fleet import held_ports
     from serving.observe.profile import profiled
     from serving.rank.service import RankingService
     from serving.server import serve_until_signalled
@@ -308,39 +272,148 @@ def _run(
 
     # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
     service = RankingService(limits, expected_models=[source.snapshot.parent.name])
-    if probe_port is None:
-        # A worker's ports are held by its supervisor; one that stands alone must not share those of another server.
-        with held_ports(config.host, config.http_port, config.grpc_port, workers=0):
-            pass
-    with profiled(profile, service.metrics):
-        serve_until_signalled(service, config, lambda: load_when_possible(source, service), say, probe_port)
+    _check_ports(options)
+    with profiled(options["profile"], service.metrics):
+        load = partial(load_when_possible, source, service)
+        serve_until_signalled(service, config, load, say, options["probe_port"])
 
 
-def _worker_profiles(profile: Path | None, workers: int) -> tuple[tuple[str, ...], ...]:
-    """The flags of each worker for a profile of its own: counts of several processes can't share a file."""
-    if profile is None:
-        return ((),) * workers
-    path = profile.absolute()
-    return tuple(("--profile", str(path.with_stem(f"{path.stem}-{worker}"))) for worker in range(workers))
-
-
-def _worker_arguments(options: dict[str, Any], folder: Path) -> list[str]:
-    """The flags of one worker, but ports and limits."""
-    arguments = ["--snapshot", str(folder), "--verify" if options["verify"] else "--no-verify"]
-    for shard in options["shards"]:
-        arguments += ["--shard", shard]
-    names = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "ranking_replicas", "dtype")
-    for name in (*names, "shutdown_delay_s"):
-        if options[name] is not None:
-            arguments += [f"--{name.replace('_', '-')}", str(options[name])]
-    return arguments if options["shards"] else arguments + device_arguments(options)
-
-
-def _run_workers(
-    ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str] | None = None
+def _run_registered(
+    options: dict[str, Any],
+    limits: RequestLimits,
+    config: ServerConfig,
+    node_tls: TlsClientConfig | None,
+    say: Callable[[Listening], None],
 ) -> None:
+    """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
+
+    Raises:
+        RegistryRecordError: the URL is none. A registry that does not answer is waited for.
+        ShardNodeError: the devices can't be had.
+        ListenError, FleetError: a port can't be bound.
+    """
+    from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from loader.registry.opening import open_registry
+    from loader.registry.typed import FleetRegistry
+    from serving.observe.profile import profiled
+    from serving.rank.service import RankingService
+    from serving.server import serve_until_signalled
+    from serving.versions.serving_node import ServingConfig, ServingNode
+    from shard_node.agent import AgentConfig
+
+    # A thread that loads holds the interpreter for this long at most while a request waits for it.
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    models: tuple[str, ...] = options["models"]
+    service = RankingService(
+        limits, expected_models=models or None, max_staleness_s=staleness_limits(options["max_staleness"], models)
+    )
+    fleet = FleetRegistry(open_registry(options["registry"]))
+    node_id = options["node_id"] or default_node_id(config.http_port)
+    card_set = open_card_set(options) if options["local"] else None
+    serving = ServingConfig.model_validate(
+        {name: options[name] for name in ("store", "verify", "dtype", "stage_cpu_share")}
+        | {
+            "node_id": node_id,
+            "node_tls": node_tls,
+            "num_replicas": num_replicas(options["ranking_replicas"], card_set),
+        }
+    )
+    local = _local_rows(options, fleet, node_id, card_set) if options["local"] else None
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
+
+    def on_listening(listening: Listening) -> None:
+        node.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
+
+    _check_ports(options)
+    with profiled(options["profile"], service.metrics):
+        serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
+
+
+def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
+    """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
+    from router.plan import Plan
+    from serving.versions.serving_node import LocalRows
+    from shard_node.node import NodeIdentity, ShardNode
+    from shard_node.node_agent import NodeActions, NodeConfig
+
+    def plan(spec: ModelSpec) -> Plan:
+        return Plan.make(spec, 1, options["sharding"], options["cards"], options["replicate_bytes"])
+
+    def partition(spec: ModelSpec) -> tuple[Partition, str]:
+        planned = plan(spec)
+        return planned.partition(0), planned.digest
+
+    config = NodeConfig.model_validate(node_settings(options) | {"node_id": node_id, "address": ""})
+    identity = {"shard_index": 0, "num_shards": 1, "num_cards": options["cards"], "sharding": options["sharding"]}
+    node = ShardNode(NodeIdentity.model_validate(identity))
+    return LocalRows(node, NodeActions(node, fleet, partition, config, card_set=card_set), plan)
+
+
+def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
+    """Return `--max-staleness` by model. Raises UsageError for what is no number above 0, and for another model."""
+    limits: dict[str, float] = {}
+    for model, text in pairs:
+        try:
+            limit_s = float(text)
+        except ValueError:
+            limit_s = 0.0
+        if not 0 < limit_s < float("inf"):
+            raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
+        if models and model not in models:
+            raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
+        limits[model] = limit_s
+    return limits
+
+
+def advertised(listening: Listening, scheme: str = "http") -> str:
+    """Return where others reach it over HTTP: every interface stands for this host's name."""
+    host = socket.gethostname() if listening.host in _ANY_HOST else listening.host
+    return f"{scheme}://[{host}]:{listening.http_port}" if ":" in host else f"{scheme}://{host}:{listening.http_port}"
+
+
+def worker_arguments(options: dict[str, Any], folder: Path | None) -> list[str]:
+    """Return the flags that every worker is given, but ports and limits.
+
+    Args:
+        options: of the command.
+        folder: of the snapshot; None in a fleet. A worker gets the registry by a variable, see `REGISTRY_VARIABLE`.
+    """
+    told = ["--verify" if options["verify"] else "--no-verify"]
+    told += arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
+    if folder is not None:
+        told += ["--snapshot", str(folder)]
+        for shard in options["shards"]:
+            told += ["--shard", shard]
+        told += arguments(options, ["cards", "sharding", "replicate_bytes", "memory_budget_gb"])
+        return told if options["shards"] else told + device_arguments(options)
+    told += ["--store", str(options["store"].resolve())]
+    for model in options["models"]:
+        told += ["--model", model]
+    for model, limit_s in options["max_staleness"]:
+        told += ["--max-staleness", f"{model}={limit_s}"]
+    told += arguments(options, ["advertise", "stage_cpu_share"])
+    return [*told, "--local", *arguments(options, _ROWS), *device_arguments(options)] if options["local"] else told
+
+
+def _own_arguments(options: dict[str, Any], *, named: bool) -> list[list[str]]:
+    """The flags of each worker alone: its node id in a fleet, and a profile, for counts can't share a file."""
+    node_id, profile = options["node_id"] or default_node_id(options["http_port"]), options["profile"]
+    own: list[list[str]] = []
+    for worker in range(options["workers"]):
+        told = ["--node-id", f"{node_id}-{worker}"] if named else []
+        if profile is not None:
+            told += ["--profile", str(profile.absolute().with_stem(f"{profile.stem}-{worker}"))]
+        own.append(told)
+    return own
+
+
+def default_node_id(http_port: int) -> str:
+    """Return `serve-<host>-<HTTP port>`; a process that takes any port has its number there, another one next time."""
+    return default_name(f"serve-{socket.gethostname()}-{http_port or f'pid{os.getpid()}'}")
+
+
+def _run_workers(ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str]) -> None:
     from serving.fleet.local_fleet import held_ports, worker_specs
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from serving.fleet.supervisor import SupervisionConfig, supervised
 
     host, log_level = ctx.params["host"], ctx.find_root().params["log_level"]
@@ -349,13 +422,10 @@ def _run_workers(
         with held_ports(host, ctx.params["http_port"], ctx.params["grpc_port"], len(workers)) as ports:
             async with supervised(SupervisionConfig()) as supervisor:
                 folder = supervisor.run_directory
-                await supervisor.start(worker_specs(folder, ports, workers, log_level, environment or {}))
+                await supervisor.start(worker_specs(folder, ports, workers, log_level, environment))
                 click.echo(f"logs: {folder}")
                 click.echo(f"HTTP: {scheme}://{host}:{ports.http}/docs")
                 click.echo(f"gRPC: {host}:{ports.grpc}")
                 await asyncio.Event().wait()
 
-    try:
-        run_until_signalled(program)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+    run_until_stopped(program)

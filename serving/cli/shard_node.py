@@ -1,40 +1,66 @@
-"""`shardrank shard-node`: one node's share of a snapshot's rows, behind the wire protocol."""
+"""`shardrank shard-node`: one node's share of the rows behind the wire protocol, of one snapshot or in a fleet."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.core import ParameterSource
 
-from serving.cli.devices import card_options, device_options, open_card_set
-from serving.cli.examples import WithExamples
+from serving.cli.group import WithExamples
 from serving.cli.options import (
     FiniteRange,
     ShardNumber,
     cards_option,
+    count_option,
+    device_options,
+    max_memory_option,
     member_options,
     memory_budget_option,
     replicate_option,
     sharding_option,
+    stage_share_option,
+    tls_options,
+    validated,
     verify_option,
 )
-from serving.cli.protection import Protection, tls_options, warn_if_node_is_open
-from serving.cli.snapshots import SnapshotChoice
+from serving.cli.settings import (
+    Protection,
+    belongs_to_fleet,
+    default_name,
+    member_folder,
+    node_settings,
+    open_card_set,
+    run_until_stopped,
+    to_bytes,
+    warn_if_node_is_open,
+)
 
 if TYPE_CHECKING:
-    from serving.cli.registered_node import RegisteredNodeConfig
+    from loader.manifest import ModelSpec
+    from loader.registry.records import FleetRecord
+    from loader.registry.typed import FleetRegistry
     from shard_node.address import Address
-    from shard_node.node import ShardNode
+    from shard_node.agent import Agent, AgentConfig
+    from shard_node.cuda.card_set import CardSet
+    from shard_node.node import Partition, ShardNode
+    from shard_node.node_agent import NodeActions, NodeConfig
     from shard_node.server import ServerLimits
     from shard_node.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
-_REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share", "stage_mb_per_s"})
+DRAIN_TIMEOUT_S = 5.0
+"""How long SIGTERM lets requests in flight end."""
+_JOIN_RETRY_S = 0.5
+_ANY_HOST = frozenset({"0.0.0.0", "::"})
+_FLEET_ONLY = ("advertise", "node_id", "max_memory_gb", "stage_cpu_share", "stage_mb_per_s")
 
 
 @click.command("shard-node", cls=WithExamples)
@@ -72,34 +98,20 @@ _REGISTERED_ONLY = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cp
 @replicate_option
 @memory_budget_option
 @device_options
-@click.option(
-    "--max-memory-gb",
-    type=FiniteRange(min=0),
-    metavar="GB",
-    help="With --registry: RAM for the rows of all versions together, in 10^9 bytes. A version beyond it is refused "
-    "before it is loaded. Default: what is available.",
-)
-@click.option(
-    "--stage-cpu-share",
-    type=FiniteRange(0.01, 1),
-    default=0.5,
-    show_default=True,
-    metavar="SHARE",
-    help="With --registry: of one core, for loading a version beside the live one.",
-)
+@max_memory_option("With --registry: ")
+@stage_share_option
 @click.option(
     "--stage-mb-per-s",
     type=FiniteRange(0, min_open=True),
     metavar="MB",
     help="With --registry: read at most this much of a version in a second, in 10^6 bytes.",
 )
-@click.option(
+@count_option(
     "--threads",
-    type=click.IntRange(1, 256),
+    "Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
+    1,
+    256,
     default=1,
-    show_default=True,
-    metavar="N",
-    help="Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
 )
 @verify_option
 @click.pass_context
@@ -122,44 +134,19 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
       shardrank shard-node --store m --shard 0/1 --listen 10.0.0.7:7000 --tls-cert crt --tls-key key --tls-client-ca ca
       shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
     """
-    tls = _tls(options)
-    if _is_registered(ctx):
-        from serving.cli.registered_node import run_registered_node
-
-        config = _registered(options, tls)
-        warn_if_node_is_open(config.listen, tls)
-        run_registered_node(config)
-        return
     from shard_node.address import Address
 
-    models = options["models"]
-    if len(models) > 1:
-        raise click.UsageError("Several --model need --registry.")
-    addresses = [Address.parse(text) for text in options["listen"]]
-    model = models[0] if models else None
-    folder = SnapshotChoice(options["store"], model, options["version"], options["snapshot"]).folder()
+    tls = _tls(options)
+    in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
+    addresses = tuple(Address.parse(text) for text in options["listen"])
+    if in_fleet:
+        member = FleetMember.of(options)
+        warn_if_node_is_open(addresses, tls)
+        _run_registered(member, options, addresses, tls)
+        return
+    folder = member_folder(options)
     warn_if_node_is_open(addresses, tls)
-    node = _load(folder, options)
-    _serve(node, addresses, options["threads"], tls)
-
-
-def _is_registered(ctx: click.Context) -> bool:
-    """Whether the node belongs to a fleet. Raises UsageError for flags of the other form."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    static = sorted(given & {"version", "snapshot"})
-    if ctx.params["registry"] is None or (static and "registry" not in given):
-        if "registry" not in given and (wrong := sorted(given & _REGISTERED_ONLY)):
-            raise click.UsageError(f"{_flags(wrong)} need --registry.")
-        return False
-    if static:
-        raise click.UsageError(f"{_flags(static)} can't be given with --registry: the registry says what is held.")
-    if ctx.params["store"] is None:
-        raise click.UsageError("--registry needs --store.")
-    return True
-
-
-def _flags(names: Sequence[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    _serve(_load(folder, options), addresses, options["threads"], tls)
 
 
 def _tls(options: dict[str, Any]) -> TlsConfig | None:
@@ -170,50 +157,6 @@ def _tls(options: dict[str, Any]) -> TlsConfig | None:
     return tls
 
 
-def _registered(options: dict[str, Any], tls: TlsConfig | None) -> RegisteredNodeConfig:
-    """Raises AddressError and UsageError, naming what can't be."""
-    from pydantic import ValidationError
-
-    from serving.cli.registered_node import RegisteredNodeConfig
-    from shard_node.address import Address
-
-    index, count = options["shard"]
-    advertise, rate = options["advertise"], options["stage_mb_per_s"]
-    same = (
-        "registry",
-        "store",
-        "models",
-        "cards",
-        "sharding",
-        "replicate_bytes",
-        "node_id",
-        "threads",
-        "verify",
-        "device",
-    )
-    settings = {name: options[name] for name in (*same, "stage_cpu_share")} | {
-        "shard_index": index,
-        "num_shards": count,
-        "tls": tls,
-        "listen": tuple(Address.parse(text) for text in options["listen"]),
-        "advertise": None if advertise is None else Address.parse(advertise),
-        "memory_cap_bytes": _bytes(options["max_memory_gb"]),
-        "memory_budget_bytes": _bytes(options["memory_budget_gb"]),
-        "card_options": card_options(options),
-        "stage_bytes_per_s": None if rate is None else rate * 1e6,
-    }
-    try:
-        return RegisteredNodeConfig.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise click.UsageError(f"{place}: {first['msg']}, not {first['input']!r}") from error
-
-
-def _bytes(gigabytes: float | None) -> int | None:
-    return None if gigabytes is None else int(gigabytes * 1e9)
-
-
 def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
     """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
     from loader.reader import Snapshot
@@ -222,12 +165,15 @@ def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
     from shard_node.node import ShardNode
 
     index, count = options["shard"]
-    budget_bytes = _bytes(options["memory_budget_gb"])
     card_set = open_card_set(options)
     snapshot = Snapshot.open(folder, verify=options["verify"])
     plan = Plan.make(snapshot.spec, count, options["sharding"], options["cards"], options["replicate_bytes"])
     tables = load_tables(
-        snapshot, plan.partition(index), plan.digest, memory_budget_bytes=budget_bytes, card_set=card_set
+        snapshot,
+        plan.partition(index),
+        plan.digest,
+        memory_budget_bytes=to_bytes(options["memory_budget_gb"]),
+        card_set=card_set,
     )
     node = ShardNode(plan.identity(index))
     node.stage(snapshot.spec.model, snapshot.version, tables)
@@ -252,19 +198,10 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
     Raises:
         CardError: the cards have failed; only a new process can use them.
     """
-    import torch
-    import uvloop
-
     from loader.memory import settle_heap
-    from serving.cli.registered_node import DRAIN_TIMEOUT_S
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from shard_node.card_watch import watch_cards
     from shard_node.server import NodeServer
     from shard_node.tls import server_context
-
-    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
-    # processes on one machine a lookup of 1 ms takes 15 ms and more.
-    torch.set_num_threads(1)
 
     async def program() -> None:
         server = NodeServer(node, _limits(node, threads), tls=None if tls is None else server_context(tls))
@@ -278,9 +215,190 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
             await server.drain(DRAIN_TIMEOUT_S)
             await server.close()
 
+    _run_node(node, program)
+
+
+def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
+    """Runs the node's program until SIGTERM or SIGINT, then closes the node."""
+    import torch
+    import uvloop
+
+    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
+    # processes on one machine a lookup of 1 ms takes 15 ms and more.
+    torch.set_num_threads(1)
     try:
-        run_until_signalled(program, loop_factory=uvloop.new_event_loop)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+        run_until_stopped(program, loop_factory=uvloop.new_event_loop)
     finally:
         node.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMember:
+    """A shard node of a fleet as its command line says it.
+
+    Attributes:
+        record: how its fleet has to divide rows.
+        node: whose address and, unless it was given, node id are set once it listens.
+        agent: which models it holds.
+        shard, cards: which rows are its own, and on how many cards.
+        node_id, advertise: None for those made of what it listens on.
+    """
+
+    record: FleetRecord
+    node: NodeConfig
+    agent: AgentConfig
+    shard: int
+    cards: int
+    node_id: str | None
+    advertise: Address | None
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> FleetMember:
+        """Check the options. Raises AddressError and UsageError, naming what can't be."""
+        from loader.registry.records import FleetRecord
+        from shard_node.address import Address
+        from shard_node.agent import AgentConfig
+        from shard_node.node_agent import NodeConfig
+
+        index, count = options["shard"]
+        node_id, advertise, rate = options["node_id"], options["advertise"], options["stage_mb_per_s"]
+        named = {"node_id": node_id or "shard", "address": "", "stage_bytes_per_s": rate and rate * 1e6}
+        fleet = {name: options[name] for name in ("sharding", "replicate_bytes")} | {"num_shards": count}
+        return cls(
+            record=validated(FleetRecord, fleet),
+            node=validated(NodeConfig, node_settings(options) | named),
+            agent=validated(AgentConfig, {"models": options["models"] or None}),
+            shard=index,
+            cards=options["cards"],
+            node_id=node_id,
+            advertise=None if advertise is None else Address.parse(advertise),
+        )
+
+    def listening_on(self, bound: Address) -> NodeConfig:
+        """Return the node's config with its address and id."""
+        address, node_id = self.advertise or advertised(bound), self.node_id or default_node_id(self.shard, bound)
+        return self.node.model_copy(update={"address": str(address), "node_id": node_id})
+
+    def partition(self, spec: ModelSpec) -> tuple[Partition, str]:
+        """Return which rows of a model are this node's, and the digest of the plan that says so."""
+        from router.plan import Plan
+
+        record = self.record
+        plan = Plan.make(spec, record.num_shards, record.sharding, self.cards, record.replicate_bytes)
+        return plan.partition(self.shard), plan.digest
+
+
+def _run_registered(
+    member: FleetMember, options: dict[str, Any], addresses: Sequence[Address], tls: TlsConfig | None
+) -> None:
+    """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
+
+    Raises:
+        FleetMismatchError: it divides rows otherwise than its fleet.
+        AddressError: it can't listen.
+        ShardNodeError: the devices can't be had.
+        RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
+        CardError: the cards have failed; only a new process can use them.
+    """
+    from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from shard_node.node import NodeIdentity, ShardNode
+
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    card_set = open_card_set(options)
+    identity = {"shard_index": member.shard, "num_shards": member.record.num_shards, "num_cards": member.cards}
+    node = ShardNode(NodeIdentity.model_validate(identity | {"sharding": member.record.sharding}))
+    threads = options["threads"]
+    _run_node(node, lambda: _program(member, node, card_set, options["registry"], addresses, threads, tls))
+
+
+async def _program(
+    member: FleetMember,
+    node: ShardNode,
+    card_set: CardSet | None,
+    registry_url: str,
+    addresses: Sequence[Address],
+    threads: int,
+    tls: TlsConfig | None,
+) -> None:
+    from loader.memory import settle_heap
+    from loader.registry.opening import open_registry
+    from loader.registry.typed import FleetRegistry
+    from shard_node.agent import Agent
+    from shard_node.card_watch import watch_cards
+    from shard_node.node_agent import NodeActions
+    from shard_node.server import NodeServer, ServerLimits
+    from shard_node.tls import server_context
+
+    # Where a disk or a card may have to be waited for, the event loop never pools by itself.
+    mapped = {} if member.node.memory_budget_bytes is None and card_set is None else {"max_inline_bytes": 0}
+    registry = open_registry(registry_url)
+    context = None if tls is None else server_context(tls)
+    server = NodeServer(node, ServerLimits(threads=threads, **mapped), tls=context)
+    try:
+        await server.start(addresses)
+        for address in server.addresses:
+            click.echo(f"shard {member.shard}/{member.record.num_shards} listens on {address}")
+        fleet = FleetRegistry(registry)
+        await _join(fleet, member.record)
+        config = member.listening_on(server.addresses[0])
+        actions = NodeActions(node, fleet, member.partition, config, card_set=card_set)
+        agent = Agent(fleet, actions, member.agent)
+        settle_heap()
+        cards = None if card_set is None else card_set.cards
+        await _follow(watch_cards(node, cards), agent, actions, server.drain)
+    finally:
+        await server.close()
+        await registry.close()
+
+
+async def _follow(
+    watch: Coroutine[Any, Any, NoReturn],
+    agent: Agent,
+    actions: NodeActions,
+    drain: Callable[[float], Awaitable[bool]],
+) -> None:
+    running, watching = asyncio.create_task(agent.run()), asyncio.create_task(watch)
+    try:
+        ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        watching.cancel()
+        # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
+        await agent.leave()
+        await drain(DRAIN_TIMEOUT_S)
+        running.cancel()
+        await asyncio.wait([running])
+        await actions.close()
+
+
+async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
+    from loader.errors import RegistryUnavailableError
+    from shard_node.node_agent import join_fleet
+
+    told = False
+    while True:
+        try:
+            await join_fleet(fleet, record)
+        except RegistryUnavailableError as error:
+            if not told:
+                logger.warning("waits for the registry: %s", error)
+            told = True
+            await asyncio.sleep(_JOIN_RETRY_S)
+        else:
+            return
+
+
+def advertised(bound: Address) -> Address:
+    """Return where others reach what is bound: every interface stands for this host's name, a socket for its path."""
+    from shard_node.address import Address
+
+    if bound.is_unix:
+        return Address(path=str(Path(bound.path).absolute()))
+    return Address(host=socket.gethostname(), port=bound.port) if bound.host in _ANY_HOST else bound
+
+
+def default_node_id(shard_index: int, bound: Address) -> str:
+    """Return `shard-<index>-<host>-<port or name of the socket>`."""
+    place = Path(bound.path).stem if bound.is_unix else str(bound.port)
+    return default_name(f"shard-{shard_index}-{socket.gethostname()}-{place}")

@@ -1,45 +1,461 @@
-"""From `--store`, `--model` and `--version`, or `--snapshot`, to the folder of one snapshot."""
+"""`shardrank export`, `inspect` and `verify`: a checkpoint becomes a snapshot, which is described and checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from serving.cli.group import WithExamples
+from serving.cli.options import (
+    Assignment,
+    FiniteRange,
+    count_option,
+    hash_threads_option,
+    json_flag,
+    out_store_option,
+    snapshot_folder,
+    snapshot_options,
+)
+from serving.cli.output import human_bytes, print_json, print_table, progress_bars
 
-@dataclass(frozen=True, slots=True)
-class SnapshotChoice:
-    """What the user named, as flags."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-    store: Path | None
-    model: str | None
-    version: int | None
-    snapshot: Path | None
+    from loader.golden import GoldenRequests
+    from loader.manifest import ModelSpec
+    from loader.progress import Progress
+    from loader.reader import Snapshot
+    from loader.row_source import RowSource
+    from loader.verify import VerifyReport
+    from loader.vocabulary import Vocabulary
 
-    def folder(self) -> Path:
-        """The snapshot's folder; the latest version where none was named.
+MAX_DESCRIPTION_BYTES = 16 << 20
 
-        Raises:
-            click.UsageError: if the flags contradict each other or name nothing.
-            SnapshotNotFoundError: if the store has no such model or version.
-        """
-        if self.snapshot is not None:
-            if self.store is not None or self.model is not None or self.version is not None:
-                raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
-            return self.snapshot
-        if self.store is None:
-            raise click.UsageError(
-                "Name a snapshot: --store FOLDER [--model NAME] [--version N], or --snapshot FOLDER."
-            )
-        from loader.store import Store
 
-        store = Store(self.store)
-        store.check_exists()
-        model = self.model
-        if model is None:
-            models = store.models()
-            if len(models) > 1:
-                raise click.UsageError(f"--store {self.store} holds several models, name one with --model: {models}")
-            model = models[0]
-        return store.snapshot_path(model, self.version)
+@click.command(cls=WithExamples)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, exists=True),
+    required=True,
+    metavar="PATH",
+    help="A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
+    "torch.distributed.checkpoint folder.",
+)
+@click.option(
+    "--model",
+    "description",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="The model description, JSON: tables, features, dense inputs, dense model.",
+)
+@out_store_option
+@count_option("--version", "The version; default: the next free one.")
+@click.option(
+    "--table-key",
+    type=Assignment("TABLE=KEY"),
+    multiple=True,
+    metavar="TABLE=KEY",
+    help="The checkpoint's key of a table that is not found by TorchRec's names. Repeatable.",
+)
+@click.option(
+    "--dense-prefix",
+    metavar="PREFIX",
+    help="Take only keys with this prefix as the dense model, and cut it off. Default: every key that is no table.",
+)
+@click.option(
+    "--vocabulary",
+    type=Assignment("TABLE=FILE"),
+    multiple=True,
+    metavar="TABLE=FILE",
+    help="The ids of a table with vocabulary mapping: a UTF-8 text file, line i is the id of row i. Repeatable.",
+)
+@click.option(
+    "--access-counts",
+    type=click.Path(path_type=Path, exists=True),
+    metavar="PATH",
+    help="How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a "
+    "safetensors file, for any of the tables.",
+)
+@click.option(
+    "--golden",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Requests with the scores that training computed, safetensors as docs/snapshot-format.md says.",
+)
+@click.option(
+    "--golden-tolerance",
+    type=FiniteRange(min=0, min_open=True),
+    default=0.05,
+    show_default=True,
+    metavar="X",
+    help="Largest difference from a golden score that a server may accept.",
+)
+@click.option(
+    "--metadata",
+    type=Assignment("KEY=TEXT"),
+    multiple=True,
+    metavar="KEY=TEXT",
+    help="Free text about the training run. Repeatable.",
+)
+@count_option(
+    "--rows-per-file", "Rows of a full row file, a power of two; default: such that files have at most 256 MiB.", 256
+)
+def export(
+    checkpoint: Path,
+    description: Path,
+    store: Path,
+    version: int | None,
+    table_key: tuple[tuple[str, str], ...],
+    dense_prefix: str | None,
+    vocabulary: tuple[tuple[str, str], ...],
+    access_counts: Path | None,
+    golden: Path | None,
+    golden_tolerance: float,
+    metadata: tuple[tuple[str, str], ...],
+    rows_per_file: int | None,
+) -> None:
+    r"""Write a trained model into a store as the next version.
+
+    Rows are quantised as the description says, in bounded memory; NaN and inf are refused by table and row. An
+    export that was interrupted goes on where it stopped when it is run again. Nothing in the checkpoint is executed.
+
+    Examples:
+      shardrank export --checkpoint model.safetensors --model films.json --store models
+      shardrank export --checkpoint epoch-3.pt --model films.json --store models \
+          --table-key films=embedding.item.weight --dense-prefix over_arch. \
+          --vocabulary users=user-ids.txt
+    """
+    from loader.access_counts import read_access_counts
+    from loader.reader import Snapshot
+    from loader.writer import export_snapshot
+
+    spec = read_description(description)
+    rows, dense = _match(checkpoint, spec, dense_prefix, table_key)
+    with progress_bars() as bars:
+        folder = export_snapshot(
+            store,
+            spec,
+            rows=rows,
+            dense=dense,
+            vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in vocabulary},
+            access_counts=None if access_counts is None else read_access_counts(access_counts, spec),
+            golden=None if golden is None else _read_golden(golden),
+            golden_tolerance=golden_tolerance,
+            version=version,
+            metadata=dict(metadata),
+            rows_per_file=rows_per_file,
+            progress=bars,
+        )
+    written = Snapshot.open(folder, verify=False)
+    click.echo(f"wrote {folder}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
+
+
+def _match(
+    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
+) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
+    """The tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
+    from loader.checkpoint import match_checkpoint, open_checkpoint
+    from loader.errors import CheckpointError
+
+    _check_tables("--table-key", spec, [table for table, _ in table_keys])
+    opened = open_checkpoint(path)
+    keys = opened.names()
+    try:
+        rows, dense = match_checkpoint(opened, spec, dense_prefix, dict(table_keys))
+    except CheckpointError as error:
+        if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
+            raise
+        raise CheckpointError(f"{error}{_suggested_prefix(spec, keys, dense_prefix)}") from error
+    _check_dense_model(spec, dense, keys, dense_prefix)
+    return rows, dense
+
+
+def _check_tables(flag: str, spec: ModelSpec, tables: Sequence[str]) -> None:
+    """Raises ExportError for a flag that names a table which the description does not have."""
+    from loader.errors import ExportError
+
+    known = [table.name for table in spec.tables]
+    for table in tables:
+        if table not in known:
+            raise ExportError(f"{flag}: no table {table!r}; the description's tables are {known}")
+
+
+def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
+    """The ids in a text file, one a line. Raises ExportError."""
+    import numpy as np
+
+    from loader.errors import ExportError
+    from loader.vocabulary import id_type_is_string
+
+    _check_tables("--vocabulary", spec, [table])
+    of_table = next(one for one in spec.tables if one.name == table)
+    try:
+        # Not splitlines: a string id may hold a character that it takes for a line end.
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path}: not UTF-8: {error}") from error
+    if id_type_is_string(of_table):
+        return lines
+    for number, line in enumerate(lines, start=1):
+        if not (line.isascii() and line.isdecimal() and int(line) < 2**63):
+            raise ExportError(f"{path}, line {number}: {line!r:.40} is not a whole number below 2^63")
+    return np.array([int(line) for line in lines], dtype=np.int64)
+
+
+def _read_golden(path: Path) -> GoldenRequests:
+    """Raises ExportError for a file that does not hold golden requests."""
+    from loader.errors import ExportError, SnapshotCorruptError
+    from loader.golden import GoldenRequests
+    from loader.tensor_files import load_numpy
+
+    try:
+        return GoldenRequests.from_tensors(load_numpy(path))
+    except SnapshotCorruptError as error:
+        raise ExportError(str(error)) from error
+
+
+def read_description(path: Path) -> ModelSpec:
+    """Return the model that a JSON file describes. Raises ExportError naming each field that is wrong."""
+    from pydantic import ValidationError
+
+    from loader.errors import ExportError
+    from loader.manifest import ModelSpec, schema_errors
+    from serving.models.config import parse_dense_model
+
+    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
+        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
+    try:
+        spec = ModelSpec.model_validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
+    parse_dense_model(spec)
+    return spec
+
+
+def _check_dense_model(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], keys: Collection[str], dense_prefix: str | None = None
+) -> None:
+    """Build the dense model from its tensors, as a server will; `keys` are all of the checkpoint or snapshot.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape or type than the description says. Where all
+            missing names are there behind a prefix, the message says which.
+    """
+    from loader.errors import CheckpointError
+    from serving.errors import RankingModelError
+    from serving.models.factory import load_model
+
+    try:
+        load_model(spec, tensors)
+    except RankingModelError as error:
+        raise CheckpointError(f"{error}{_suggested_prefix(spec, keys, dense_prefix)}") from error
+
+
+def _suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str | None) -> str:
+    """End a message: which `--dense-prefix` would find every tensor; "" if none would, or it was given."""
+    import torch
+
+    from serving.models.factory import build_model
+
+    with torch.device("meta"):
+        names = list(build_model(spec).state_dict())
+    prefixes = set.intersection(*({key[: -len(name)] for key in keys if key.endswith(name)} for name in names))
+    fitting = sorted(prefix for prefix in prefixes if prefix != dense_prefix)
+    if not fitting or ("" in fitting and dense_prefix is None):
+        return ""
+    if "" in fitting:
+        return "; the names fit without --dense-prefix"
+    return f"; the names fit with --dense-prefix {' or '.join(fitting)}"
+
+
+@click.command(cls=WithExamples)
+@snapshot_options
+@json_flag("the description")
+def inspect(store: Path | None, model: str | None, version: int | None, snapshot: Path | None, as_json: bool) -> None:
+    """Show what a snapshot holds.
+
+    Tables, features, dense model and sizes. Reads the manifest and the headers of the files; `shardrank verify`
+    checks their bytes.
+
+    Examples:
+      shardrank inspect --store models
+      shardrank inspect --store models --model films --version 3 --json
+      shardrank inspect --snapshot models/films/3
+    """
+    from loader.reader import Snapshot
+
+    opened = Snapshot.open(snapshot_folder(store, model, version, snapshot), verify=False)
+    found = _inspection(opened)
+    if as_json:
+        print_json(found)
+    else:
+        _print_inspection(opened, found)
+
+
+def _inspection(snapshot: Snapshot) -> dict[str, Any]:
+    """What `--json` prints. `size_bytes` is that of a table's row files; `access_counts`, whether it has them."""
+    spec, manifest = snapshot.spec, snapshot.manifest
+    tables = [
+        {
+            "name": table.name,
+            "num_embeddings": table.num_embeddings,
+            "embedding_dim": table.embedding_dim,
+            "dtype": table.dtype,
+            "pooling": table.pooling,
+            "id_mapping": table.id_mapping.kind,
+            "unknown_id": table.unknown_id,
+            "bucketing": table.bucketing,
+            "files": len(files.rows),
+            "size_bytes": sum(entry.size_bytes for entry in files.rows),
+            "access_counts": files.access_counts is not None,
+        }
+        for table, files in zip(spec.tables, manifest.tables, strict=True)
+    ]
+    features = [
+        {
+            "name": feature.name,
+            "side": feature.side,
+            "table": spec.table_of(feature.name).name,
+            "pooling": spec.pooling_of(feature.name),
+            "weighted": feature.weighted,
+        }
+        for feature in spec.features
+    ]
+    return {
+        "path": str(snapshot.path),
+        "model": spec.model,
+        "version": snapshot.version,
+        "identity": snapshot.identity,
+        "created_at": manifest.created_at,
+        "snapshot_bytes": snapshot.size_bytes,
+        "float32_bytes": snapshot.float32_bytes,
+        "tables": tables,
+        "features": features,
+        "dense_inputs": spec.dense_inputs.model_dump(mode="json"),
+        "dense_model": spec.dense_model.model_dump(mode="json"),
+        "golden": None if manifest.golden is None else manifest.golden.model_dump(mode="json"),
+        "metadata": manifest.metadata,
+    }
+
+
+def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
+    spec, golden, tables = snapshot.spec, snapshot.manifest.golden, found["tables"]
+    saved = snapshot.float32_bytes / max(1, sum(table["size_bytes"] for table in tables))
+    click.echo(f"{spec.model} version {snapshot.version}, made {found['created_at']}, in {snapshot.path}")
+    click.echo(f"identity {snapshot.identity}")
+    click.echo(f"{human_bytes(snapshot.size_bytes)} in all; the rows take {saved:.1f} times less than as float32")
+    columns = ("table", "#rows", "#dim", "dtype", "pooling", "ids", "unknown id", "bucketing", "#files", "#size")
+    # The columns are the keys of a table in the document, in their order, but the last one.
+    rows = [(*list(one.values())[:-2], human_bytes(one["size_bytes"])) for one in tables]
+    print_table("Tables", columns, rows)
+    print_table(
+        "Features",
+        ("feature", "side", "table", "pooling", "weighted"),
+        [(*list(one.values())[:-1], "yes" if one["weighted"] else "no") for one in found["features"]],
+    )
+    click.echo(f"Dense inputs: {spec.dense_inputs.context} of the context, {spec.dense_inputs.candidate} a candidate")
+    click.echo(f"Dense model: {spec.dense_model.kind} {dict(spec.dense_model.config)}")
+    if golden is None:
+        click.echo("Golden requests: none")
+    else:
+        click.echo(
+            f"Golden requests: {golden.num_requests} with {golden.num_candidates} candidates, "
+            f"tolerance {golden.tolerance:g}"
+        )
+    counted = [one["name"] for one in tables if one["access_counts"]]
+    click.echo(f"Access counts: {', '.join(counted) or 'none'}")
+    for key, value in snapshot.manifest.metadata.items():
+        click.echo(f"{key}: {value}")
+
+
+@click.command(cls=WithExamples)
+@snapshot_options
+@click.option(
+    "--golden/--no-golden",
+    default=True,
+    show_default=True,
+    help="Load the version and re-score its golden requests through the path that serves.",
+)
+@hash_threads_option
+@json_flag("the result")
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    store: Path | None,
+    model: str | None,
+    version: int | None,
+    snapshot: Path | None,
+    golden: bool,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Check a snapshot in full.
+
+    Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
+    SHA-256, dtypes and shapes, every row for NaN and inf, that the dense model can be built, and the golden requests:
+    it loads the version in this process and compares its scores with those that training computed.
+
+    Examples:
+      shardrank verify --store models --model films
+      shardrank verify --snapshot models/films/3 --no-golden --json
+    """
+    folder = snapshot_folder(store, model, version, snapshot)
+    with progress_bars() as bars:
+        found, scored = _verify(folder, golden=golden, threads=threads, progress=bars)
+    if as_json:
+        print_json(found.model_dump(mode="json") | {"golden_checked": scored})
+    else:
+        for check in found.checks:
+            click.echo(f"ok: {check}")
+        for problem in found.problems:
+            click.echo(f"bad: {problem}")
+        size = human_bytes(sum(file.size_bytes for file in found.files))
+        where = found.path if found.model is None else f"{found.model} version {found.version} in {found.path}, {size}"
+        click.echo(f"{where}: {'may be served' if found.ok else 'must not be served'}")
+    ctx.exit(0 if found.ok else 1)
+
+
+def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> tuple[VerifyReport, bool]:
+    """The loader's check of the files, then of the scores; with whether golden requests were scored. Raises nothing."""
+    from loader.errors import CheckpointError, ShardrankError, SnapshotError
+    from loader.reader import Snapshot
+    from loader.verify import verify_snapshot
+    from serving.rank.service import RankingService
+    from serving.versions.loading import ModelSource, load_served_model
+
+    report = verify_snapshot(folder, threads=threads, progress=progress)
+    if not report.ok:
+        return report, False
+
+    def with_check(text: str) -> VerifyReport:
+        return report.model_copy(update={"checks": (*report.checks, text)})
+
+    def refused(problem: str) -> VerifyReport:
+        return report.model_copy(update={"ok": False, "problems": (problem,)})
+
+    snapshot = Snapshot.open(folder, verify=False)
+    tensors = snapshot.dense_tensors()
+    try:
+        _check_dense_model(snapshot.spec, tensors, tensors.keys())
+    except CheckpointError as error:
+        return refused(f"{SnapshotError.kind}: {snapshot.manifest.dense.path}: {error}"), False
+    report = with_check(f"dense model: {snapshot.spec.dense_model.kind} is built from its {len(tensors)} tensors")
+    entry = snapshot.manifest.golden
+    if not golden:
+        return report, False
+    if entry is None:
+        return with_check("there are no golden requests"), False
+    service = RankingService()
+    try:
+        # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
+        load_served_model(ModelSource(snapshot=folder, verify=False, dtype="float32"), service, progress).close()
+    except ShardrankError as error:
+        return refused(f"{error.kind}: {error}"), True
+    finally:
+        service.close()
+    scored = f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates"
+    return with_check(f"{scored}, every score within {entry.tolerance:g}"), True

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from loader.progress import Progress
 from router.plan import Plan
+from serving.cli.fleet import placement_line
 from serving.cli.output import progress_bars
-from serving.cli.placement import placement_line
 from serving.client import Client, ClientError, RetryPolicy
 from serving.demo.config import DemoConfig
 from serving.demo.errors import DemoError, RankCallError

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest.nvlink_page import TABLES, capacity, main, with_tables
-from serving.cli.plan.model_catalog import DLRM_V2_HOTNESS
+from serving.cli.model_catalog import DLRM_V2_HOTNESS
 from shard_node.cuda.card_systems import SYSTEMS
 from shard_node.cuda.cost_model import line_bytes, moved_bytes, sector_bytes, table_sizes
 from shard_node.cuda.partial_pooling import BagShape, partial_pooling_from

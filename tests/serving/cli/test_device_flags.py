@@ -11,21 +11,15 @@ import pytest
 from click.testing import CliRunner
 
 from serving.cli import main
-from serving.cli.devices import (
-    DEFAULT_PINNED_GB,
-    card_options,
-    device_arguments,
-    device_options,
-    num_replicas,
-    open_card_set,
-)
-from serving.cli.registered_serving import worker_arguments as registered_worker_arguments
-from serving.cli.serve import _source, _worker_arguments, serve
-from serving.cli.shard_node import _limits, _load, _registered, shard_node
-from serving.cli.up import up
+from serving.cli.fleet import up
+from serving.cli.options import DEFAULT_PINNED_GB, device_options
+from serving.cli.serve import _source, serve, worker_arguments
+from serving.cli.settings import card_options, device_arguments, num_replicas, open_card_set
+from serving.cli.shard_node import FleetMember, _limits, _load, shard_node
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.errors import DeviceChoiceError
+from shard_node.node import ShardNode
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel
 
@@ -145,10 +139,19 @@ def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_non
     node.close()
 
 
-def test_a_registered_shard_node_is_configured_with_device_and_options() -> None:
+def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
+    emulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[CardSet] = []
+
+    async def program(member: FleetMember, node: ShardNode, card_set: CardSet, *_: object) -> None:
+        opened.append(card_set)
+
+    monkeypatch.setattr("serving.cli.shard_node._program", program)
     given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
-    config = _registered(shard_node.make_context("shard-node", given).params, None)
-    assert (config.device, config.card_options) == ("cuda:0,1", OPTIONS)
+    assert CliRunner().invoke(shard_node, given).exit_code == 0
+    assert emulated == [("cuda:0,1", 1)]
+    assert [one.options for one in opened] == [OPTIONS]
 
 
 def test_workers_with_rows_are_told_the_devices_and_those_without_are_not(tmp_path: Path) -> None:
@@ -156,16 +159,16 @@ def test_workers_with_rows_are_told_the_devices_and_those_without_are_not(tmp_pa
         return card_options(serve.make_context("serve", arguments).params)
 
     local = serve.make_context("serve", ["--registry", "r", "--store", str(tmp_path), "--local", *FLAGS]).params
-    assert told(["--registry", "r", *registered_worker_arguments(local)]) == OPTIONS
+    assert told(["--registry", "r", *worker_arguments(local, None)]) == OPTIONS
     static = serve.make_context("serve", ["--snapshot", str(tmp_path), *FLAGS]).params
-    assert told(_worker_arguments(static, tmp_path)) == OPTIONS
+    assert told(worker_arguments(static, tmp_path)) == OPTIONS
     remote = serve.make_context("serve", ["--snapshot", str(tmp_path), "--shard", "h:1"]).params
-    assert "--device" not in _worker_arguments(remote, tmp_path)
+    assert "--device" not in worker_arguments(remote, tmp_path)
 
 
 def test_the_shard_nodes_of_a_fleet_are_told_the_devices(api_model: ApiModel, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = []
-    monkeypatch.setattr("serving.cli.up._run", lambda config, scheme: configs.append(config))
+    monkeypatch.setattr("serving.cli.fleet._run", lambda config, scheme: configs.append(config))
     assert CliRunner().invoke(up, ["--snapshot", str(api_model.path), *FLAGS]).exit_code == 0
     arguments = list(configs[0].shard_node_arguments)
     assert card_options(rows.make_context("rows", arguments).params) == OPTIONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.plan import Plan
-from serving.cli.placement import placement_line
+from serving.cli.fleet import placement_line
 from serving.demo.prepare import with_bucketing
 from shardrank_testing.snapshots import make_spec
 

@@ -19,7 +19,7 @@ from loader.registry.records import WantedModel
 from loader.registry.typed import FleetRegistry
 from serving.api.tokens import add_token, new_token
 from serving.cli import main
-from serving.cli.protection import (
+from serving.cli.settings import (
     Protection,
     is_loopback,
     protection_arguments,

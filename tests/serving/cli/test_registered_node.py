@@ -21,7 +21,7 @@ from loader.registry.typed import FleetRegistry
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli import main
-from serving.cli.registered_node import RegisteredNodeConfig, _program, advertised, default_node_id
+from serving.cli.shard_node import FleetMember, _program, advertised, default_node_id, shard_node
 from shard_node.address import Address
 from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
@@ -148,26 +148,11 @@ def test_a_node_whose_cards_have_failed_leaves_the_fleet_and_ends_with_their_err
             await want(fleet, hold=(1,), live=1)
             identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=2, sharding="hash")
             cards, node = EmulatedCards(2), ShardNode(identity)
-            config = RegisteredNodeConfig(
-                registry=str(tmp_path / "registry"),
-                store=tmp_path / "store",
-                models=(),
-                shard_index=0,
-                num_shards=1,
-                cards=2,
-                sharding="hash",
-                replicate_bytes=0,
-                listen=(Address(path=f"{tmp_path}/a.sock"),),
-                advertise=None,
-                node_id="a",
-                threads=1,
-                verify=True,
-                memory_cap_bytes=None,
-                memory_budget_bytes=None,
-                stage_cpu_share=1.0,
-                stage_bytes_per_s=None,
-            )
-            program = asyncio.create_task(_program(config, node, CardSet(cards)))
+            registry, address = str(tmp_path / "registry"), Address(path=f"{tmp_path}/a.sock")
+            flags = ["--registry", registry, "--store", str(tmp_path / "store"), "--shard", "0/1", "--cards", "2"]
+            flags += ["--replicate-bytes", "0", "--listen", str(address), "--node-id", "a", "--stage-cpu-share", "1"]
+            member = FleetMember.of(shard_node.make_context("shard-node", flags).params)
+            program = asyncio.create_task(_program(member, node, CardSet(cards), registry, [address], 1, None))
             await until(fleet, is_ready("a", 1))
             cards.fault = "device 0: cudaErrorIllegalAddress"
             with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
@@ -197,8 +182,8 @@ def test_a_node_that_divides_rows_otherwise_ends_with_the_numbers(tmp_path):
     ("arguments", "message"),
     [
         (["--registry", "r"], "--registry needs --store"),
-        (["--registry", "r", "--store", "s", "--version", "3"], "--version can't be given with --registry"),
-        (["--store", "s", "--max-memory-gb", "3"], "--max-memory-gb need --registry"),
+        (["--registry", "r", "--store", "s", "--version", "3"], "--version: not with --registry"),
+        (["--store", "s", "--max-memory-gb", "3"], "--max-memory-gb: only with --registry"),
         (["--store", "s", "--model", "a", "--model", "b"], "Several --model need --registry"),
         (["--registry", "r", "--store", "s", "--node-id", "a/b"], "node_id: String should match"),
         (["--registry", "r", "--store", "s", "--advertise", "nowhere"], "address 'nowhere' is none of"),

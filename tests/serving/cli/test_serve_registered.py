@@ -21,8 +21,7 @@ from loader.registry.opening import open_registry
 from loader.registry.records import WantedModel
 from loader.registry.typed import FleetRegistry
 from serving.cli import main
-from serving.cli.registered_serving import staleness_limits, worker_arguments
-from serving.cli.serve import serve
+from serving.cli.serve import serve, staleness_limits, worker_arguments
 from shardrank_testing.processes import Program, descendants, is_alive, running, wait_until
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, write_api_model
 
@@ -175,7 +174,7 @@ def test_workers_are_given_every_flag_but_the_registry(tmp_path) -> None:
     ]
     flags += ["--max-staleness", "films=30", "--cards", "2", "--memory-budget-gb", "1.5", "--workers", "2"]
     options = serve.make_context("serve", flags).params
-    arguments = worker_arguments(options)
+    arguments = worker_arguments(options, None)
     assert "secret" not in " ".join(arguments)
     text = " ".join(arguments)
     assert serve.make_context("serve", ["--registry", "r", *arguments]).params["max_staleness"] == (("films", "30"),)

@@ -121,7 +121,7 @@ _MERLIN = {
 
 
 def catalog_model(name: str, dtype: RowDtype = "int8", scale: float = 1.0) -> CatalogModel:
-    """A published model.
+    """Return a published model.
 
     Args:
         name: one of `CATALOG`.

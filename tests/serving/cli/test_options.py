@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from serving.cli.amounts import Duration, Share, human_time
+from serving.cli.options import Duration, Share
+from serving.cli.output import human_time
 
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), (" 50 %", 0.5), ("99.9%", 0.999)])

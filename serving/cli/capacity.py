@@ -5,25 +5,112 @@ Nothing is read but the model's description (and access counts, where a snapshot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
+from loader.golden import GoldenRequests
 from loader.layout import num_buckets_used
-from loader.manifest import Frozen, ModelSpec, RowDtype
+from loader.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
-from serving.cli.plan.lookup_profile import LookupProfile
+from serving.errors import LookupProfileError
 from shard_node.cuda.batch_time import BatchTime, batch_time
 from shard_node.cuda.card_plan import CardBudget, CardPlan
 from shard_node.cuda.card_systems import CardSystem
-from shard_node.cuda.cost_model import Traffic, table_sizes
+from shard_node.cuda.cost_model import BagLoad, Traffic, table_sizes
+from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER
 from shard_node.cuda.row_format import RowFormat
 from shard_node.node import Sharding
+from shard_node.table_layout import TableLayout
 
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
+MAX_HOTNESS = 1_000_000
+MAX_ZIPF = 8.0
+
+
+@dataclass(frozen=True)
+class LookupProfile:
+    """Ids of each feature, and their skew.
+
+    Attributes:
+        hotness: by feature, ids in a bag in the mean; 1 for a feature that is not there.
+        longest: by feature, ids of the longest bag; `hotness` for a feature that is not there.
+        zipf: exponent of the power law of row numbers, 0 for uniform; of tables without counts.
+        counts: by table, uint32 [num_embeddings], observed lookups of each row.
+    """
+
+    hotness: Mapping[str, float] = field(default_factory=dict)
+    longest: Mapping[str, float] = field(default_factory=dict)
+    zipf: float = 0.0
+    counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
+
+    @classmethod
+    def of_requests(cls, requests: GoldenRequests, zipf: float = 0.0) -> LookupProfile:
+        """Count the ids that a set of requests has in each bag."""
+        lengths = requests.lengths
+        return cls(
+            {name: float(one.mean()) if one.size else 0.0 for name, one in lengths.items()},
+            {name: float(one.max(initial=0)) for name, one in lengths.items()},
+            zipf,
+        )
+
+    def with_hotness(self, spec: ModelSpec, told: Mapping[str, float]) -> LookupProfile:
+        """Return the same but for features whose hotness is told.
+
+        Raises:
+            LookupProfileError: a feature that the model does not have, or a number out of range.
+        """
+        known = {feature.name for feature in spec.features}
+        for name, ids in told.items():
+            if name not in known:
+                raise LookupProfileError(f"hotness of {name!r}: model {spec.model!r} has no such feature")
+            if not 0 <= ids <= MAX_HOTNESS:
+                raise LookupProfileError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
+        return replace(self, hotness={**self.hotness, **told}, longest={**self.longest, **told})
+
+    def with_zipf(self, zipf: float) -> LookupProfile:
+        """Return the same with another skew in place of counts. Raises LookupProfileError for one out of range."""
+        if not 0 <= zipf <= MAX_ZIPF:
+            raise LookupProfileError(f"zipf is {zipf}, allowed is 0..{MAX_ZIPF:g}")
+        return replace(self, zipf=zipf, counts={})
+
+    def ids_of(self, feature: str) -> float:
+        """Return the ids in a bag, in the mean."""
+        return self.hotness.get(feature, 1.0)
+
+    def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:
+        """Count what a batch asks of each table, in layout order: context features by request, others by candidate.
+
+        Args:
+            spec: the model.
+            layout: its tables.
+            requests: of the batch.
+            candidates: of the batch, all requests together.
+        """
+        return tuple(self._load(spec, table, requests, candidates) for table in layout.tables)
+
+    def placement(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> Hotness:
+        """Return what placement is told: the same lookups, by table."""
+        loads = self.loads(spec, layout, requests, candidates)
+        lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
+        return Hotness(self.counts, lookups, dict.fromkeys(lookups, self.zipf))
+
+    def _load(self, spec: ModelSpec, table: TableSpec, requests: float, candidates: float) -> BagLoad:
+        values = bags = longest = 0.0
+        for name in table.feature_names:
+            times = requests if spec.feature(name).side == "context" else candidates
+            ids = self.ids_of(name)
+            values += times * ids
+            # A bag of a feature that is not pooled is one id.
+            bags += times * (ids if spec.pooling_of(name) == "none" else 1)
+            longest = max(longest, 1.0 if spec.pooling_of(name) == "none" else self.longest.get(name, ids))
+        return BagLoad(values, bags, longest)
 
 
 class CapacityOptions(Frozen):
@@ -61,7 +148,7 @@ class CapacityOptions(Frozen):
 
     @property
     def budget(self) -> CardBudget:
-        """What one version may take."""
+        """Return what one version may take."""
         return CardBudget(
             (int(self.card_memory_gb * GB / self.versions),) * self.cards,
             int(self.pinned_memory_gb * GB / self.versions),
@@ -81,7 +168,7 @@ class ModelSize(Frozen):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
-        """Adds up the tables."""
+        """Add up the tables."""
         sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.tables]
         codes, stored, on_cards, places = (sum(column) for column in zip(*sizes, strict=True))
         return cls(
@@ -171,7 +258,7 @@ class CapacityPlan(Frozen):
 
     @classmethod
     def make(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> Self:
-        """Plans a model.
+        """Plan a model.
 
         Raises:
             MemoryBudgetError: it can't be served on such nodes at all, with the numbers.

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from serving.cli.limits import limit_arguments, read_limits, with_proxies
+from serving.cli.settings import limit_arguments, read_limits, with_proxies
 from serving.limits import RequestLimits
 
 

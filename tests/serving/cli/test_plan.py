@@ -13,14 +13,13 @@ from click.testing import CliRunner, Result
 
 from loader.manifest import ModelSpec
 from serving.cli import main
-from serving.cli.plan.capacity import CapacityPlan
-from serving.cli.plan.command import SYSTEM_NAMES
-from serving.cli.plan.model_catalog import CATALOG
-from serving.cli.plan.planned_model import MANIFEST_NAME
+from serving.cli.capacity import CapacityPlan
+from serving.cli.model_catalog import CATALOG
+from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.cuda.card_systems import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> Result:

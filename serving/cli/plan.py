@@ -1,0 +1,354 @@
+"""`shardrank plan`: what a model takes on a node of cards, and how fast its lookups can be; needs no card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from serving.cli.group import WithExamples
+from serving.cli.options import (
+    DEFAULT_PINNED_GB,
+    Assignment,
+    FiniteRange,
+    count_option,
+    gigabytes_option,
+    json_flag,
+    replicate_option,
+    sharding_option,
+)
+from serving.cli.output import human_bytes, print_json, print_table
+from serving.cli.snapshots import read_description
+
+if TYPE_CHECKING:
+    from loader.manifest import ModelSpec, RowDtype
+    from serving.cli.capacity import CapacityPlan, LookupProfile
+    from shard_node.cuda.card_systems import CardSystem
+
+MANIFEST_NAME = "manifest.json"
+MAX_TABLES = 8
+TIER_NAMES = {
+    "hot": "hot: on every card",
+    "card": "card: on the card that pools",
+    "peer": "card: on one of the others",
+    "pinned": "pinned host memory",
+    "mapped": "mapped snapshot",
+}
+SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
+"""The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
+
+
+@click.command(cls=WithExamples)
+@click.option(
+    "--model",
+    required=True,
+    metavar="FILE",
+    help="A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, merlin-tiny, "
+    "-small, -medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
+)
+@click.option("--system", type=click.Choice(SYSTEM_NAMES), default="h100", show_default=True, help="Whose bandwidths.")
+@count_option("--cards", "Cards of each node; default: the system's.", 1, 64)
+@gigabytes_option(
+    "--card-memory-gb",
+    "Memory of each card for rows and places, in 10^9 bytes; default: all of the system's card. An engine leaves "
+    "an eighth of it to everything else if nothing is said.",
+    above_zero=True,
+)
+@gigabytes_option(
+    "--pinned-memory-gb",
+    "Host memory for rows that no card has room for, which cards read in place.",
+    default=DEFAULT_PINNED_GB,
+)
+@gigabytes_option(
+    "--hot-gb",
+    "Memory of each card for copies of the hottest rows. Default: what is left when all rows are on cards, else "
+    "a sixteenth.",
+)
+@count_option(
+    "--versions",
+    "Versions side by side, each with its part of the memory; a rollout needs 2.",
+    1,
+    8,
+    default=1,
+)
+@count_option("--shards", "Nodes that share rows.", 1, 1024, default=1)
+@sharding_option
+@replicate_option
+@click.option("--no-peer-access", is_flag=True, help="Plan for cards that can't read each other's memory.")
+@click.option("--no-mapped", is_flag=True, help="Fail if rows would stay in the mapped snapshot.")
+@count_option("--batch", "Candidates of a batch.", 1, 10_000_000, default=500)
+@count_option(
+    "--requests",
+    "Requests that a batch's candidates belong to; context features are looked up once for each.",
+    1,
+    10_000_000,
+    default=1,
+)
+@click.option(
+    "--hotness",
+    type=Assignment("FEATURE=N"),
+    multiple=True,
+    metavar="FEATURE=N",
+    help="Ids in a bag of a feature, in the mean. Default: what the published model or the snapshot's golden requests "
+    "have, else 1. Repeatable.",
+)
+@click.option(
+    "--zipf",
+    type=FiniteRange(0, 8),
+    metavar="S",
+    help="Lookups of a table's row r in proportion to r^-S; 0 is uniform. Default: the published model's, else 0.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["int8", "int4", "fp16", "fp32"]),
+    help="Rows stored so, in place of what the model says; published models are int8 by default.",
+)
+@click.option("--hbm-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="What a copy within a card reaches.")
+@click.option(
+    "--nvlink-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="Line rate between cards, one direction."
+)
+@click.option(
+    "--host-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="Line rate from host to card, one direction."
+)
+@json_flag("the plan")
+def plan(**options: Any) -> None:
+    """Reckon what a model takes on a node of cards.
+
+    Prints bytes by card and tier, how tables are split, what does not fit, and the least time that a batch's lookups
+    take: the engine's own placement, and bandwidths of docs/nvlink.md. Nothing is measured, and no card is needed.
+    Exit code 1 if the model can't be served so at all.
+
+    Examples:
+      shardrank plan --model dlrm-v2 --cards 8 --card-memory-gb 80
+      shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
+      shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
+      shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
+    """
+    from loader.manifest import NUM_BUCKETS
+    from serving.cli.capacity import CapacityOptions, CapacityPlan
+
+    spec, profile = planned_model(options["model"], options["dtype"])
+    profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
+    if options["zipf"] is not None:
+        profile = profile.with_zipf(options["zipf"])
+    if options["shards"] > NUM_BUCKETS and options["sharding"] != "table":
+        raise click.UsageError(f"--shards: rows are divided by {NUM_BUCKETS} buckets, so into as many shards at most.")
+    system = _system(options)
+    same = ("pinned_memory_gb", "hot_gb", "versions", "shards", "sharding", "replicate_bytes", "requests")
+    node = CapacityOptions.model_validate(
+        {name: options[name] for name in same}
+        | {
+            "system": system,
+            "cards": options["cards"] or system.cards,
+            "card_memory_gb": options["card_memory_gb"] or system.card_memory_gb,
+            "peer_access": not options["no_peer_access"],
+            "allow_mapped": not options["no_mapped"],
+            "candidates": options["batch"],
+        }
+    )
+    found = CapacityPlan.make(spec, profile, node)
+    if options["as_json"]:
+        print_json(found)
+    else:
+        print_plan(found)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"--hotness {name}={text}: {text!r} is not a number.") from None
+
+
+def _system(options: dict[str, Any]) -> CardSystem:
+    """The named system, with what was given in place of its own bandwidths."""
+    from shard_node.cuda.card_systems import SYSTEMS
+
+    system = SYSTEMS[options["system"]]
+    changed: dict[str, object] = {}
+    if options["hbm_gb_per_s"] is not None:
+        changed["hbm_gb_per_s"] = options["hbm_gb_per_s"]
+    if options["nvlink_gb_per_s"] is not None:
+        changed["peer"] = system.peer.model_copy(update={"gb_per_s": options["nvlink_gb_per_s"]})
+    if options["host_gb_per_s"] is not None:
+        changed["host"] = system.host.model_copy(update={"gb_per_s": options["host_gb_per_s"]})
+    return system.model_copy(update=changed)
+
+
+def planned_model(named: str, dtype: RowDtype | None) -> tuple[ModelSpec, LookupProfile]:
+    """Return the model, and its lookups as far as they are known.
+
+    Args:
+        named: `NAME` or `NAME:SCALE` of the catalog; a snapshot's folder or manifest; or a model description.
+        dtype: in place of the one that the tables are stored in.
+
+    Raises:
+        click.UsageError: nothing of that name, a scale that is none, or a dtype that a table can't have.
+        ExportError: a description that can't be read.
+        SnapshotError: a snapshot that can't be read.
+    """
+    from serving.cli.capacity import LookupProfile
+    from serving.cli.model_catalog import CATALOG, catalog_model
+
+    name, _, scale = named.partition(":")
+    if name in CATALOG:
+        found = catalog_model(name, dtype or "int8", _scale(named, scale))
+        return found.spec, LookupProfile(hotness=found.hotness, zipf=found.zipf)
+    path = Path(named)
+    if not path.exists():
+        raise click.UsageError(f"--model {named}: no such file, and the catalog has only {', '.join(CATALOG)}.")
+    if path.is_dir() or path.name == MANIFEST_NAME:
+        spec, profile = _of_snapshot(path if path.is_dir() else path.parent)
+    else:
+        spec, profile = read_description(path), LookupProfile()
+    return (spec if dtype is None else _stored_as(spec, dtype)), profile
+
+
+def _scale(named: str, text: str) -> float:
+    try:
+        scale = float(text or 1)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale <= 1:
+        raise click.UsageError(f"--model {named}: the scale of its rows must be above 0 and at most 1.")
+    return scale
+
+
+def _of_snapshot(folder: Path) -> tuple[ModelSpec, LookupProfile]:
+    from loader.reader import Snapshot
+    from serving.cli.capacity import LookupProfile
+
+    snapshot = Snapshot.open(folder, verify=False)
+    golden = snapshot.golden()
+    profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
+    counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.tables}
+    return snapshot.spec, replace(profile, counts={name: one for name, one in counts.items() if one is not None})
+
+
+def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
+    odd = [table.name for table in spec.tables if dtype == "int4" and table.embedding_dim % 2]
+    if odd:
+        raise click.UsageError(f"--dtype int4 needs an even embedding_dim, which these tables do not have: {odd}.")
+    tables = tuple(table.model_copy(update={"dtype": dtype}) for table in spec.tables)
+    return spec.model_copy(update={"tables": tables})
+
+
+def print_plan(plan: CapacityPlan) -> None:
+    """Print all but the smaller tables."""
+    _print_head(plan)
+    print_table(
+        "Bytes of a card",
+        ("card", "#hot copies", "#own rows", "#places", "#free"),
+        _card_rows(plan),
+    )
+    print_table(
+        "Ways to a row",
+        ("tier", "#rows", "#bytes", "#lookups", "#bytes a batch"),
+        [
+            (
+                TIER_NAMES[one.tier],
+                _human_count(one.rows),
+                human_bytes(one.size_bytes),
+                f"{one.lookup_share:.2%}",
+                human_bytes(round(one.bytes_per_batch)) if one.bytes_per_batch else "",
+            )
+            for one in plan.tiers
+        ],
+    )
+    _print_tables(plan)
+    _print_time(plan)
+    _print_verdict(plan)
+
+
+def _print_head(plan: CapacityPlan) -> None:
+    options, size = plan.options, plan.size
+    codes = f" (codes alone {human_bytes(size.code_bytes)})" if size.code_bytes < size.stored_bytes else ""
+    tables = "1 table" if plan.num_tables == 1 else f"{plan.num_tables} tables"
+    click.echo(
+        f"{plan.model}: {tables}, {_human_count(plan.num_rows)} rows; as float32 "
+        f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
+        f"{human_bytes(size.on_cards_bytes)} and {human_bytes(size.places_bytes)} of places on each"
+    )
+    of_shards = f"shard {plan.shard_index} of {options.shards} (the fullest): " if options.shards > 1 else ""
+    versions = f", for {options.versions} versions side by side" if options.versions > 1 else ""
+    click.echo(
+        f"{of_shards}{options.cards} x {options.system.name} with {options.card_memory_gb:g} GB each, "
+        f"{options.pinned_memory_gb:g} GB pinned{versions}{'' if options.peer_access else ', no peer access'}"
+    )
+
+
+def _card_rows(plan: CapacityPlan) -> list[tuple[str, ...]]:
+    """The fullest card and the emptiest."""
+    by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
+    ends = [("", by_free[0])] if len(by_free) == 1 else [(" (fullest)", by_free[0]), (" (emptiest)", by_free[-1])]
+    return [
+        (f"{one.card}{which}", *map(human_bytes, (one.hot_bytes, one.own_bytes, one.places_bytes, one.free_bytes)))
+        for which, one in ends
+    ]
+
+
+def _print_tables(plan: CapacityPlan) -> None:
+    largest = sorted(plan.tables, key=lambda one: -one.on_cards_bytes)
+    rest = len(largest) - MAX_TABLES
+    print_table(
+        f"Tables, the largest {MAX_TABLES} of {len(largest)}" if rest > 0 else "Tables",
+        ("table", "#dim", "dtype", "#bytes", "#lookups", "#hot rows", "#card rows", "#pinned rows", "#mapped rows"),
+        [
+            (
+                one.name,
+                one.embedding_dim,
+                one.dtype,
+                human_bytes(one.on_cards_bytes),
+                _human_count(one.lookups),
+                *(_human_count(rows) for rows in (one.hot_rows, one.card_rows, one.pinned_rows, one.mapped_rows)),
+            )
+            for one in largest[:MAX_TABLES]
+        ],
+    )
+
+
+def _print_time(plan: CapacityPlan) -> None:
+    batch, time = plan.batch, plan.time
+    print_table(
+        f"A batch of {plan.options.candidates} candidates: {_human_count(batch.lookups)} lookups in "
+        f"{_human_count(batch.bags)} bags, at least",
+        ("part", "#bytes", "#us"),
+        [
+            ("ids to the card", human_bytes(round(batch.upload_bytes)), f"{time.upload_us:.1f}"),
+            ("launches", "", f"{time.launch_us:.1f}"),
+            ("the longest bag's rows, one after the other", "", f"{time.latency_us:.1f}"),
+            ("card memory", human_bytes(round(batch.card_memory_bytes)), f"{time.hbm_us:.1f}"),
+            ("other cards, with packet headers", human_bytes(round(batch.peer_line_bytes)), f"{time.peer_us:.1f}"),
+            ("host memory, with packet headers", human_bytes(round(batch.host_line_bytes)), f"{time.host_us:.1f}"),
+            ("mapped rows, one CPU thread", "", f"{time.mapped_us:.1f}"),
+        ],
+    )
+    busy = f"all {plan.options.cards} cards busy" if plan.options.cards > 1 else "busy all the time"
+    click.echo(
+        f"alone {time.alone_us:.1f} us, bound by {time.bound}; {busy} "
+        f"{_human_count(time.batches_per_s)} batches/s, {_human_count(time.lookups_per_s)} lookups/s, "
+        f"bound by {time.busy_bound}"
+    )
+
+
+def _print_verdict(plan: CapacityPlan) -> None:
+    needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
+    if plan.fits_on_cards:
+        click.echo(f"fits: every row is on cards ({needed})")
+    elif not plan.left_over_bytes:
+        click.echo(f"fits with {human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})")
+    else:
+        click.echo(
+            f"does not fit in memory: {human_bytes(plan.left_over_bytes)} stay in the mapped snapshot, beside "
+            f"{human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})"
+        )
+
+
+def _human_count(count: float) -> str:
+    """Write `950`, `12.3 k`, `4.56 M`, `1.2 G`."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.3g}"

@@ -1,1 +1,0 @@
-"""`shardrank plan`: what a model takes on a node of cards, reckoned without one."""
