@@ -15,7 +15,7 @@ from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.prepared import prepare_workload
 from router.plan import Plan
-from serving.demo.prepare import with_bucketing
+from serving.training.description import with_bucketing
 
 
 def compared_snapshot(config: CompareConfig, load: LoadConfig, store: Path, progress: Progress = no_progress) -> Path:

@@ -74,8 +74,7 @@ def demo(
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
     from serving.cli.output import stdout_console
-    from serving.demo.config import DemoConfig
-    from serving.demo.run import run_demo
+    from serving.demo.run import DemoConfig, run_demo
 
     config = DemoConfig(
         movielens=movielens,

@@ -69,8 +69,8 @@ def train(
       shardrank train --store models
       shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
     """
-    from serving.demo.prepare import expectation, read_interactions, train_version
     from serving.training.description import FilmsOptions
+    from serving.training.version import expectation, read_interactions, train_version
 
     described = {"model": model, "kind": kind, "dtype": dtype, "embedding_dim": dim, "profile": profile}
     options = FilmsOptions.model_validate(described)
