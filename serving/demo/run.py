@@ -173,29 +173,26 @@ async def _serving(
                 bars("starting processes", 0, total)
                 # A registry of its own, gone with the demo: the store's may be that of a real fleet.
                 registry = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-"))
-                fleet = running_fleet(
-                    _fleet(config, folder, registry), lambda name: bars("starting processes", next(ready), total), ports
+                model, version = folder.parent.name, int(folder.name)
+                fleet = FleetConfig(
+                    store=folder.parent.parent.resolve(),
+                    models=(model,),
+                    versions={model: version},
+                    registry=registry,
+                    shards=config.shards,
+                    cards=config.cards,
+                    sharding=config.sharding,
+                    replicate_bytes=REPLICATE_BYTES,
+                    host=config.host,
+                    shard_node_arguments=("--device", config.device),
                 )
-                await stack.enter_async_context(fleet)
+
+                def on_ready(name: str) -> None:
+                    bars("starting processes", next(ready), total)
+
+                await stack.enter_async_context(running_fleet(fleet, on_ready, ports))
         host = connectable_host(config.host)
         yield Listening(f"[{host}]" if ":" in host else host, ports.http, ports.grpc)
-
-
-def _fleet(config: DemoConfig, folder: Path, registry: str) -> FleetConfig:
-    return FleetConfig(
-        store=folder.parent.parent.resolve(),
-        models=(folder.parent.name,),
-        versions={folder.parent.name: int(folder.name)},
-        registry=registry,
-        shards=config.shards,
-        cards=config.cards,
-        sharding=config.sharding,
-        replicate_bytes=REPLICATE_BYTES,
-        host=config.host,
-        http_port=config.http_port,
-        grpc_port=config.grpc_port,
-        shard_node_arguments=("--device", config.device),
-    )
 
 
 async def _in_thread(work: Callable[[threading.Event], Ranked]) -> Ranked:

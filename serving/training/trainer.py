@@ -208,50 +208,38 @@ def train(
     vocabularies = films_vocabularies(dataset.interactions, spec)
     labelled = training_requests(dataset, spec)
     batches = RequestBatches(spec, vocabularies, labelled.requests)
+    labels, draw = torch.from_numpy(labelled.labels), np.random.default_rng(seed)
     # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = RankingNetwork(spec)
-        _fit(network, batches, torch.from_numpy(labelled.labels), np.random.default_rng(seed), epochs, progress)
+        network = RankingNetwork(spec).train()
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": list(network.ranking.parameters()), "weight_decay": DENSE_WEIGHT_DECAY},
+                {"params": list(network.tables.parameters()), "weight_decay": TABLE_WEIGHT_DECAY},
+            ],
+            lr=LEARNING_RATE,
+        )
+        batches_per_epoch = -(-batches.num_requests // REQUESTS_PER_BATCH)
+        steps, done = epochs * batches_per_epoch, 0
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.2)
+        for _ in range(epochs):
+            for chosen in np.array_split(draw.permutation(batches.num_requests), batches_per_epoch):
+                batch = batches.take(chosen)
+                _make_some_unknown(spec, batch)
+                loss = F.binary_cross_entropy_with_logits(network(batch), labels[batch.candidates])
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                schedule.step()
+                done += 1
+                progress("training", done, steps)
     return TrainedModel(
         spec=spec,
         tables={name: rows.detach().numpy() for name, rows in network.tables.items()},
         dense={name: tensor.detach().clone() for name, tensor in network.ranking.state_dict().items()},
         vocabularies=vocabularies,
     )
-
-
-def _fit(
-    network: RankingNetwork,
-    batches: RequestBatches,
-    labels: Tensor,
-    draw: np.random.Generator,
-    epochs: int,
-    progress: Progress,
-) -> None:
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": list(network.ranking.parameters()), "weight_decay": DENSE_WEIGHT_DECAY},
-            {"params": list(network.tables.values()), "weight_decay": TABLE_WEIGHT_DECAY},
-        ],
-        lr=LEARNING_RATE,
-    )
-    batches_per_epoch = -(-batches.num_requests // REQUESTS_PER_BATCH)
-    steps = epochs * batches_per_epoch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.2)
-    network.train()
-    done = 0
-    for _ in range(epochs):
-        for chosen in np.array_split(draw.permutation(batches.num_requests), batches_per_epoch):
-            batch = batches.take(chosen)
-            _make_some_unknown(network.spec, batch)
-            loss = F.binary_cross_entropy_with_logits(network(batch), labels[batch.candidates])
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            schedule.step()
-            done += 1
-            progress("training", done, steps)
 
 
 def _make_some_unknown(spec: ModelSpec, batch: RowBatch) -> None:

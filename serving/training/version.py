@@ -157,9 +157,6 @@ def film_mean_scores(dataset: FilmsDataset, samples: Int64Array) -> Float32Array
 def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:
     """Returns the share of (positive, negative) pairs in which the positive scores higher; a tie counts one half.
 
-    By the Mann-Whitney rank statistic: (sum of the positives' ranks - P (P + 1) / 2) / (P N), tied scores sharing their
-    mean rank.
-
     Args:
         labels: [n], positive where above 0.5.
         scores: [n].
@@ -169,12 +166,9 @@ def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:
     """
     if not np.isfinite(scores).all():
         raise TrainingError("auc: scores hold NaN or inf")
-    positive = labels > 0.5
-    num_positive = int(positive.sum())
-    num_negative = positive.size - num_positive
-    if not num_positive or not num_negative:
-        raise TrainingError(f"auc: {num_positive} positive and {num_negative} negative labels; both are needed")
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2
-    rank_sum = float(mean_rank[place][positive].sum())
-    return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
+    positive, negative = scores[labels > 0.5], np.sort(scores[labels <= 0.5])
+    if not positive.size or not negative.size:
+        raise TrainingError(f"auc: {positive.size} positive and {negative.size} negative labels; both are needed")
+    # Twice the negatives below each positive, ties counting once.
+    below = np.searchsorted(negative, positive, "left") + np.searchsorted(negative, positive, "right")
+    return float(below.sum()) / (2 * positive.size * negative.size)
