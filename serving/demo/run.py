@@ -31,7 +31,7 @@ from serving.server import Listening, ServerConfig, running_server
 from serving.training.dataset import to_json
 from serving.training.version import (
     Expectation,
-    Stopwatch,
+    StageTimes,
     TrainedVersion,
     auc,
     expectation,
@@ -100,30 +100,30 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         # Shard nodes open cards of their own, and later.
         card_set = CardSet.open(config.device, config.cards) if config.local else None
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
-        stopwatch = Stopwatch()
+        times = StageTimes()
         with progress_bars() as bars:
             interactions = read_interactions(config.movielens, config.ratings, config.seed)
-            stopwatch.lap("read")
+            times.lap("read")
             version = train_version(
                 interactions,
                 store,
                 seed=config.seed,
                 epochs=config.epochs,
                 bucketing="range" if config.sharding == "range" else "hash",
-                stopwatch=stopwatch,
+                times=times,
                 progress=bars,
             )
             expected = expectation(version)
-            stopwatch.lap("expect")
+            times.lap("expect")
         plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, REPLICATE_BYTES)
         console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
 
         async def serve() -> int:
             async with _serving(config, ports, card_set, version.folder) as at:
-                stopwatch.lap("start")
+                times.lap("start")
                 ranked = await _in_thread(partial(_rank, version, expected, at))
-                stopwatch.lap("rank")
-                report = _report(config, version, expected, ranked, stopwatch.seconds)
+                times.lap("rank")
+                report = _report(config, version, expected, ranked, times.seconds)
                 _show(console, ranked, report, json_file)
                 if not once:
                     await _serve_on(console, version, ranked, at)

@@ -28,7 +28,7 @@ GOLDEN_TOLERANCES: Mapping[RowDtype, float] = {"fp32": 0.03, "fp16": 0.03, "int8
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class StageTimes:
     """Seconds of each stage, by name; stages follow each other."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def train_version(
     epochs: int | None = None,
     options: FilmsOptions | None = None,
     bucketing: Bucketing = "hash",
-    stopwatch: Stopwatch | None = None,
+    times: StageTimes | None = None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:
     """Trains a model and writes it as the next version into a store.
@@ -92,20 +92,20 @@ def train_version(
         epochs: passes over the training part; None for the trainer's default.
         options: what the model is made of.
         bucketing: how rows lie in their files; sharding `range` needs `range`.
-        stopwatch: told how long the stages `train` and `export` took.
+        times: told how long the stages `train` and `export` took.
         progress: told how far training and export are.
 
     Raises:
         TrainingError, ExportError: as `FilmsDataset.split`, `train` and `export_snapshot`.
     """
-    stopwatch = stopwatch or Stopwatch()
+    times = times or StageTimes()
     dataset = FilmsDataset.split(interactions, seed=seed)
     spec = with_bucketing(films_spec(interactions, options), bucketing)
     trained = train(dataset, spec, seed=seed, epochs=epochs or DEFAULT_EPOCHS, progress=progress)
-    stopwatch.lap("train")
+    times.lap("train")
     metadata = {"source": interactions.source, "seed": str(seed)}
     folder = export_trained(trained, dataset, store, metadata=metadata, progress=progress)
-    stopwatch.lap("export")
+    times.lap("export")
     return TrainedVersion(dataset, trained, folder)
 
 
