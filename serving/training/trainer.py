@@ -178,7 +178,8 @@ class RankingNetwork(nn.Module):
 
     def _sequence(self, feature: str, rows: Tensor, offsets: Tensor) -> SequenceInput:
         lengths = offsets.diff()
-        padded = pad_sequence(self._table(feature)[rows].split(lengths.tolist()), batch_first=True)
+        sequences = list(torch.split(self._table(feature)[rows], lengths.tolist()))
+        padded = pad_sequence(sequences, batch_first=True)
         mask = torch.arange(padded.shape[1]) < lengths.unsqueeze(1)
         if self.training:
             mask &= torch.rand(mask.shape) >= DROPOUT
@@ -259,5 +260,5 @@ def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Ar
     network = RankingNetwork.of(trained)
     batches = RequestBatches(trained.spec, trained.vocabularies, requests)
     with torch.inference_mode():
-        parts = torch.arange(batches.num_requests).split(_REQUESTS_PER_SCORING)
+        parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
         return torch.cat([torch.sigmoid(network(batches.take(part.numpy()))) for part in parts]).numpy()
