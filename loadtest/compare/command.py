@@ -35,8 +35,8 @@ from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepared import prepare_workload
 from router.plan import Plan
 from serving.cli.output import progress_bars, stdout_console
-from serving.demo.prepare import with_bucketing
 from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.training.description import with_bucketing
 from shard_node.cuda.device_choice import DeviceChoice
 
 

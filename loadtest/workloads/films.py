@@ -10,12 +10,9 @@ from loader.manifest import fingerprint_strings
 from loadtest.workloads.candidates import CandidateCounts
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
-from serving.training.dataset import NO_FOLD, FilmsDataset
+from serving.training.dataset import NO_FOLD, FilmsDataset, evaluation_requests
 from serving.training.description import FilmsOptions, films_spec
-from serving.training.interactions import Interactions
-from serving.training.movielens import read_movielens
-from serving.training.ragged import offsets_of, positions_in
-from serving.training.requests import evaluation_requests
+from serving.training.interactions import Interactions, offsets_of, positions_in, read_movielens
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 PROFILE = "profile"

@@ -9,7 +9,8 @@ from loader.progress import Progress, no_progress
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload
-from serving.demo.prepare import train_version, with_bucketing
+from serving.training.description import with_bucketing
+from serving.training.version import train_version
 
 
 def prepare_workload(

@@ -54,8 +54,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
       shardrank demo --local --device cuda:0
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
-    from serving.demo.config import DemoConfig
-    from serving.demo.run import run_demo
+    from serving.demo.run import DemoConfig, run_demo
 
     config = DemoConfig.model_validate(options | ({"shards": 1} if options["local"] else {}))
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
@@ -106,8 +105,8 @@ def train(
       shardrank train --store models
       shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
     """
-    from serving.demo.prepare import expectation, read_interactions, train_version
     from serving.training.description import FilmsOptions
+    from serving.training.version import expectation, read_interactions, train_version
 
     described["embedding_dim"] = described.pop("dim")
     films = FilmsOptions.model_validate(described)

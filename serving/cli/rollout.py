@@ -65,7 +65,7 @@ def publish(
       shardrank publish /training/out/films/3 --store models --retain 5
       shardrank publish /training/out/films/3 --store models --registry redis://10.0.0.9:6379/0
     """
-    from loader import publishing, retention
+    from loader import publishing
 
     folder = snapshot_folder.resolve()
     where = folder.parent.parent if store is None else store
@@ -74,7 +74,7 @@ def publish(
         done = await publishing.publish(fleet, folder, where, clock=time.time, threads=threads, progress=bars)
         if retain is None:
             return done, None
-        return done, await retention.retain(fleet, where, done.record.model, retain)
+        return done, await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
         published, retained = with_registry(registry_url(registry, where), work)

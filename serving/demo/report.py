@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
-from pydantic import Field
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from loader.manifest import Frozen
-from serving.demo.config import DemoConfig
-from serving.demo.measure import Measured
-from serving.demo.prepare import Expectation
-from serving.training.metrics import auc
-from shard_node.bags import Float32Array
+from serving.cli.output import human_bytes
 
 
 class DemoReport(Frozen):
-    """What `--json` writes. Latencies are with one request in flight, after a warm-up.
+    """What `--json` writes. Latencies are with one request in flight, after a warm-up, over every test request.
 
     Attributes:
         source: where the ratings came from.
-        users, films, ratings, test_ratings: how many.
         auc_fp32: of the float32 model in-process, over the test part.
         auc_served: of the scores that came back over HTTP; None if no request was answered.
         auc_item_mean: of scoring each film by its mean training label.
@@ -27,7 +25,6 @@ class DemoReport(Frozen):
         requests: sent over both APIs, warm-up included.
         errors: of these, not answered with a score for each candidate.
         error_examples: the first messages.
-        http_p50_ms, http_p99_ms, grpc_p50_ms, grpc_p99_ms: over every test request.
         snapshot_bytes: all files of the snapshot.
         float32_bytes: its rows unquantised.
         version: that every answer named.
@@ -61,46 +58,50 @@ class DemoReport(Frozen):
     version: int
     dense_dtype: str
     seed: int
-    stage_seconds: dict[str, float] = Field(default_factory=dict)
+    stage_seconds: dict[str, float]
 
 
-def compare(expected: Expectation, served: Float32Array) -> tuple[float | None, float | None]:
-    """(AUC, largest difference from the float32 scores) over the candidates that were answered; None without any."""
-    answered = np.isfinite(served)
-    if not answered.any():
-        return None, None
-    difference = float(np.abs(served[answered] - expected.scores[answered]).max())
-    return auc(expected.labelled.labels[answered], served[answered]), difference
+def print_top_films(console: Console, who: str, liked: Sequence[str], films: Sequence[tuple[str, str, float]]) -> None:
+    """Prints one user's films (title, genres, score), best first, as they came back from the server."""
+    rows = [(place, title, genres, f"{score:.4f}") for place, (title, genres, score) in enumerate(films, start=1)]
+    _print_table(console, f"Films for {who}", ("#", "film", "genres", "#score"), rows)
+    console.print(f"  liked lately: {'; '.join(liked) or 'nothing yet'}\n", markup=False, highlight=False)
 
 
-def make_report(
-    config: DemoConfig,
-    expected: Expectation,
-    http: Measured,
-    grpc: Measured,
-    **facts: object,
-) -> DemoReport:
-    """Puts the report together; `facts` are the fields that were not measured here."""
-    auc_served, http_difference = compare(expected, http.scores)
-    _, grpc_difference = compare(expected, grpc.scores)
-    differences = [one for one in (http_difference, grpc_difference) if one is not None]
-    measured: dict[str, object] = {
-        "auc_fp32": expected.auc_fp32,
-        "auc_served": auc_served,
-        "auc_item_mean": expected.auc_item_mean,
-        "max_score_diff": max(differences) if differences else None,
-        "scores_identical": bool(np.array_equal(http.scores, grpc.scores)),
-        "requests": http.requests + grpc.requests,
-        "errors": http.errors + grpc.errors,
-        "error_examples": (*http.error_examples, *grpc.error_examples),
-        "http_p50_ms": http.percentile_ms(50),
-        "http_p99_ms": http.percentile_ms(99),
-        "grpc_p50_ms": grpc.percentile_ms(50),
-        "grpc_p99_ms": grpc.percentile_ms(99),
-        "shards": config.shards,
-        "cards": config.cards,
-        "sharding": config.sharding,
-        "local": config.local,
-        "seed": config.seed,
-    }
-    return DemoReport.model_validate({**measured, **facts})
+def print_report(console: Console, report: DemoReport) -> None:
+    """Prints quality, latency and size."""
+    quality = (
+        ("each film's mean label", _number(report.auc_item_mean, 4)),
+        ("the float32 model, in this process", _number(report.auc_fp32, 4)),
+        ("the running server, int8 rows", _number(report.auc_served, 4)),
+    )
+    _print_table(console, "Quality on held-out ratings", ("scores from", "#AUC"), quality)
+    if report.max_score_diff is not None:
+        same = "the same bits" if report.scores_identical else "DIFFERENT scores"
+        console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
+    latency = (
+        ("HTTP", _number(report.http_p50_ms, 2), _number(report.http_p99_ms, 2)),
+        ("gRPC", _number(report.grpc_p50_ms, 2), _number(report.grpc_p99_ms, 2)),
+    )
+    _print_table(console, "Latency, one request in flight", ("API", "#p50 ms", "#p99 ms"), latency)
+    where = "in this process" if report.local else f"on {report.shards} shards × {report.cards} cards"
+    console.print(
+        f"  {report.requests} requests, {report.errors} errors; version {report.version}, rows {where}; "
+        f"snapshot {human_bytes(report.snapshot_bytes)}, its rows as float32 {human_bytes(report.float32_bytes)}"
+    )
+    for example in report.error_examples:
+        console.print(f"  error: {example}", markup=False, highlight=False)
+
+
+def _print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table whose long cells wrap; columns whose name starts with `#` go to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
+    for column in columns:
+        table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -3,59 +3,66 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from rich.console import Console
 
-from loader.progress import Progress
+from loader.manifest import Frozen
+from loader.reader import Snapshot
 from router.plan import Plan
 from serving.cli.fleet import placement_line
 from serving.cli.output import progress_bars
 from serving.client import Client, ClientError, RetryPolicy
-from serving.demo.config import DemoConfig
-from serving.demo.errors import DemoError, RankCallError
-from serving.demo.local import local_server
-from serving.demo.measure import Measured, measure, rank_arguments
-from serving.demo.prepare import (
+from serving.demo.ranking import Answers, DemoError, RankCallError, UsersFilms, rank_all, rank_arguments
+from serving.demo.report import DemoReport, print_report, print_top_films
+from serving.fleet.local_fleet import FleetConfig, WorkerPorts, connectable_host, held_ports, running_fleet
+from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.rank.service import RankingService
+from serving.server import Listening, ServerConfig, running_server
+from serving.training.dataset import to_json
+from serving.training.version import (
     Expectation,
-    Stopwatch,
+    StageTimes,
     TrainedVersion,
-    bucketing_for,
+    auc,
     expectation,
     read_interactions,
-    snapshot_sizes,
     train_version,
 )
-from serving.demo.report import DemoReport, make_report
-from serving.demo.show import print_report, print_top_films
-from serving.demo.top_films import (
-    TopFilm,
-    UsersFilms,
-    curl_line,
-    films_of_user,
-    grpcurl_line,
-    liked_titles,
-    rank_top_films,
-    short_request,
-)
-from serving.fleet.local_fleet import FleetConfig, WorkerPorts, held_ports, running_fleet
-from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.training.requests import evaluation_json
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.device_choice import DeviceChoice
 
+# Tables of at most this size go to every shard: small, because the demo's tables are. With the default of a real fleet
+# nothing would be divided.
+REPLICATE_BYTES = 4096
+WARMUP_REQUESTS = 50
+TIMEOUT_MS = 2000
+LIKED_SHOWN = 3
 
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where the demo's server answers."""
 
+class DemoConfig(Frozen):
+    """What `shardrank demo` was asked to do; its options say what each means, and check it."""
+
+    movielens: Path | None
+    ratings: int
+    epochs: int | None
+    seed: int
+    store: Path | None
+    shards: int
+    cards: int
+    device: str
+    sharding: Literal["hash", "range", "table"]
+    local: bool
     host: str
     http_port: int
     grpc_port: int
@@ -63,11 +70,11 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """What came back from the server."""
+    """What came back from the server; `top` is (title, genres, score) of the best of `films`."""
 
-    http: Measured
-    grpc: Measured
-    top: list[TopFilm]
+    http: Answers
+    grpc: Answers
+    top: list[tuple[str, str, float]]
     films: UsersFilms
     dense_dtype: str
 
@@ -85,44 +92,48 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         ShardrankError: if a stage fails. A port that is taken, a device that can't be used or a file that can't be
             written is told before the work.
     """
-    stopwatch = Stopwatch()
     with ExitStack() as stack:
         ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
         if json_file is not None:
             _check_writable(json_file)
-        card_set = _open_card_set(config)
+        DeviceChoice.parse(config.device)
+        # Shard nodes open cards of their own, and later.
+        card_set = CardSet.open(config.device, config.cards) if config.local else None
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
+        times = StageTimes()
         with progress_bars() as bars:
-            with stopwatch.stage("read"):
-                interactions = read_interactions(config.movielens, config.ratings, config.seed)
+            interactions = read_interactions(config.movielens, config.ratings, config.seed)
+            times.lap("read")
             version = train_version(
                 interactions,
                 store,
                 seed=config.seed,
                 epochs=config.epochs,
-                bucketing=bucketing_for(config),
-                stopwatch=stopwatch,
+                bucketing="range" if config.sharding == "range" else "hash",
+                times=times,
                 progress=bars,
             )
-            with stopwatch.stage("expect"):
-                expected = expectation(version)
-        plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, config.replicate_bytes)
+            expected = expectation(version)
+            times.lap("expect")
+        plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, REPLICATE_BYTES)
         console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
+
+        async def serve() -> int:
+            async with _serving(config, ports, card_set, version.folder) as at:
+                times.lap("start")
+                ranked = await _in_thread(partial(_rank, version, expected, at))
+                times.lap("rank")
+                report = _report(config, version, expected, ranked, times.seconds)
+                _show(console, ranked, report, json_file)
+                if not once:
+                    await _serve_on(console, version, ranked, at)
+                return 1 if report.errors else 0
+
         try:
-            return run_until_signalled(
-                lambda: _serve_and_rank(config, ports, card_set, version, expected, stopwatch, console, once, json_file)
-            )
+            return run_until_signalled(serve)
         except StopRequestedError:
-            # During the report: not finished. Afterwards it was the way to end: `_serve_and_rank` returned then.
+            # During the report: not finished. Afterwards it was the way to end: `serve` returned then.
             return 130
-
-
-def _open_card_set(config: DemoConfig) -> CardSet | None:
-    """The cards of rows in this process. Raises as `CardSet.open`; shard nodes open cards of their own, and later."""
-    if config.local:
-        return CardSet.open(config.device, config.cards)
-    DeviceChoice.parse(config.device)
-    return None
 
 
 def _check_writable(json_file: Path) -> None:
@@ -136,50 +147,52 @@ def _check_writable(json_file: Path) -> None:
         raise DemoError(f"--json {json_file}: {problem}") from error
 
 
-async def _serve_and_rank(
-    config: DemoConfig,
-    ports: WorkerPorts,
-    card_set: CardSet | None,
-    version: TrainedVersion,
-    expected: Expectation,
-    stopwatch: Stopwatch,
-    console: Console,
-    once: bool,
-    json_file: Path | None,
-) -> int:
-    start = time.monotonic()
-    async with _serving(config, ports, card_set, version.folder) as endpoints:
-        stopwatch.seconds["start"] = round(time.monotonic() - start, 3)
-        with stopwatch.stage("rank"):
-            ranked = await _in_thread(lambda stop: _rank(config, version, expected, endpoints, stop))
-        report = _report(config, version, expected, ranked, stopwatch)
-        _show(console, version, ranked, report, json_file)
-        if not once:
-            await _serve_on(console, config, version, ranked, endpoints)
-        return 1 if report.errors else 0
+@asynccontextmanager
+async def _serving(
+    config: DemoConfig, ports: WorkerPorts, card_set: CardSet | None, folder: Path
+) -> AsyncIterator[Listening]:
+    """Serves the snapshot while the block runs; the host is written as in a URL."""
+    async with AsyncExitStack() as stack:
+        with progress_bars() as bars:
+            if config.local:
+                source = ModelSource(
+                    snapshot=folder,
+                    cards=config.cards,
+                    card_set=card_set,
+                    sharding=config.sharding,
+                    replicate_bytes=REPLICATE_BYTES,
+                )
+                service = RankingService()
+                stack.push_async_callback(asyncio.to_thread, service.close)
+                service.install(await asyncio.to_thread(load_served_model, source, service, bars))
+                server = ServerConfig(host=config.host, http_port=ports.http, grpc_port=ports.grpc)
+                await stack.enter_async_context(running_server(service, server))
+            else:
+                # The coordinator, the shard nodes and a serving process.
+                ready, total = itertools.count(1), config.shards + 2
+                bars("starting processes", 0, total)
+                # A registry of its own, gone with the demo: the store's may be that of a real fleet.
+                registry = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-"))
+                model, version = folder.parent.name, int(folder.name)
+                fleet = FleetConfig(
+                    store=folder.parent.parent.resolve(),
+                    models=(model,),
+                    versions={model: version},
+                    registry=registry,
+                    shards=config.shards,
+                    cards=config.cards,
+                    sharding=config.sharding,
+                    replicate_bytes=REPLICATE_BYTES,
+                    host=config.host,
+                    shard_node_arguments=("--device", config.device),
+                )
 
+                def on_ready(name: str) -> None:
+                    bars("starting processes", next(ready), total)
 
-def _report(
-    config: DemoConfig, version: TrainedVersion, expected: Expectation, ranked: Ranked, stopwatch: Stopwatch
-) -> DemoReport:
-    snapshot_bytes, float32_bytes = snapshot_sizes(version.folder)
-    data = version.dataset.interactions
-    return make_report(
-        config,
-        expected,
-        ranked.http,
-        ranked.grpc,
-        source=data.source,
-        users=data.users.ids.size,
-        films=data.films.ids.size,
-        ratings=data.num_ratings,
-        test_ratings=version.dataset.test.size,
-        snapshot_bytes=snapshot_bytes,
-        float32_bytes=float32_bytes,
-        version=int(version.folder.name),
-        dense_dtype=ranked.dense_dtype,
-        stage_seconds=dict(stopwatch.seconds),
-    )
+                await stack.enter_async_context(running_fleet(fleet, on_ready, ports))
+        host = connectable_host(config.host)
+        yield Listening(f"[{host}]" if ":" in host else host, ports.http, ports.grpc)
 
 
 async def _in_thread(work: Callable[[threading.Event], Ranked]) -> Ranked:
@@ -194,115 +207,92 @@ async def _in_thread(work: Callable[[threading.Event], Ranked]) -> Ranked:
         raise
 
 
-def _rank(
-    config: DemoConfig, version: TrainedVersion, expected: Expectation, endpoints: Endpoints, stop: threading.Event
-) -> Ranked:
-    spec = version.trained.spec
-    documents = [body for body, _ in evaluation_json(expected.labelled, spec, version.trained.vocabularies)]
-    requests = [rank_arguments(document) for document in documents]
-    counts: list[int] = expected.requests.num_candidates.tolist()
-    films = films_of_user(version.dataset, int(version.dataset.interactions.user_index[expected.labelled.samples[0]]))
-    host = f"[{endpoints.host}]" if ":" in endpoints.host else endpoints.host
-    expected_version, warmup = int(version.folder.name), config.warmup_requests
+def _rank(version: TrainedVersion, expected: Expectation, at: Listening, stop: threading.Event) -> Ranked:
+    model, dataset = version.trained.spec.model, version.dataset
+    bodies = to_json(expected.labelled.requests, version.trained.spec, version.trained.vocabularies)
+    arguments = [rank_arguments(body) for body in bodies]
+    num_candidates: list[int] = expected.labelled.requests.num_candidates.tolist()
+    films = UsersFilms.of(dataset, int(dataset.interactions.user_index[expected.labelled.samples[0]]))
     # A request that fails is counted, so none is sent again.
-    client_of = partial(Client, timeout_ms=config.timeout_ms, retry=RetryPolicy(max_attempts=1))
-
-    def over(api: str, client: Client, progress: Progress) -> Measured:
-        measured = measure(
-            api, client, spec.model, requests, counts, warmup_requests=warmup, stop=stop, progress=progress
-        )
-        if measured.versions - {expected_version}:
-            raise RankCallError(f"{api}: versions {measured.versions} answered, expected {expected_version}")
-        return measured
-
+    client_of = partial(Client, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
     with (
         progress_bars() as bars,
-        client_of(f"http://{host}:{endpoints.http_port}") as http,
-        client_of(f"grpc://{host}:{endpoints.grpc_port}") as grpc,
+        client_of(f"http://{at.host}:{at.http_port}") as http,
+        client_of(f"grpc://{at.host}:{at.grpc_port}") as grpc,
     ):
-        over_http, over_grpc = over("http", http, bars), over("grpc", grpc, bars)
-        over_http.requests += 1
+        answers = {}
+        for api, client in (("http", http), ("grpc", grpc)):
+            answers[api] = rank_all(
+                api, client, model, arguments, num_candidates, warmup_requests=WARMUP_REQUESTS, stop=stop, progress=bars
+            )
+            if answers[api].versions - {int(version.folder.name)}:
+                found = answers[api].versions
+                raise RankCallError(f"{api}: versions {found} answered, expected {version.folder.name}")
+        answers["http"].requests += 1
+        top = []
         try:
-            top = rank_top_films(http, spec.model, version.dataset, films)
+            top = films.ask(http, model)
         except ClientError as error:
-            over_http.failed(error)
-            top = []
+            answers["http"].failed(error)
         try:
-            dense_dtype = http.describe(spec.model).dense_model.dtype
+            dense_dtype = http.describe(model).dense_model.dtype
         except ClientError as error:
             raise RankCallError(f"http: {error}") from error
-    return Ranked(over_http, over_grpc, top, films, dense_dtype)
+    return Ranked(answers["http"], answers["grpc"], top, films, dense_dtype)
 
 
-def _show(
-    console: Console, version: TrainedVersion, ranked: Ranked, report: DemoReport, json_file: Path | None
-) -> None:
-    users = version.dataset.interactions.users
-    user = ranked.films.user
-    who = f"user {users.ids[user]} ({users.occupations[user]}, {users.ages[user]})"
-    print_top_films(console, who, liked_titles(version.dataset, ranked.films), ranked.top)
+def _report(
+    config: DemoConfig, version: TrainedVersion, expected: Expectation, ranked: Ranked, seconds: dict[str, float]
+) -> DemoReport:
+    data, snapshot = version.dataset.interactions, Snapshot.open(version.folder, verify=False)
+    http, grpc = ranked.http, ranked.grpc
+    answered = np.isfinite(http.scores)
+    differences = np.abs(np.stack([http.scores, grpc.scores]) - expected.scores)
+    return DemoReport(
+        source=data.source,
+        users=data.users.ids.size,
+        films=data.films.ids.size,
+        ratings=data.ratings.size,
+        test_ratings=version.dataset.test.size,
+        auc_fp32=expected.auc_fp32,
+        auc_served=auc(expected.labelled.labels[answered], http.scores[answered]) if answered.any() else None,
+        auc_item_mean=expected.auc_item_mean,
+        max_score_diff=None if np.isnan(differences).all() else float(np.nanmax(differences)),
+        scores_identical=bool(np.array_equal(http.scores, grpc.scores)),
+        requests=http.requests + grpc.requests,
+        errors=http.errors + grpc.errors,
+        error_examples=(*http.error_examples, *grpc.error_examples),
+        http_p50_ms=http.percentile_ms(50),
+        http_p99_ms=http.percentile_ms(99),
+        grpc_p50_ms=grpc.percentile_ms(50),
+        grpc_p99_ms=grpc.percentile_ms(99),
+        snapshot_bytes=snapshot.size_bytes,
+        float32_bytes=snapshot.float32_bytes,
+        version=int(version.folder.name),
+        dense_dtype=ranked.dense_dtype,
+        stage_seconds=dict(seconds),
+        **config.model_dump(include={"shards", "cards", "sharding", "local", "seed"}),
+    )
+
+
+def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path | None) -> None:
+    films, data = ranked.films, ranked.films.dataset.interactions
+    who = f"user {data.users.ids[films.user]} ({data.users.occupations[films.user]}, {data.users.ages[films.user]})"
+    liked = [data.films.titles[film] for film in films.history[:LIKED_SHOWN]]
+    print_top_films(console, who, liked, ranked.top)
     print_report(console, report)
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-async def _serve_on(
-    console: Console, config: DemoConfig, version: TrainedVersion, ranked: Ranked, endpoints: Endpoints
-) -> None:
+async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:
     """Prints how to ask, and serves until a signal."""
-    model = version.trained.spec.model
-    document = short_request(version.dataset, ranked.films, config.timeout_ms)
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
-    for line in (
-        curl_line(endpoints.host, endpoints.http_port, model, document),
-        grpcurl_line(endpoints.host, endpoints.grpc_port, model, document),
-    ):
+    model = version.trained.spec.model
+    for line in ranked.films.request_lines(at.host, at.http_port, at.grpc_port, model, TIMEOUT_MS):
         console.print(f"{line}\n", soft_wrap=True, markup=False, highlight=False)
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         # The report is complete, so this is the end that was asked for. Leaving the block stops the server.
         console.print("stopping")
-
-
-def _fleet(config: DemoConfig, folder: Path, registry: str) -> FleetConfig:
-    return FleetConfig(
-        store=folder.parent.parent.resolve(),
-        models=(folder.parent.name,),
-        versions={folder.parent.name: int(folder.name)},
-        registry=registry,
-        shards=config.shards,
-        cards=config.cards,
-        sharding=config.sharding,
-        replicate_bytes=config.replicate_bytes,
-        host=config.host,
-        http_port=config.http_port,
-        grpc_port=config.grpc_port,
-        shard_node_arguments=("--device", config.device),
-    )
-
-
-@asynccontextmanager
-async def _serving(
-    config: DemoConfig, ports: WorkerPorts, card_set: CardSet | None, folder: Path
-) -> AsyncIterator[Endpoints]:
-    with ExitStack() as starting:
-        bars = starting.enter_context(progress_bars())
-        if config.local:
-            async with local_server(config, folder, card_set, ports, bars) as listening:
-                starting.close()
-                yield Endpoints(listening.host, listening.http_port, listening.grpc_port)
-            return
-        total, ready = config.shards + 2, 0
-
-        def on_ready(name: str) -> None:
-            nonlocal ready
-            ready += 1
-            bars("starting processes", ready, total)
-
-        bars("starting processes", 0, total)
-        # A registry of its own, gone with the demo: the store's may be that of a real fleet.
-        with tempfile.TemporaryDirectory(prefix="shardrank-demo-") as registry:
-            async with running_fleet(_fleet(config, folder, registry), on_ready, ports) as running:
-                starting.close()
-                yield Endpoints(running.host, running.http_port, running.grpc_port)

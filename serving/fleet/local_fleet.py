@@ -101,7 +101,7 @@ class FleetConfig(Frozen):
 
     @property
     def registry_url(self) -> str:
-        """The registry that was named, or the store's own."""
+        """Returns the registry that was named, or the store's own."""
         return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
 
     @property
@@ -175,7 +175,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
 async def _choose(
     fleet: FleetRegistry, config: FleetConfig, model: str, wanted: WantedModel | None, nodes: list[NodeRecord]
 ) -> int:
-    """The version that a model begins with. Raises FleetError or SnapshotNotFoundError."""
+    """Chooses the version that a model begins with. Raises FleetError or SnapshotNotFoundError."""
     asked = config.versions.get(model)
     live = None if wanted is None else wanted.live
     if live is None or asked == live:
@@ -192,7 +192,7 @@ async def _choose(
 
 
 def _first_wanted(model: str, version: int, record: WantedModel | None) -> WantedModel | None:
-    """What is wanted where nothing is live yet, or by nobody who runs; None to leave what is wanted as it is."""
+    """Wants a version where nothing is live yet, or by nobody who runs; None to leave what is wanted as it is."""
     if record is not None and record.live == version:
         return None
     only = (version,)
@@ -281,7 +281,7 @@ def shared_port(host: str, port: int) -> Iterator[int]:
 
 
 def connectable_host(host: str) -> str:
-    """The address at which a server that is bound to `host` answers on this machine."""
+    """Returns the address at which a server that is bound to `host` answers on this machine."""
     return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
 
 
@@ -320,7 +320,7 @@ def worker_specs(
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
-    """One child for each probe port; what several workers count is added up by files in `run_directory`.
+    """Makes one child for each probe port; what several workers count is added up by files in `run_directory`.
 
     `arguments` has each worker's flags of `shardrank serve` that say what to serve, without ports; `probes`, unless it
     is empty, what else each must say before it is ready.
@@ -417,7 +417,7 @@ async def running_fleet(
 def _node_specs(
     config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
 ) -> list[ChildSpec]:
-    """The coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
+    """Makes the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     budget = () if config.memory_budget_gb is None else ("--memory-budget-gb", str(config.memory_budget_gb))
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     coordinator = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
@@ -448,7 +448,7 @@ def _store_arguments(config: FleetConfig) -> tuple[str, ...]:
 
 
 def socket_path(directory: Path, name: str) -> str:
-    """The path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
+    """Returns the path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
     path = str(directory / name)
     if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
         raise FleetError(

@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequestedError(Exception):
-    """SIGINT or SIGTERM came. Not an error to print: a wish that was fulfilled once it is raised."""
+    """SIGINT or SIGTERM came. Raised when the program has ended because of it, so it is not printed as an error."""
 
 
 def run_until_signalled(

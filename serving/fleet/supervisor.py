@@ -61,7 +61,7 @@ class ChildSpec:
 
 
 def shardrank_command(*arguments: str) -> tuple[str, ...]:
-    """The argument list that runs this installation's command line in a new process."""
+    """Returns the argument list that runs this installation's command line in a new process."""
     return (sys.executable, "-m", "serving.cli", *arguments)
 
 
@@ -110,7 +110,7 @@ class Child:
         return 0 if self._process is None else await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
+        """Sends SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
         if self._process is not None and self.pid is not None:
             self._process.terminate()
         try:
@@ -121,14 +121,14 @@ class Child:
             await self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the process and everything it started."""
+        """Sends SIGKILL to the process and everything it started."""
         if (pid := self.pid) is not None:
             # Its session was made for it alone, so the group is its own; it may be gone before we are told.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
     def failure(self, what: str) -> ChildFailedError:
-        """The error for a child that does not serve: with the error that its log ends with, or its last lines."""
+        """Makes the error for a child that does not serve, with the error that its log ends with, or its last lines."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             lines = log.read().decode("utf-8", "replace").splitlines()
@@ -141,7 +141,7 @@ class Child:
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 1` or `killed by SIGKILL`."""
+    """Says `exit code 1` or `killed by SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -294,7 +294,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """A supervisor with a private run directory; all its children are stopped when the block ends.
+    """Makes a supervisor with a private run directory; all its children are stopped when the block ends.
 
     The directory is removed at the end, but kept when the block fails: it has the children's logs.
     """

@@ -1,7 +1,6 @@
-"""The demo's trainer: from films that users rated to a model that shardrank serves.
+"""The trainer of `shardrank train` and `shardrank demo`: from films that users rated to a version in a store.
 
-Owns: reading MovieLens 100K, generating interactions with planted tastes, splitting and describing them as features,
-training tables and dense part together, exporting them, and measuring quality. Must not know of HTTP, gRPC, lookups
-or shard nodes: what it hands over is a snapshot, written by `loader`. Its scores are the reference for served ones, so
-it maps ids and pools rows by itself; only the hash function of ids is the router's.
+`interactions` reads MovieLens 100K or generates ratings with planted tastes; `description` says which features and
+tables the model has; `dataset` splits the ratings and makes requests of them; `trainer` trains tables and dense part
+together; `version` writes the snapshot and measures quality. Knows nothing of HTTP, gRPC, lookups or shard nodes.
 """

@@ -1,26 +1,50 @@
-"""Who rated which film how: the in-memory form that every dataset is brought into."""
+"""Ratings of films by users, in flat arrays: read from the files of MovieLens 100K, or generated."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.errors import ShardrankError
 from shard_node.bags import Float32Array, Int64Array
+
+GENRES = ("unknown", "Action", "Adventure", "Animation", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+          "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War")  # fmt: skip
+OCCUPATIONS = ("artist", "doctor", "educator", "engineer", "librarian", "programmer", "student", "writer")
+_FIRST_WORDS = ("Silent", "Last", "Golden", "Broken", "Distant", "Crimson", "Hidden", "Winter", "Electric", "Paper")
+_SECOND_WORDS = ("River", "Garden", "Engine", "Letter", "Harbour", "Orchard", "Signal", "Mirror", "Station", "Parade")
+_START_SECONDS = 880_000_000
+_YEAR_SECONDS = 365 * 24 * 3600
+NUM_TASTES = 4
+PAIRS_PER_RATING = 4
+# Some two hundred times the real files: a folder with something else is refused before it is read.
+MAX_FILE_BYTES = 512 * 1024 * 1024
+MAX_RATING = 5
+
+
+class TrainingError(ShardrankError):
+    """Options, or a dataset, that no model can be trained with."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    kind = "bad_training"
+
+
+class DatasetError(TrainingError):
+    """A data file is missing or malformed. The message names the file and the line."""
+
+    kind = "bad_dataset"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Users:
-    """All users.
-
-    Attributes:
-        ids: int64 [U], ascending.
-        ages: int64 [U], in years.
-        genders: a letter each.
-        occupations: a word each.
-        zip_codes: a US zip code or another country's postal code each.
-    """
+    """All users: ids int64 [U], ascending, ages int64 [U] in years, and a word of each other kind for each user."""
 
     ids: Int64Array
     ages: Int64Array
@@ -35,8 +59,7 @@ class Films:
 
     Attributes:
         ids: int64 [F], ascending.
-        titles: a title each.
-        years: int64 [F], year of release, 0 where it is not known.
+        titles: a title each, most with the year of release.
         genre_offsets: int64 [F + 1], film f has genres genre_ids[genre_offsets[f] : genre_offsets[f + 1]].
         genre_ids: int64, positions in `genre_names`.
         genre_names: a name for each genre.
@@ -44,10 +67,18 @@ class Films:
 
     ids: Int64Array
     titles: tuple[str, ...]
-    years: Int64Array
     genre_offsets: Int64Array
     genre_ids: Int64Array
     genre_names: tuple[str, ...]
+
+    @classmethod
+    def of_flags(
+        cls, ids: Int64Array, titles: Sequence[str], flags: npt.NDArray[np.bool_], genre_names: tuple[str, ...]
+    ) -> Films:
+        """Makes films of a matrix of genre flags, bool [F, genres]."""
+        return cls(
+            ids, tuple(titles), offsets_of(flags.sum(axis=1)), np.nonzero(flags)[1].astype(np.int64), genre_names
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +87,6 @@ class Interactions:
 
     Attributes:
         source: the dataset's name.
-        users: all users.
-        films: all films.
         user_index: int64 [n], position in `users`.
         film_index: int64 [n], position in `films`.
         ratings: float32 [n], 1 to 5.
@@ -72,14 +101,209 @@ class Interactions:
     ratings: Float32Array
     timestamps: Int64Array
 
-    @property
-    def num_ratings(self) -> int:
-        """N."""
-        return self.ratings.size
+
+def offsets_of(lengths: npt.NDArray[np.integer]) -> Int64Array:
+    """Returns int64 [B + 1], where each of the lists of lengths [B] begins in one flat array, and the end."""
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
-def genres_of_flags(flags: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
-    """(offsets int64 [F + 1], genre ids) of a matrix of flags, bool [F, genres]."""
-    offsets = np.zeros(flags.shape[0] + 1, np.int64)
-    np.cumsum(flags.sum(axis=1), out=offsets[1:])
-    return offsets, np.nonzero(flags)[1].astype(np.int64)
+def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Finds the elements of some lists that lie in one flat array.
+
+    Args:
+        offsets: int64 [B + 1], as `offsets_of` makes them.
+        chosen: int64 [C], lists, in any order and as often as wanted.
+
+    Returns:
+        Lengths int64 [C] of the chosen lists, and int64 [lengths.sum()], the positions of their elements, list by list.
+    """
+    starts = offsets[chosen]
+    lengths = offsets[chosen + 1] - starts
+    before = offsets_of(lengths)[:-1]
+    return lengths, np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+
+
+def generate_interactions(
+    num_ratings: int = 40_000, *, num_users: int | None = None, num_films: int = 800, seed: int = 0
+) -> Interactions:
+    """Draws users, films and ratings; no user rates a film twice.
+
+    A user's opinion of a film is quality + generosity + taste . character + noise; taste and character are latent
+    vectors, and a film's character is mostly that of its genres. The rating, 1 to 5, is where the opinion
+    stands among all: 55% are 4 or 5, as with MovieLens 100K.
+
+    Args:
+        num_ratings: how many ratings.
+        num_users: how many users; None gives 600, or more where there are more than 64 ratings for each.
+        num_films: how many films.
+        seed: of everything that is drawn.
+
+    Raises:
+        TrainingError: if more ratings are asked for than a quarter of all pairs of a user and a film.
+    """
+    num_users = num_users or max(600, num_ratings // 64)
+    most = num_users * num_films // PAIRS_PER_RATING
+    if num_ratings > most:
+        raise TrainingError(
+            f"num_ratings {num_ratings} is more than {most}, a quarter of all pairs of {num_users} users "
+            f"and {num_films} films"
+        )
+    draw = np.random.default_rng(seed)
+    users = Users(
+        ids=np.arange(1, num_users + 1, dtype=np.int64),
+        ages=draw.integers(12, 75, size=num_users),
+        genders=tuple("FM"[i] for i in draw.integers(2, size=num_users)),
+        occupations=tuple(OCCUPATIONS[i] for i in draw.integers(len(OCCUPATIONS), size=num_users)),
+        zip_codes=tuple(f"{number:05d}" for number in draw.integers(100_000, size=num_users)),
+    )
+    # One to three genres each; 0, "unknown", is left to files that have it.
+    flags = np.zeros((num_films, len(GENRES)), bool)
+    for number_of_genres in range(1, 4):
+        chosen = np.flatnonzero(draw.random(num_films) < 1.0 / number_of_genres)
+        flags[chosen, draw.integers(1, len(GENRES), size=chosen.size)] = True
+    years = draw.integers(1940, 1999, size=num_films).tolist()
+    words = draw.integers((len(_FIRST_WORDS), len(_SECOND_WORDS)), size=(num_films, 2)).tolist()
+    titles = [
+        f"{_FIRST_WORDS[first]} {_SECOND_WORDS[second]} {number} ({year})"
+        for number, ((first, second), year) in enumerate(zip(words, years, strict=True), start=1)
+    ]
+    genre_character = draw.normal(size=(len(GENRES), NUM_TASTES))
+    character = flags @ genre_character / np.sqrt(flags.sum(axis=1, keepdims=True))
+    character += 0.5 * draw.normal(size=character.shape)
+    taste = draw.normal(size=(num_users, NUM_TASTES)) / np.sqrt(NUM_TASTES)
+    quality, generosity = draw.normal(size=num_films), 0.7 * draw.normal(size=num_users)
+    user_index, film_index = _pairs(num_ratings, num_users, num_films, draw)
+    opinion = quality[film_index] + generosity[user_index]
+    opinion += 1.2 * np.einsum("nk,nk->n", taste[user_index], character[film_index])
+    opinion += draw.normal(size=opinion.size)
+    ratings = 1.0 + np.searchsorted(np.quantile(opinion, [0.06, 0.17, 0.45, 0.79]), opinion)
+    return Interactions(
+        source="synthetic",
+        users=users,
+        films=Films.of_flags(np.arange(1, num_films + 1, dtype=np.int64), titles, flags, GENRES),
+        user_index=user_index,
+        film_index=film_index,
+        ratings=ratings.astype(np.float32),
+        timestamps=_START_SECONDS + draw.integers(_YEAR_SECONDS, size=opinion.size),
+    )
+
+
+def _pairs(
+    num_ratings: int, num_users: int, num_films: int, draw: np.random.Generator
+) -> tuple[Int64Array, Int64Array]:
+    """Draws different (user, film) pairs; some users rate more, some films are rated more."""
+    activity = draw.gamma(1.5, size=num_users)
+    popularity = 1.0 / (10.0 + draw.permutation(num_films))
+    pairs = np.zeros(0, np.int64)
+    # Few pairs are taken at this density, so each round brings new ones.
+    while pairs.size < num_ratings:
+        user = draw.choice(num_users, size=2 * num_ratings, p=activity / activity.sum())
+        film = draw.choice(num_films, size=2 * num_ratings, p=popularity / popularity.sum())
+        pairs = np.concatenate([pairs, user.astype(np.int64) * num_films + film])
+        pairs = pairs[np.sort(np.unique(pairs, return_index=True)[1])]
+    return np.divmod(pairs[:num_ratings], num_films)
+
+
+def read_movielens(folder: str | Path) -> Interactions:
+    """Reads u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
+
+    Raises:
+        DatasetError: a file is missing, too large, empty or malformed; the message names file and line.
+    """
+    folder = Path(folder)
+    genres, numbers = _columns(folder / "u.genre", "|", {"genre": str, "genre number": _whole})
+    for expected, number in enumerate(numbers):
+        if number != expected:
+            raise DatasetError(f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one")
+    fields: dict[str, Callable[[str], Any]]
+    fields = {"film id": _whole, "title": str, "release date": str, "video release date": str, "URL": str}
+    fields |= {f"genre {name}": _flag for name in genres}
+    ids, titles, _, _, _, *flags = _columns(folder / "u.item", "|", fields)
+    order = _ascending(folder / "u.item", "film id", ids)
+    film_flags = np.array(flags, bool).T[order]
+    films = Films.of_flags(np.array(ids, np.int64)[order], [titles[i] for i in order], film_flags, genres)
+    fields = {"user id": _whole, "age": _whole, "gender": str, "occupation": str, "zip code": str}
+    people = list(zip(*_columns(folder / "u.user", "|", fields), strict=True))
+    order = _ascending(folder / "u.user", "user id", [person[0] for person in people])
+    ids, ages, genders, occupations, zip_codes = zip(*(people[i] for i in order), strict=True)
+    users = Users(np.array(ids, np.int64), np.array(ages, np.int64), genders, occupations, zip_codes)
+    path = folder / "u.data"
+    fields = {"user id": _whole, "film id": _whole, "rating": _rating, "timestamp": _whole}
+    table = np.array(_columns(path, "\t", fields), np.int64)
+    return Interactions(
+        source="movielens-100k",
+        users=users,
+        films=films,
+        user_index=_positions(path, "user id", table[0], users.ids, "u.user"),
+        film_index=_positions(path, "film id", table[1], films.ids, "u.item"),
+        ratings=table[2].astype(np.float32),
+        timestamps=table[3],
+    )
+
+
+def _columns(path: Path, separator: str, fields: Mapping[str, Callable[[str], Any]]) -> list[tuple[Any, ...]]:
+    """Reads the columns of a file whose lines have these fields; empty lines are left out."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise DatasetError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")
+        text = path.read_text(encoding="latin-1")
+    except OSError as error:
+        raise DatasetError(f"{path}: {error.strerror or error}") from error
+    rows = []
+    # Not splitlines: latin-1 text may hold characters (such as U+0085) that it takes for line ends.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        values = line.rstrip("\r").split(separator)
+        if len(values) != len(fields):
+            found = f"{len(values)} fields separated by {separator!r}, expected {len(fields)}"
+            raise DatasetError(f"{path}, line {number}: {found}")
+        row = []
+        for (name, read), value in zip(fields.items(), values, strict=True):
+            try:
+                row.append(read(value))
+            except ValueError as error:
+                raise DatasetError(f"{path}, line {number}: {name} {value!r:.40} is not {error}") from error
+        rows.append(row)
+    if not rows:
+        raise DatasetError(f"{path}: holds no line")
+    return list(zip(*rows, strict=True))
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise ValueError("a whole number below 10^18")
+    return int(text)
+
+
+def _rating(text: str) -> int:
+    rating = _whole(text)
+    if not 1 <= rating <= MAX_RATING:
+        raise ValueError(f"in 1..{MAX_RATING}")
+    return rating
+
+
+def _flag(text: str) -> bool:
+    if text not in {"0", "1"}:
+        raise ValueError("0 or 1")
+    return text == "1"
+
+
+def _ascending(path: Path, name: str, ids: Sequence[int]) -> list[int]:
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    for before, after in itertools.pairwise(order):
+        if ids[before] == ids[after]:
+            raise DatasetError(f"{path}: {name} {ids[after]} is there twice")
+    return order
+
+
+def _positions(path: Path, name: str, wanted: Int64Array, ids: Int64Array, listed_in: str) -> Int64Array:
+    positions = np.searchsorted(ids, wanted)
+    unknown = ids[np.minimum(positions, ids.size - 1)] != wanted
+    if unknown.any():
+        row = int(unknown.argmax())
+        raise DatasetError(f"{path}: rating {row + 1}: {name} {wanted[row]} is not in {listed_in}")
+    return positions.astype(np.int64)

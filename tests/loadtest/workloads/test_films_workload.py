@@ -16,7 +16,7 @@ from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.workload import features_of
 from serving.training.dataset import FilmsDataset
 from serving.training.description import FilmsOptions
-from serving.training.errors import DatasetError
+from serving.training.interactions import DatasetError
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.workloads import assert_same_request, read_payload
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from serving.cli import main
-from serving.demo.prepare import train_version
 from serving.embedded import Ranker
+from serving.training.version import train_version
 from shardrank_testing.command_line import flags_of
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import running
@@ -75,9 +75,9 @@ def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -
     assert body is not None
     shown = json.loads(blocks(text, "json")[0])
     # As large as the demo's own data, so that the ids exist; hardly trained, as only the form is compared.
-    from serving.training.synthetic import SyntheticOptions, generate_interactions
+    from serving.training.interactions import generate_interactions
 
-    version = train_version(generate_interactions(SyntheticOptions(num_ratings=2000)), tmp_path, seed=0, epochs=1)
+    version = train_version(generate_interactions(2000), tmp_path, seed=0, epochs=1)
     with Ranker.open(version.folder) as ranker:
         answer = ranker.rank(json.loads(body[1]))
     assert answer.keys() == shown.keys()

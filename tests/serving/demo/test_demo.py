@@ -22,8 +22,7 @@ from google.protobuf import json_format
 
 from serving.cli import main
 from serving.client import Client, RetryPolicy
-from serving.demo.errors import DemoStoppedError
-from serving.demo.measure import measure
+from serving.demo.ranking import DemoStoppedError, rank_all
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running
@@ -135,14 +134,14 @@ def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
     for api in ("http", "grpc"):
         with Client(f"{api}://127.0.0.1:{port}", timeout_ms=5000, retry=RetryPolicy(max_attempts=1)) as client:
             asked = ("films", [request, request], [3, 4])
-            measured = measure(api, client, *asked, warmup_requests=3, stop=threading.Event())
-        assert (measured.requests, measured.errors, len(measured.error_examples)) == (5, 5, 5)
-        assert np.isnan(measured.scores).all()
-        assert measured.percentile_ms(50) is None
+            answers = rank_all(api, client, *asked, warmup_requests=3, stop=threading.Event())
+        assert (answers.requests, answers.errors, len(answers.error_examples)) == (5, 5, 5)
+        assert np.isnan(answers.scores).all()
+        assert answers.percentile_ms(50) is None
 
 
 def test_measuring_stops_when_it_is_asked_to() -> None:
     stop = threading.Event()
     stop.set()
     with Client("grpc://127.0.0.1:1") as client, pytest.raises(DemoStoppedError):
-        measure("grpc", client, "films", [{}], [1], warmup_requests=0, stop=stop)
+        rank_all("grpc", client, "films", [{}], [1], warmup_requests=0, stop=stop)

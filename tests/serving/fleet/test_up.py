@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.demo.prepare import train_version
-from serving.training.requests import evaluation_json, evaluation_requests
+from serving.training.version import train_version
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import Program, command_line, descendants, is_alive, running, wait_until
 from shardrank_testing.snapshots import rewrite_manifest
@@ -43,13 +42,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def request_document() -> dict[str, Any]:
-    from serving.training.dataset import FilmsDataset
+    from serving.training.dataset import FilmsDataset, evaluation_requests, to_json
     from serving.training.description import films_spec, films_vocabularies
 
     interactions = small_interactions(num_ratings=2000)
     spec = films_spec(interactions)
-    labelled = evaluation_requests(FilmsDataset.split(interactions, seed=0), spec)
-    documents = [body for body, _ in evaluation_json(labelled, spec, films_vocabularies(interactions, spec))]
+    requests = evaluation_requests(FilmsDataset.split(interactions, seed=0), spec).requests
+    documents = to_json(requests, spec, films_vocabularies(interactions, spec))
     # Many candidates, so that every shard has some of the rows.
     return max(documents, key=lambda one: len(one["candidates"]["sparse"]["film_id"])) | {"timeout_ms": 2000}
 

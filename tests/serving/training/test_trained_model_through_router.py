@@ -21,8 +21,8 @@ from serving.models.factory import load_model
 from serving.models.inputs import InputAssembler
 from serving.training.dataset import FilmsDataset
 from serving.training.description import FilmsOptions, films_spec
-from serving.training.export import GOLDEN_TOLERANCES, default_tolerance, export_trained, golden_requests
-from serving.training.trainer import TrainingOptions, train
+from serving.training.trainer import train
+from serving.training.version import GOLDEN_TOLERANCES, export_trained
 from shard_node.bags import KeyedBags
 from shard_node.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
@@ -32,8 +32,8 @@ DATASET = FilmsDataset.split(small_interactions(), seed=0)
 
 
 def exported(store: Path, options: FilmsOptions) -> Snapshot:
-    trained = train(DATASET, films_spec(DATASET.interactions, options), TrainingOptions(epochs=2))
-    return Snapshot.open(export_trained(trained, store, golden=golden_requests(trained, DATASET)))
+    trained = train(DATASET, films_spec(DATASET.interactions, options), epochs=2)
+    return Snapshot.open(export_trained(trained, DATASET, store))
 
 
 def local_shards(snapshot: Snapshot, plan: Plan) -> Sequence[LocalShard]:
@@ -86,6 +86,6 @@ def test_float32_rows_give_the_float32_scores(kind: str, num_shards: int, tmp_pa
 def test_quantised_rows_stay_within_the_golden_tolerance(row_dtype: str, dtype: torch.dtype, tmp_path: Path) -> None:
     snapshot = exported(tmp_path, FilmsOptions.model_validate({"dtype": row_dtype}))
     assert snapshot.manifest.golden is not None
-    assert snapshot.manifest.golden.tolerance == default_tolerance(snapshot.spec) == GOLDEN_TOLERANCES[row_dtype]
+    assert snapshot.manifest.golden.tolerance == GOLDEN_TOLERANCES[row_dtype]
     scores, golden = served_scores(snapshot, 2, dtype)
     assert 0 < np.abs(scores - golden.scores).max() <= snapshot.manifest.golden.tolerance

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serving.training.interactions import Interactions
-from serving.training.synthetic import SyntheticOptions, generate_interactions
+from serving.training.interactions import Interactions, generate_interactions
 
 
 def small_interactions(seed: int = 0, *, num_ratings: int = 3000) -> Interactions:
     """100 users, 120 films."""
-    return generate_interactions(SyntheticOptions(num_users=100, num_films=120, num_ratings=num_ratings, seed=seed))
+    return generate_interactions(num_ratings, num_users=100, num_films=120, seed=seed)
 
 
 def write_movielens(folder: Path, data: Interactions) -> Path:
@@ -22,7 +21,7 @@ def write_movielens(folder: Path, data: Interactions) -> Path:
     for number, title in enumerate(films.titles):
         genres = films.genre_ids[films.genre_offsets[number] : films.genre_offsets[number + 1]].tolist()
         flags = "|".join("1" if genre in genres else "0" for genre in range(len(films.genre_names)))
-        items.append(f"{films.ids[number]}|{title}|01-Jan-{films.years[number]}||http://example.org/|{flags}")
+        items.append(f"{films.ids[number]}|{title}|01-Jan-1995||http://example.org/|{flags}")
     _write(folder / "u.item", items)
     profiles = zip(
         users.ids.tolist(), users.ages.tolist(), users.genders, users.occupations, users.zip_codes, strict=True

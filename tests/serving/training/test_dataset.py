@@ -1,16 +1,26 @@
-"""The split, and that nothing a training sample is told comes from that sample."""
+"""The split, that nothing a training sample is told comes from that sample, and the requests made of samples."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
-from serving.training.dataset import NO_FOLD, NUM_FOLDS, FilmsDataset
-from serving.training.description import HISTORY_LIMIT, FilmsOptions, films_spec
-from serving.training.errors import TrainingError
-from serving.training.requests import LabelledRequests, evaluation_requests, training_requests
+from loader.manifest import fingerprint_strings
+from serving.models.factory import build_model
+from serving.training.dataset import (
+    NO_FOLD,
+    NUM_FOLDS,
+    FilmsDataset,
+    LabelledRequests,
+    evaluation_requests,
+    to_json,
+    training_requests,
+)
+from serving.training.description import HISTORY_LIMIT, FilmsOptions, films_spec, films_vocabularies
+from serving.training.interactions import TrainingError
 from shardrank_testing.movielens import small_interactions
 
 DATA = small_interactions()
@@ -111,3 +121,78 @@ def test_a_samples_own_label_changes_nothing_that_it_is_told() -> None:
     assert told[0][0] == told[1][0]
     # The overall mean that statistics are drawn to is of all labels, so one label moves it by one part in 2400.
     np.testing.assert_allclose(told[0][1], told[1][1], atol=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["target_attention", "dlrm", "dcn_v2", "mlp"])
+@pytest.mark.parametrize("profile", [False, True])
+def test_every_description_is_valid_and_every_request_fits_it(kind: str, profile: bool) -> None:
+    spec = films_spec(DATA, FilmsOptions.model_validate({"kind": kind, "profile": profile}))
+    build_model(spec)
+    training_requests(DATASET, spec).requests.check(spec)
+    evaluation_requests(DATASET, spec).requests.check(spec)
+
+
+def test_a_request_is_four_sparse_features_and_no_dense_input() -> None:
+    spec = films_spec(DATA)
+    labelled = evaluation_requests(DATASET, spec)
+    bodies = to_json(labelled.requests, spec, films_vocabularies(DATA, spec))
+    assert len(bodies) == labelled.requests.num_requests
+    body = bodies[3]
+    sample = labelled.samples[int(labelled.requests.num_candidates[:3].sum())]
+    user, film = DATA.user_index[sample], DATA.film_index[sample]
+    assert list(body) == ["context", "candidates"]
+    assert body["context"]["sparse"]["user_id"] == [int(DATA.users.ids[user])]
+    assert body["context"]["dense"] == []
+    assert body["candidates"]["dense"] == []
+    assert list(body["context"]["sparse"]) == ["user_id", "history"]
+    sparse = body["candidates"]["sparse"]
+    assert list(sparse) == ["film_id", "genre"]
+    assert sparse["film_id"][0] == DATA.films.ids[film]
+    first, last = DATA.films.genre_offsets[film : film + 2]
+    assert sparse["genre"][0] == DATA.films.genre_ids[first:last].tolist()
+    assert len(sparse["film_id"]) == len(sparse["genre"]) == labelled.requests.num_candidates[3]
+    assert json.loads(json.dumps(body)) == body
+
+
+def test_profile_requests_carry_words_and_dense_inputs() -> None:
+    spec = films_spec(DATA, FilmsOptions(profile=True))
+    labelled = evaluation_requests(DATASET, spec)
+    vocabularies = films_vocabularies(DATA, spec)
+    body = to_json(labelled.requests, spec, vocabularies)[0]
+    user = DATA.user_index[labelled.samples[0]]
+    assert body["context"]["sparse"]["occupation"] == [DATA.users.occupations[user]]
+    assert body["context"]["sparse"]["age"] == [DATA.users.ages[user] // 5]
+    assert body["context"]["sparse"]["zip_code"] == [int(DATA.users.zip_codes[user][:3])]
+    assert np.array(body["candidates"]["dense"]).shape == (labelled.requests.num_candidates[0], 2)
+    flat = labelled.requests.values["occupation"][0]
+    assert flat == fingerprint_strings([DATA.users.occupations[user]])[0]
+
+
+def test_the_first_requests_are_those_one_by_one() -> None:
+    spec = films_spec(DATA, FilmsOptions(profile=True))
+    requests = evaluation_requests(DATASET, spec).requests
+    first = evaluation_requests(DATASET, spec, 5).requests
+    first.check(spec)
+    assert first.num_requests == 5
+    for index in range(5):
+        ours, theirs = first.request(index), requests.request(index)
+        for name in spec.features:
+            np.testing.assert_array_equal(ours.values[name.name], theirs.values[name.name])
+        np.testing.assert_array_equal(ours.candidate_dense, theirs.candidate_dense)
+    assert evaluation_requests(DATASET, spec, 10**6).requests.num_requests == requests.num_requests
+
+
+def test_a_film_id_that_would_need_a_huge_table_is_refused() -> None:
+    films = dataclasses.replace(DATA.films, ids=DATA.films.ids + 10**9)
+    with pytest.raises(TrainingError, match=r"film id 1000000120: .* at most 10000000 is allowed"):
+        films_spec(dataclasses.replace(DATA, films=films))
+
+
+def test_postal_codes_of_other_countries_share_one_id() -> None:
+    codes = ("V3N4P", "", "12", "02139", "²1234")
+    users = dataclasses.replace(DATA.users, zip_codes=codes + DATA.users.zip_codes[len(codes) :])
+    dataset = FilmsDataset.split(dataclasses.replace(DATA, users=users), seed=0)
+    requests = training_requests(dataset, films_spec(DATA, FilmsOptions(profile=True))).requests
+    by_user = dict(zip(requests.values["user_id"].tolist(), requests.values["zip_code"].tolist(), strict=True))
+    assert {by_user[user] for user in (1, 2, 5) if user in by_user} == {1000}
+    assert by_user.get(4, 21) == 21

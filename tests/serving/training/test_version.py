@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.training.errors import TrainingError
-from serving.training.metrics import auc, item_mean_scores
+from serving.training.dataset import FilmsDataset
+from serving.training.interactions import TrainingError
+from serving.training.version import auc, film_mean_scores
+from shardrank_testing.movielens import small_interactions
 
 
 def auc_by_pairs(labels: np.ndarray, scores: np.ndarray) -> float:
@@ -29,15 +33,19 @@ def test_auc_is_the_share_of_pairs_in_order_with_ties_counting_half(samples: lis
         assert auc(labels, scores) == pytest.approx(auc_by_pairs(labels, scores), abs=1e-12)
 
 
-def test_auc_refuses_scores_that_are_not_finite_or_too_few() -> None:
+def test_auc_refuses_scores_that_are_not_finite() -> None:
     with pytest.raises(TrainingError, match="NaN or inf"):
         auc(np.array([0.0, 1.0]), np.array([0.1, np.nan]))
-    with pytest.raises(TrainingError, match=r"labels \[2\] and scores \[1\]"):
-        auc(np.array([0.0, 1.0]), np.array([0.1]))
 
 
-def test_item_mean_scores_are_means_of_training_labels_and_the_overall_mean_for_new_items() -> None:
-    scores = item_mean_scores(
-        np.array([0, 0, 0, 2]), np.array([1, 1, 0, 0], np.float32), np.array([0, 1, 2, 0]), num_items=3
-    )
-    np.testing.assert_allclose(scores, [2 / 3, 1 / 2, 0, 2 / 3], rtol=1e-6)
+def test_film_mean_scores_are_means_of_training_labels_and_the_overall_mean_for_new_films() -> None:
+    dataset = FilmsDataset.split(small_interactions(num_ratings=500), seed=0)
+    rated = dataset.interactions.film_index[dataset.train]
+    new = int(rated[0])
+    kept = dataset.train[rated != new]
+    dataset = dataclasses.replace(dataset, train=kept)
+    samples = np.concatenate([dataset.test, np.flatnonzero(dataset.interactions.film_index == new)])
+    for sample, score in zip(samples, film_mean_scores(dataset, samples), strict=True):
+        film = dataset.interactions.film_index[sample]
+        labels = dataset.labels[kept[dataset.interactions.film_index[kept] == film]]
+        assert score == pytest.approx((labels if labels.size else dataset.labels[kept]).mean(), rel=1e-6)

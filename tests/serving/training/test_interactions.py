@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from serving.training.errors import DatasetError
-from serving.training.movielens import read_movielens
+from serving.training.interactions import DatasetError, TrainingError, generate_interactions, read_movielens
 from shardrank_testing.movielens import small_interactions, write_movielens
+
+small = partial(generate_interactions, 700, num_users=60, num_films=50, seed=4)
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -16,7 +18,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert read.source == "movielens-100k"
     for name in ("user_index", "film_index", "ratings", "timestamps"):
         np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
-    for name in ("ids", "years", "genre_offsets", "genre_ids"):
+    for name in ("ids", "genre_offsets", "genre_ids"):
         np.testing.assert_array_equal(getattr(read.films, name), getattr(written.films, name))
     np.testing.assert_array_equal(read.users.ages, written.users.ages)
     assert read.films.titles == written.films.titles
@@ -25,15 +27,12 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert read.users.zip_codes == written.users.zip_codes
 
 
-def test_titles_are_latin_1_and_a_film_may_have_no_year(tmp_path: Path) -> None:
+def test_titles_are_latin_1(tmp_path: Path) -> None:
     folder = write_movielens(tmp_path, small_interactions())
     lines = (folder / "u.item").read_text("latin-1").split("\n")
     lines[0] = lines[0].replace(lines[0].split("|")[1], "Misérables, Les\x85")
     (folder / "u.item").write_text("\n".join(lines), "latin-1")
-    films = read_movielens(folder).films
-    assert films.titles[0] == "Misérables, Les\x85"
-    assert films.years[0] == 0
-    assert films.years[1] > 0
+    assert read_movielens(folder).films.titles[0] == "Misérables, Les\x85"
 
 
 def test_files_may_list_users_and_films_in_any_order(tmp_path: Path) -> None:
@@ -51,16 +50,16 @@ def test_files_may_list_users_and_films_in_any_order(tmp_path: Path) -> None:
     ("file", "line", "text", "problem"),
     [
         ("u.data", 3, "1\t2\t3", r"u\.data, line 3: 3 fields separated by '\\t', expected 4"),
-        ("u.data", 1, "1\t2\t6\t0", r"u\.data, line 1: rating 6 is not in 1\.\.5"),
+        ("u.data", 1, "1\t2\t6\t0", r"u\.data, line 1: rating '6' is not in 1\.\.5"),
         ("u.data", 2, "1\tx\t3\t0", r"u\.data, line 2: film id 'x' is not a whole number"),
         ("u.data", 2, "1\t-1\t3\t0", r"u\.data, line 2: film id '-1' is not a whole number"),
         ("u.data", 5, "1\t99999\t3\t0", r"u\.data: rating 5: film id 99999 is not in u\.item"),
         ("u.data", 5, "99999\t1\t3\t0", r"u\.data: rating 5: user id 99999 is not in u\.user"),
         ("u.user", 4, "4|x|M|writer|12345", r"u\.user, line 4: age 'x' is not a whole number"),
         ("u.user", 4, "3|20|M|writer|12345", r"u\.user: user id 3 is there twice"),
-        ("u.genre", 2, "Action|7", r"u\.genre, line 2: genre number 7 is not 1"),
+        ("u.genre", 2, "Action|7", r"u\.genre: genre number 7 is not 1"),
         ("u.item", 1, "1|A (1990)|||", r"u\.item, line 1: 5 fields"),
-        ("u.item", 2, "2|A (1990)|||" + "|2" * 16, r"u\.item, line 2: genre flags \['2'\] are not 0 or 1"),
+        ("u.item", 2, "2|A (1990)|||" + "|2" * 16, r"u\.item, line 2: genre unknown '2' is not 0 or 1"),
     ],
 )
 def test_a_malformed_line_is_refused_by_file_and_line(
@@ -83,3 +82,39 @@ def test_a_missing_or_empty_file_is_refused_by_name(tmp_path: Path, file: str) -
     (folder / file).unlink()
     with pytest.raises(DatasetError, match=f"{file}: No such file"):
         read_movielens(folder)
+
+
+def test_exactly_as_many_different_pairs_are_rated_as_were_asked_for() -> None:
+    data = small()
+    assert data.ratings.size == 700
+    assert len(set(zip(data.user_index.tolist(), data.film_index.tolist(), strict=True))) == 700
+    assert data.user_index.max() < 60
+    assert data.film_index.max() < 50
+
+
+def test_more_than_half_of_the_ratings_are_liked_and_all_are_from_one_to_five() -> None:
+    ratings = small().ratings
+    assert set(ratings.tolist()) == {1.0, 2.0, 3.0, 4.0, 5.0}
+    assert (ratings >= 4).mean() == pytest.approx(0.55, abs=0.01)
+
+
+def test_every_film_has_one_to_three_known_genres() -> None:
+    films = small().films
+    counts = np.diff(films.genre_offsets)
+    assert counts.min() >= 1
+    assert counts.max() <= 3
+    assert films.genre_ids.min() >= 1
+    assert films.genre_ids.max() < len(films.genre_names)
+
+
+def test_the_same_seed_generates_the_same_ratings() -> None:
+    first, again = small(), small()
+    other = small(seed=5)
+    np.testing.assert_array_equal(first.ratings, again.ratings)
+    np.testing.assert_array_equal(first.film_index, again.film_index)
+    assert not np.array_equal(first.film_index, other.film_index)
+
+
+def test_more_ratings_than_a_quarter_of_all_pairs_are_refused_with_the_numbers() -> None:
+    with pytest.raises(TrainingError, match=r"num_ratings 751 is more than 750, .* 60 users and 50 films"):
+        generate_interactions(751, num_users=60, num_films=50)
