@@ -250,6 +250,8 @@ class Connection:
 
     def _close(self) -> None:
         self.is_over, self.can_read, self._buffer, self._block = True, False, b"", None
+        # It is its owner's: nothing is left then that only the garbage collector could free.
+        self._open_stream = _no_stream
 
     def _control_frame(self, weight: int = 1) -> None:
         self._control_frames += weight
@@ -574,3 +576,7 @@ class Connection:
             last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self._sent_at)
             if last <= since:
                 self.reset(stream_id, ErrorCode.CANCEL)
+
+
+def _no_stream(stream_id: int, headers: wire.HeaderList) -> Exchange:
+    raise AssertionError(f"stream {stream_id} of a connection that is over, with {len(headers)} headers")

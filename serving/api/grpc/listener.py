@@ -74,7 +74,7 @@ class Http2Protocol(asyncio.Protocol):
             # It was not welcome.
             return
         self._timer.cancel()
-        self._begun = []
+        self._timer, self._begun = None, []
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()

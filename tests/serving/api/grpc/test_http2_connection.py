@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from itertools import pairwise
 
 import hpack
@@ -441,3 +443,30 @@ def test_a_connection_too_many_is_closed_at_once_if_none_is_idle():
                 other.close()
 
     run(main())
+
+
+def test_a_connection_that_is_lost_leaves_nothing_that_only_the_garbage_collector_frees():
+    async def main() -> None:
+        async with http2_peer() as (peer, echo, listener):
+            for ends_it in (b"", frames.frame(frames.PUSH_PROMISE, 0, 0)):
+                other = Http2Peer(*await asyncio.open_connection("127.0.0.1", listener.port))
+                other.begin()
+                other.send(other.headers(1), data(1, b"x" * 1000, END), ends_it)
+                await (other.find(frames.GOAWAY) if ends_it else other.find(frames.DATA, 1))
+                held = [weakref.ref(one) for one in listener._connections]
+                other.close()
+                del other
+                echo.streams.clear()
+                async with asyncio.timeout(10):
+                    while len(listener._connections) > 1:  # noqa: ASYNC110  # the kernel tells it
+                        await asyncio.sleep(0.005)
+                await asyncio.sleep(0.01)
+                assert [one() for one in held if one() is not None] == list(listener._connections)
+            peer.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()
