@@ -102,8 +102,7 @@ class Gate(asyncio.BufferedProtocol):
         self._unsent: list[CloseClient] = []
         self._untaken: list[CloseClient] = []
         self._work_s = CONNECT_S
-        # Of its handshake, until a request is answered.
-        self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0
+        self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0  # of its handshake, until a request is answered
         self._idle_work_s, self._answers = 0.0, 0
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
@@ -122,7 +121,8 @@ class Gate(asyncio.BufferedProtocol):
         self._work_s += self._unpaid_s
         self._tell_work()
         self._gates.lose(self)
-        self._take(self._unsent + self._untaken)
+        self._unsent, self._untaken = self._unsent + self._untaken, []
+        self._take()
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
         watcher, self._watcher = self._watcher, None
@@ -202,7 +202,7 @@ class Gate(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Go on: the peer takes it."""
         self._gates.unread.pop(self, None)
-        self._take(self._unsent)
+        self._take()
         if self._protocol is not None:
             self._protocol.resume_writing()
 
@@ -233,7 +233,7 @@ class Gate(asyncio.BufferedProtocol):
         if self._untaken:
             self._unsent, self._untaken = self._unsent + self._untaken, []
             if self not in self._gates.unread:
-                self._take(self._unsent)
+                self._take()
         self._answers += 1
         self._idle_work_s = self._unpaid_s = 0.0
         if self.is_ended:
@@ -422,9 +422,9 @@ class Gate(asyncio.BufferedProtocol):
                 # The body was refused early, and dropped to its end.
                 self._await_next()
 
-    def _take(self, callbacks: list[CloseClient]) -> None:
-        self._unsent = []
-        for callback in callbacks:
+    def _take(self) -> None:
+        taken, self._unsent = self._unsent, []
+        for callback in taken:
             callback()
 
     def _flush(self) -> None:

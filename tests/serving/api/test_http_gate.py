@@ -251,5 +251,8 @@ def test_a_client_that_takes_an_answer_has_taken_that_one_and_not_the_next():
         assert taken == ["first", "second"]
         gate.when_taken(lambda: taken.append("late"))
         assert taken[2:] == ["late"]
+        # The answer that was being written when the connection was lost is told of as written.
+        gate.answered()
+        assert taken == ["first", "second", "late"]
 
     asyncio.run(main())
