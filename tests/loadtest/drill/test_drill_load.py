@@ -120,9 +120,10 @@ def test_answers_of_the_wrong_oracle_are_not_taken_for_right(tmp_path: Path):
             async with running_load(other) as load:
                 await until(load, 30)
                 answers = await load.stop()
+                details = load.details()
         lookups = answers[answers["api"] >= 2]
         assert len(lookups)
-        assert set(lookups["kind"]) == {Kind.WRONG}
+        assert set(lookups["kind"]) == {Kind.WRONG}, details
 
     run(main())
 
