@@ -15,11 +15,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.checkpoint import match_checkpoint, open_checkpoint
-    from loader.codecs import RowCodec, codec_for
+    from loader.checkpoints.checkpoint import match_checkpoint, open_checkpoint
+    from loader.checkpoints.named_tensors import Checkpoint
     from loader.deltas.publisher import DeltaPublisher
-    from loader.golden import GoldenRequests
-    from loader.manifest import (
+    from loader.progress import Progress, no_progress
+    from loader.snapshot.codecs import RowCodec, codec_for
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.manifest import (
         DenseInputs,
         DenseModelSpec,
         FeatureSpec,
@@ -31,10 +33,8 @@ if TYPE_CHECKING:
         VocabularyMapping,
         fingerprint_strings,
     )
-    from loader.named_tensors import Checkpoint
-    from loader.progress import Progress, no_progress
-    from loader.reader import Snapshot
-    from loader.row_source import (
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.row_source import (
         ArrayRows,
         IteratorRows,
         RowSource,
@@ -43,28 +43,30 @@ if TYPE_CHECKING:
         rows_from_blocks,
         rows_of,
     )
-    from loader.store import Store
-    from loader.verify import VerifyReport, verify_snapshot
-    from loader.writer import export_snapshot
+    from loader.snapshot.store import Store
+    from loader.snapshot.verify import VerifyReport, verify_snapshot
+    from loader.snapshot.writer import export_snapshot
 
 # Found when asked for: a coordinator needs no PyTorch, and importing that takes longer than all else that it does at a
 # start.
 _NAMES = {
-    "loader.checkpoint": "match_checkpoint open_checkpoint",
-    "loader.codecs": "RowCodec codec_for",
+    "loader.checkpoints.checkpoint": "match_checkpoint open_checkpoint",
+    "loader.snapshot.codecs": "RowCodec codec_for",
     "loader.deltas.publisher": "DeltaPublisher",
-    "loader.golden": "GoldenRequests",
-    "loader.manifest": (
+    "loader.snapshot.golden": "GoldenRequests",
+    "loader.snapshot.manifest": (
         "DenseInputs DenseModelSpec FeatureSpec HashMapping IdentityMapping Manifest "
         "ModelSpec TableSpec VocabularyMapping fingerprint_strings"
     ),
-    "loader.named_tensors": "Checkpoint",
+    "loader.checkpoints.named_tensors": "Checkpoint",
     "loader.progress": "Progress no_progress",
-    "loader.reader": "Snapshot",
-    "loader.row_source": "ArrayRows IteratorRows RowSource SafetensorsRows TensorRows rows_from_blocks rows_of",
-    "loader.store": "Store",
-    "loader.verify": "VerifyReport verify_snapshot",
-    "loader.writer": "export_snapshot",
+    "loader.snapshot.reader": "Snapshot",
+    "loader.snapshot.row_source": (
+        "ArrayRows IteratorRows RowSource SafetensorsRows TensorRows rows_from_blocks rows_of"
+    ),
+    "loader.snapshot.store": "Store",
+    "loader.snapshot.verify": "VerifyReport verify_snapshot",
+    "loader.snapshot.writer": "export_snapshot",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -28,14 +28,14 @@ import torch
 from rich.console import Console
 
 from loader.deltas.publisher import DeltaPublisher
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
 from loadtest.lookup_setup import MODEL, Shape, make_batch, make_node, write_snapshot
-from shard_node.arena import row_bytes_of
+from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import KeyedBags
-from shard_node.delta_follower import DeltaFollower
+from shard_node.engine.arena import row_bytes_of
 from shard_node.node import LoadedTables, ShardNode
 
 WINDOW_S = 1.0

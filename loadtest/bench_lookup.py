@@ -22,7 +22,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from loadtest.lookup_setup import (
     MODEL,
     Batch,

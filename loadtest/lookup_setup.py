@@ -15,22 +15,22 @@ import numpy as np
 import torch
 import uvloop
 
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from loader.reader import Snapshot
-from loader.row_source import rows_from_blocks
-from loader.writer import export_snapshot
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_from_blocks
+from loader.snapshot.writer import export_snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Router
-from shard_node.address import Address
-from shard_node.arena import Arena, allocate_rows, row_bytes_of
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.client import ShardClient
-from shard_node.loading import load_tables
+from shard_node.engine.arena import Arena, allocate_rows, row_bytes_of
+from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
-from shard_node.server import NodeServer
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.server import NodeServer
 
 MODEL = "bench"
 # Rows repeat after this many: random enough to fill codes, small enough to make gigabytes in seconds.

@@ -13,14 +13,14 @@ from pathlib import Path
 import click
 import numpy as np
 
-from loader.manifest import RowDtype
+from loader.snapshot.manifest import RowDtype
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
 from serving.cli.model_catalog import DLRM_V2_HOTNESS, catalog_model
-from shard_node.cuda.card_systems import SYSTEMS
-from shard_node.cuda.cost_model import line_bytes, mean_pieces, moved_bytes, read_bytes, sector_bytes, table_sizes
-from shard_node.cuda.hotness import power_law_sums
 from shard_node.cuda.partial_pooling import BagShape, gathered_bytes, partial_pooled_bytes, partial_pooling_from
 from shard_node.cuda.row_format import RowFormat
+from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.cost_model import line_bytes, mean_pieces, moved_bytes, read_bytes, sector_bytes, table_sizes
+from shard_node.planning.hotness import power_law_sums
 
 DTYPES: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")
 TEXTBOOK_ROWS, TEXTBOOK_DIM, TEXTBOOK_HOSTS = 2_000_000_000, 128, 16

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from loader.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from shard_node.bags import Int32Array, Int64Array
-from shard_node.table_layout import TableLayout
+from shard_node.engine.table_layout import TableLayout
 
 
 @dataclass(frozen=True)

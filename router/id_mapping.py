@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.manifest import HashMapping, VocabularyMapping
+from loader.snapshot.manifest import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows
 from router.vocabulary import VocabularyIndex

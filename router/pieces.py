@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.table_layout import TableLayout
+from shard_node.engine.table_layout import TableLayout
 
 # Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
 # the next one travels, and no single request takes much of its memory.

@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from loader.layout import num_buckets_used
-from loader.manifest import NUM_BUCKETS, ModelSpec, TableSpec
+from loader.snapshot.layout import num_buckets_used
+from loader.snapshot.manifest import NUM_BUCKETS, ModelSpec, TableSpec
 from router.errors import PlanError
-from shard_node.arena import row_bytes_of
+from shard_node.engine.arena import row_bytes_of
+from shard_node.engine.table_layout import TableLayout
 from shard_node.node import NodeIdentity, Partition, Sharding
-from shard_node.table_layout import TableLayout
 
 REPLICATED = -1
 MAX_SHARDS = 1024

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 from pydantic import ValidationError
 
 from loader.registry.records import FleetRecord, NodeRecord
-from shard_node.address import Address
 from shard_node.errors import AddressError
+from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
 

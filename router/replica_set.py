@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shard_node.address import Address
 from shard_node.node import Shard
+from shard_node.wire.address import Address
 
 REST_S = 1.0
 

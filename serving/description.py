@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.manifest import DenseInputs, Frozen, Pooling, RowDtype, Side, UnknownId
-from loader.reader import Snapshot
+from loader.snapshot.manifest import DenseInputs, Frozen, Pooling, RowDtype, Side, UnknownId
+from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
 

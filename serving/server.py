@@ -15,8 +15,8 @@ from typing import Literal, ParamSpec
 import uvloop
 from pydantic import Field
 
-from loader.manifest import Frozen
 from loader.memory import settle_heap
+from loader.snapshot.manifest import Frozen
 from serving.api.addresses import Addresses
 from serving.api.admin import running_admin
 from serving.api.grpc.services import GrpcServer
@@ -24,7 +24,7 @@ from serving.api.http_server import HttpServer
 from serving.api.tokens import Tokens
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
-from shard_node.tls import ReloadingContext, TlsConfig, server_context
+from shard_node.wire.tls import ReloadingContext, TlsConfig, server_context
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.codecs import codec_for
+from loader.snapshot.codecs import codec_for
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
-from shard_node.table_layout import TableLayout
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Int32Array: TypeAlias = npt.NDArray[np.int32]

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from loader.manifest import NUM_BUCKETS
+from loader.snapshot.manifest import NUM_BUCKETS
+from shard_node.agent.delta_position import DeltaPosition
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.delta_position import DeltaPosition
-from shard_node.engine import Engine
+from shard_node.engine.base import Engine
+from shard_node.engine.row_memory import Claim
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.generation import Generation, Generations
-from shard_node.row_memory import Claim
-from shard_node.table_layout import TableLayout
 
 Sharding = Literal["hash", "range", "table"]
 CLOSE_TIMEOUT_S = 10.0

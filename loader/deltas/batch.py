@@ -26,10 +26,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from loader.codecs import ByteArray, Float32Array, codec_for
 from loader.errors import DeltaFormatError, cut
-from loader.manifest import MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
 from loader.registry.registry import MAX_SEQUENCE
+from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
+from loader.snapshot.manifest import MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
 
 Int64Array = npt.NDArray[np.int64]
 

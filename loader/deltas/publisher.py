@@ -28,13 +28,13 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
-from loader.manifest import ModelSpec, TableSpec, read_manifest
-from loader.publishing import stream_end
 from loader.registry.opening import open_registry
 from loader.registry.records import PublishedVersion, delta_stream
 from loader.registry.registry import Registry
 from loader.registry.typed import FleetRegistry
 from loader.rollout.requests import read_rollout
+from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
+from loader.snapshot.publishing import stream_end
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 MAX_REMEMBERED_BYTES: Final = 64 << 20

@@ -42,7 +42,7 @@ from loader.registry.registry import (
     check_ttl,
     check_value,
 )
-from loader.store import fsync_path, make_folders
+from loader.snapshot.store import fsync_path, make_folders
 
 VALUE_SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loader.errors import RegistryRecordError, cut
-from loader.manifest import Name
+from loader.snapshot.manifest import Name
 
 FLEET = "fleet"
 VERSIONS = "versions/"

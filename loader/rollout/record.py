@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from loader.errors import RegistryRecordError
-from loader.manifest import Name
 from loader.registry.records import (
     MAX_REASON_CHARACTERS,
     NodeId,
@@ -22,6 +21,7 @@ from loader.registry.records import (
     rollout_key,
 )
 from loader.rollout.guards import GuardLimits
+from loader.snapshot.manifest import Name
 
 Strategy = Literal["beside", "by-replica"]
 Outcome = Literal["refused", "rolled_back", "aborted"]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
-from loader.manifest import schema_errors
 from loader.registry.records import PublishedVersion, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry
 from loader.rollout.coordinator import OnRecord
@@ -16,6 +15,7 @@ from loader.rollout.coverage import FleetView
 from loader.rollout.guards import GuardLimits
 from loader.rollout.record import Event, Rollout, Strategy, decode_rollout, encode_rollout
 from loader.rollout.steps import plan_steps, replica_groups, undone
+from loader.snapshot.manifest import schema_errors
 
 MAX_ATTEMPTS = 16
 

@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 from pydantic import Field, TypeAdapter
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.config import LoadConfig
 from loadtest.load.generator_process import open_payloads
 from loadtest.load.messages import ProcessConfig

@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loader.manifest import Frozen, ModelSpec
 from loader.progress import Progress, no_progress
-from loader.reader import Snapshot
-from loader.store import Store
+from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from loadtest.compare.config import Budgets, CompareConfig, ServedArm
 from loadtest.compare.errors import CompareStoreError
 from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_rounds, target_of

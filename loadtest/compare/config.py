@@ -6,7 +6,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
 from serving.cli.options import Sharding
 

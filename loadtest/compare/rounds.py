@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.compare.closed_process import ScoresAsked
 from loadtest.compare.config import CompareConfig, Dtype, ServedArm, order_of_round
 from loadtest.compare.errors import ArmsDisagreeError, ArmServerError

@@ -15,11 +15,11 @@ from pathlib import Path
 from pydantic import Field
 
 from loader.errors import ShardrankError
-from loader.golden import GoldenRequests
-from loader.manifest import MANIFEST_NAME
 from loader.progress import Progress, no_progress
-from loader.publishing import publish
 from loader.registry.records import PublishedVersion
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import MANIFEST_NAME
+from loader.snapshot.publishing import publish
 from loadtest.drill.broken_report import Attempt, BrokenReport, Refusal, make_broken_report
 from loadtest.drill.damage import (
     DamageKind,

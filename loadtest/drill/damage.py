@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loader.manifest import CHECKSUM_NAME, MANIFEST_NAME
+from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
 
 DamageKind = Literal["truncated", "bit flipped"]
 _NAN = struct.pack("<f", float("nan"))

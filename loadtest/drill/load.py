@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.drill.answers import AnswerLog
 from loadtest.drill.oracle import Float32Array, OracleShape
 from loadtest.drill.questions import Question, make_questions

@@ -29,10 +29,10 @@ import numpy.typing as npt
 import torch
 from pydantic import Field
 
-from loader.golden import GoldenRequests
-from loader.manifest import DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, Side, TableSpec
-from loader.row_source import RowSource, rows_of
-from loader.writer import export_snapshot
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, Side, TableSpec
+from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.writer import export_snapshot
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
@@ -203,7 +203,7 @@ class OracleWriter:
             The snapshot's folder.
 
         Raises:
-            ExportError, SnapshotExistsError: as `loader.writer.export_snapshot`.
+            ExportError, SnapshotExistsError: as `loader.snapshot.writer.export_snapshot`.
         """
         letter = letter_of(version)
         return export_snapshot(

@@ -18,14 +18,14 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryUnavailableError
-from loader.golden import GoldenRequests
-from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
-from loader.publishing import publish, retain
 from loader.registry.records import rollout_key
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import Rollout, Strategy, decode_rollout
 from loader.rollout.requests import start_rollout
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.publishing import publish, retain
 from loadtest.drill.errors import RolloutTimeoutError
 from loadtest.drill.load import LoadConfig
 from loadtest.drill.oracle import OracleShape, OracleWriter
@@ -143,7 +143,7 @@ class OracleFleet:
             Its number.
 
         Raises:
-            ShardrankError: as `loader.publishing.publish`.
+            ShardrankError: as `loader.snapshot.publishing.publish`.
         """
         folder = await asyncio.to_thread(self.export_next, differs_from)
         await publish(self.registry, folder, self.store, clock=time.time)

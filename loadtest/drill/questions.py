@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loadtest.drill.oracle import FACTORS, MAX_HOTNESS, Float32Array, Int64Array, logits, patterns, sigmoid
 
 Method = Literal["rank", "lookup"]

@@ -12,8 +12,8 @@ import click
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from loader.manifest import Frozen, schema_errors
 from loader.progress import Progress
+from loader.snapshot.manifest import Frozen, schema_errors
 from loadtest.drill.errors import DrillError
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled

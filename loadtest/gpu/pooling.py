@@ -27,15 +27,15 @@ from loadtest.gpu.rows import (
     share_of_distinct,
 )
 from loadtest.gpu.timing import Timing, captured, clock_name, time_in_turns
-from shard_node.cuda.batch_time import batch_time
-from shard_node.cuda.card_plan import PLACE_BYTES, CardBudget, CardPlan
-from shard_node.cuda.card_systems import SYSTEMS, CardSystem
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
-from shard_node.cuda.cost_model import BagLoad, Traffic
-from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.kernel_params import OutDtype
 from shard_node.cuda.row_format import RowFormat
 from shard_node.node import Partition
+from shard_node.planning.batch_time import batch_time
+from shard_node.planning.card_plan import PLACE_BYTES, CardBudget, CardPlan
+from shard_node.planning.card_systems import SYSTEMS, CardSystem
+from shard_node.planning.cost_model import BagLoad, Traffic
+from shard_node.planning.hotness import Hotness
 
 SECONDS_A_COPY = 1.0
 _PIECE_BYTES = 1 << 28

@@ -22,9 +22,9 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import JsonValue
 
-from loader.manifest import DenseModelSpec, ModelSpec
-from loader.row_source import rows_from_blocks
-from loader.writer import export_snapshot
+from loader.snapshot.manifest import DenseModelSpec, ModelSpec
+from loader.snapshot.row_source import rows_from_blocks
+from loader.snapshot.writer import export_snapshot
 from loadtest.gpu.parts import BenchSize, Work
 from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
 from router.feature_schema import FeatureSchema

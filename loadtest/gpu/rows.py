@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from shard_node.cuda.batch import BatchShapes
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
-from shard_node.cuda.cost_model import SECTOR_BYTES, sector_bytes
 from shard_node.cuda.kernel_params import (
     MAX_OWNERS,
     MODES,
@@ -33,7 +32,8 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.places import owner_bits, pinned_owner
 from shard_node.cuda.row_format import RowFormat
-from shard_node.table_layout import TableLayout
+from shard_node.engine.table_layout import TableLayout
+from shard_node.planning.cost_model import SECTOR_BYTES, sector_bytes
 
 Ids = Literal["uniform", "zipf"]
 ZIPF_EXPONENT = 1.05

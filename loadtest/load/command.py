@@ -11,7 +11,7 @@ import click
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from loader.manifest import Frozen, schema_errors
+from loader.snapshot.manifest import Frozen, schema_errors
 from loadtest.load.config import LoadConfig, RunConfig
 from loadtest.load.result import LoadResult, SweepResult
 from loadtest.load.result_file import check_writable, write_document

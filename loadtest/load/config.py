@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.result import Arrivals
 from loadtest.workloads.payloads import GRPC_APIS, Api
 from serving.limits import RequestLimits

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.config import LoadConfig, RunConfig
 from loadtest.load.recorder import RecordedTimes, Records
 from loadtest.load.result import Amount, Count

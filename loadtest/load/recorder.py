@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.histogram import DIGITS_OF_A_SECOND, LatencyHistogram
 from loadtest.load.result import Count, EncodedHistogram
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.result_file import read_document
 from loadtest.workloads.payloads import Api
 

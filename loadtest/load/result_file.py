@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from loader.manifest import schema_errors
+from loader.snapshot.manifest import schema_errors
 from loadtest.load.errors import ResultFileError
 
 MAX_RESULT_BYTES = 256 << 20

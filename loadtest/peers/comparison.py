@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.machine import this_machine, versions
 from loadtest.load.result import Machine
 from loadtest.peers.catalog import PEERS

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 import torch
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.peers.catalog import PEERS
 from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.payloads import Api

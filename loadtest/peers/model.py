@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from loader.row_source import TensorRows
-from loader.writer import export_snapshot
+from loader.snapshot.row_source import TensorRows
+from loader.snapshot.writer import export_snapshot
 from loadtest.serving_cost.shape import Shape, model_spec
 from loadtest.workloads.export import random_dense
 from loadtest.workloads.workload import WorkloadRequest

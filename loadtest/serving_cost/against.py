@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loadtest
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.serving_cost.errors import ServingBenchError
 from loadtest.serving_cost.helper_process import HelperProcess
 from loadtest.serving_cost.messages import Weighed

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from loader.errors import ShardrankError
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.serving_cost.errors import HelperProcessError
 from loadtest.serving_cost.messages import TOLD, AtServer, Failed
 

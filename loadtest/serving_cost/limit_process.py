@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import uvloop
 
-from loader.manifest import Frozen
 from loader.memory import settle_heap
-from loader.reader import Snapshot
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.reader import Snapshot
 from loadtest.serving_cost.helper_process import answer_lines
 from loadtest.serving_cost.messages import TO_LIMIT, Compute, Computed, LimitConfig, Score, Scores
 from loadtest.serving_cost.shape import REQUESTS_IN_POOL, SEED, workload
@@ -36,7 +36,7 @@ from serving.rank.merge import MergedBatch, merge_bags
 from serving.rank.ranking import Ranking
 from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
-from shard_node.loading import load_tables
+from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 
 DEADLINE_S = 600.0

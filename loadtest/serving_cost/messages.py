@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.serving_cost.shape import Head, Shape
 from loadtest.workloads.payloads import Api
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.serving_cost.servers import Mode
 from loadtest.serving_cost.shape import Head, Shape
 from loadtest.workloads.payloads import Api

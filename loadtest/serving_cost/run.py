@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.load.machine import this_machine, versions
 from loadtest.serving_cost.helper_process import ANSWER_SLACK_S, HelperProcess
 from loadtest.serving_cost.messages import Compute, Computed, LimitConfig, Load, Score, Scores, Weighed

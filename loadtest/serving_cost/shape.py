@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, TableSpec
 from loadtest.workloads.candidates import VARIED_CANDIDATES, parse_candidates
 from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.ids import Uniform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loadtest.workloads.candidates import MLPERF_CANDIDATES, VARIED_CANDIDATES, CandidateCounts
 from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.ids import IdDistribution, Uniform, Zipf

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from loader.manifest import ModelSpec
 from loader.progress import Progress, no_progress
-from loader.row_source import ShapedRows
-from loader.store import WORK_FOLDER_PREFIX
-from loader.writer import export_snapshot
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.row_source import ShapedRows
+from loader.snapshot.store import WORK_FOLDER_PREFIX
+from loader.snapshot.writer import export_snapshot
 from loadtest.workloads.errors import PrepareError
 from serving.models.factory import build_model
-from shard_node.arena import row_bytes_of
 from shard_node.bags import Float32Array
+from shard_node.engine.arena import row_bytes_of
 
 # Sums of 100 such rows, and so logits, stay of the order of 1.
 ROW_LIMIT = 0.08
@@ -100,7 +100,7 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
 
     Raises:
         PrepareError: the disk has too little room.
-        ExportError: as `loader.writer.export_snapshot`.
+        ExportError: as `loader.snapshot.writer.export_snapshot`.
         RankingModelError: if the dense model's description is not valid.
     """
     _check_room(spec, store)

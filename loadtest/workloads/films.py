@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loader.manifest import fingerprint_strings
+from loader.snapshot.manifest import fingerprint_strings
 from loadtest.workloads.candidates import CandidateCounts
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loader.manifest import Bucketing, ModelSpec
 from loader.progress import Progress, no_progress
+from loader.snapshot.manifest import Bucketing, ModelSpec
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loadtest.workloads.candidates import CandidateCounts
 from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.ids import IdDistribution, RowScatter

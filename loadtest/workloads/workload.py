@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from serving.api.addresses import HANDSHAKE_S, Addresses
 from serving.errors import ListenError
-from shard_node.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
+from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
 
 BACKLOG = 1024
 ACCEPTS_A_TURN = 16

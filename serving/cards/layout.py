@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.models.inputs import InputShapes, padded_width
 from shard_node.cuda.kernel_params import MODES, OutDtype

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from loader.golden import GoldenRequests
+from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from router.router import Router
 from serving.cards.layout import CardLayout

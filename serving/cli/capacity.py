@@ -13,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from loader.golden import GoldenRequests
-from loader.layout import num_buckets_used
-from loader.manifest import Frozen, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.layout import num_buckets_used
+from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError
-from shard_node.cuda.batch_time import BatchTime, batch_time
-from shard_node.cuda.card_plan import CardBudget, CardPlan
-from shard_node.cuda.card_systems import CardSystem
-from shard_node.cuda.cost_model import BagLoad, Traffic, table_sizes
-from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER
 from shard_node.cuda.row_format import RowFormat
+from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Sharding
-from shard_node.table_layout import TableLayout
+from shard_node.planning.batch_time import BatchTime, batch_time
+from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.card_systems import CardSystem
+from shard_node.planning.cost_model import BagLoad, Traffic, table_sizes
+from shard_node.planning.hotness import Hotness
 
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000

@@ -124,7 +124,7 @@ def _what(store: Path | None, models: tuple[str, ...], version: int | None, snap
     if snapshot is not None:
         if store is not None or models or version is not None:
             raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
-        from loader.reader import Snapshot
+        from loader.snapshot.reader import Snapshot
 
         # Only the manifest and the headers: each child checks the files that it loads.
         opened = Snapshot.open(snapshot.resolve(), verify=False)
@@ -132,7 +132,7 @@ def _what(store: Path | None, models: tuple[str, ...], version: int | None, snap
         return {"store": opened.path.parent.parent, "models": (name,), "versions": {name: opened.version}}
     if store is None:
         raise click.UsageError("Name a store: --store FOLDER [--model NAME ...], or --snapshot FOLDER.")
-    from loader.store import Store
+    from loader.snapshot.store import Store
 
     Store(store).check_exists()
     models = models or tuple(Store(store).models())

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
 from serving.errors import ModelNotFoundError
 
 DLRM_V2_ROWS = (

@@ -413,7 +413,7 @@ def validated(schema: type[Config], values: Mapping[str, Any], prefix: str = "")
     """Return a config made of flags. Raises click.UsageError, naming what is unknown or out of range."""
     from pydantic import ValidationError
 
-    from loader.manifest import schema_errors
+    from loader.snapshot.manifest import schema_errors
 
     try:
         # Numbers may be strings, as they are on a command line.
@@ -435,7 +435,7 @@ def snapshot_folder(store: Path | None, model: str | None, version: int | None, 
         return snapshot
     if store is None:
         raise click.UsageError("Name a snapshot: --store FOLDER [--model NAME] [--version N], or --snapshot FOLDER.")
-    from loader.store import Store
+    from loader.snapshot.store import Store
 
     opened = Store(store)
     opened.check_exists()

@@ -23,9 +23,9 @@ from serving.cli.output import human_bytes, print_json, print_table
 from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
-    from loader.manifest import ModelSpec, RowDtype
+    from loader.snapshot.manifest import ModelSpec, RowDtype
     from serving.cli.capacity import CapacityPlan, LookupProfile
-    from shard_node.cuda.card_systems import CardSystem
+    from shard_node.planning.card_systems import CardSystem
 
 MANIFEST_NAME = "manifest.json"
 MAX_TABLES = 8
@@ -126,7 +126,7 @@ def plan(**options: Any) -> None:
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
     """
-    from loader.manifest import NUM_BUCKETS
+    from loader.snapshot.manifest import NUM_BUCKETS
     from serving.cli.capacity import CapacityOptions, CapacityPlan
 
     spec, profile = planned_model(options["model"], options["dtype"])
@@ -164,7 +164,7 @@ def _number(name: str, text: str) -> float:
 
 def _system(options: dict[str, Any]) -> CardSystem:
     """The named system, with what was given in place of its own bandwidths."""
-    from shard_node.cuda.card_systems import SYSTEMS
+    from shard_node.planning.card_systems import SYSTEMS
 
     system = SYSTEMS[options["system"]]
     changed: dict[str, object] = {}
@@ -217,7 +217,7 @@ def _scale(named: str, text: str) -> float:
 
 
 def _of_snapshot(folder: Path) -> tuple[ModelSpec, LookupProfile]:
-    from loader.reader import Snapshot
+    from loader.snapshot.reader import Snapshot
     from serving.cli.capacity import LookupProfile
 
     snapshot = Snapshot.open(folder, verify=False)

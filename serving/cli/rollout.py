@@ -32,10 +32,10 @@ from serving.cli.options import (
 from serving.cli.output import human_bytes, print_json, print_table, progress_bars
 
 if TYPE_CHECKING:
-    from loader.publishing import Publication, Retained
     from loader.registry.records import PublishedVersion, WantedModel
     from loader.registry.typed import FleetRegistry
     from loader.rollout.record import Rollout
+    from loader.snapshot.publishing import Publication, Retained
 
 DEFAULT_CANARY_BAKE_S = 60.0
 
@@ -65,7 +65,7 @@ def publish(
       shardrank publish /training/out/films/3 --store models --retain 5
       shardrank publish /training/out/films/3 --store models --registry redis://10.0.0.9:6379/0
     """
-    from loader import publishing
+    from loader.snapshot import publishing
 
     folder = snapshot_folder.resolve()
     where = folder.parent.parent if store is None else store

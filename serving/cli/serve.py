@@ -56,8 +56,8 @@ from serving.cli.settings import (
 )
 
 if TYPE_CHECKING:
-    from loader.manifest import ModelSpec
     from loader.registry.typed import FleetRegistry
+    from loader.snapshot.manifest import ModelSpec
     from router.plan import Plan
     from serving.limits import RequestLimits
     from serving.server import Listening, ServerConfig
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from serving.versions.serving_node import LocalRows
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import Partition
-    from shard_node.tls import TlsClientConfig
+    from shard_node.wire.tls import TlsClientConfig
 
 REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
 """How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
@@ -189,7 +189,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         warn_if_open(options["host"], protection)
     if options["workers"] > 1:
         if folder is not None:
-            from loader.reader import Snapshot
+            from loader.snapshot.reader import Snapshot
 
             # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
             Snapshot.open(folder, verify=False)
@@ -243,7 +243,7 @@ def _check_ports(options: dict[str, Any]) -> None:
 def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
     """Raises as `open_card_set`, and AddressError."""
     from serving.versions.loading import ModelSource
-    from shard_node.address import Address
+    from shard_node.wire.address import Address
 
     shards = tuple(tuple(map(Address.parse, replicas.split(","))) for replicas in options["shards"])
     budget_bytes = to_bytes(options["memory_budget_gb"])
@@ -299,7 +299,7 @@ def _run_registered(
     from serving.rank.service import RankingService
     from serving.server import serve_until_signalled
     from serving.versions.serving_node import ServingConfig, ServingNode
-    from shard_node.agent import AgentConfig
+    from shard_node.agent.agent import AgentConfig
 
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
@@ -333,8 +333,8 @@ def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str, car
     """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
     from router.plan import Plan
     from serving.versions.serving_node import LocalRows
+    from shard_node.agent.node_agent import NodeActions, NodeConfig
     from shard_node.node import NodeIdentity, ShardNode
-    from shard_node.node_agent import NodeActions, NodeConfig
 
     def plan(spec: ModelSpec) -> Plan:
         return Plan.make(spec, 1, options["sharding"], options["cards"], options["replicate_bytes"])

@@ -19,9 +19,9 @@ from serving.cli.options import snapshot_folder, validated
 
 if TYPE_CHECKING:
     from serving.limits import RequestLimits
-    from shard_node.address import Address
     from shard_node.cuda.card_set import CardOptions, CardSet
-    from shard_node.tls import TlsClientConfig, TlsConfig
+    from shard_node.wire.address import Address
+    from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class Protection:
         tls, node_tls = _server_tls(options), _node_tls(options)
         tokens: Path | None = options.get("tokens")
         if tls is not None or node_tls is not None:
-            from shard_node.tls import client_context, server_context
+            from shard_node.wire.tls import client_context, server_context
 
             if tls is not None:
                 server_context(tls)
@@ -266,7 +266,7 @@ def _server_tls(options: Mapping[str, Any]) -> TlsConfig | None:
         return None
     if cert is None or key is None:
         raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-client-ca needs both.")
-    from shard_node.tls import TlsConfig
+    from shard_node.wire.tls import TlsConfig
 
     return TlsConfig(cert=cert, key=key, client_ca=client_ca)
 
@@ -280,7 +280,7 @@ def _node_tls(options: Mapping[str, Any]) -> TlsClientConfig | None:
         if cert is not None:
             raise click.UsageError("--node-cert needs --node-ca or --tls-client-ca.")
         return None
-    from shard_node.tls import TlsClientConfig
+    from shard_node.wire.tls import TlsClientConfig
 
     if cert is None:
         cert, key = options["tls_cert"], options["tls_key"]

@@ -43,16 +43,16 @@ from serving.cli.settings import (
 )
 
 if TYPE_CHECKING:
-    from loader.manifest import ModelSpec
     from loader.registry.records import FleetRecord
     from loader.registry.typed import FleetRegistry
-    from shard_node.address import Address
-    from shard_node.agent import Agent, AgentConfig
+    from loader.snapshot.manifest import ModelSpec
+    from shard_node.agent.agent import Agent, AgentConfig
+    from shard_node.agent.node_agent import NodeActions, NodeConfig
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import Partition, ShardNode
-    from shard_node.node_agent import NodeActions, NodeConfig
-    from shard_node.server import ServerLimits
-    from shard_node.tls import TlsConfig
+    from shard_node.wire.address import Address
+    from shard_node.wire.server import ServerLimits
+    from shard_node.wire.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
       shardrank shard-node --store m --shard 0/1 --listen 10.0.0.7:7000 --tls-cert crt --tls-key key --tls-client-ca ca
       shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
     """
-    from shard_node.address import Address
+    from shard_node.wire.address import Address
 
     tls = _tls(options)
     in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
@@ -159,9 +159,9 @@ def _tls(options: dict[str, Any]) -> TlsConfig | None:
 
 def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
     """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
-    from loader.reader import Snapshot
+    from loader.snapshot.reader import Snapshot
     from router.plan import Plan
-    from shard_node.loading import load_tables
+    from shard_node.engine.loading import load_tables
     from shard_node.node import ShardNode
 
     index, count = options["shard"]
@@ -185,7 +185,7 @@ def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
 
 def _limits(node: ShardNode, threads: int) -> ServerLimits:
     """The server's limits: where a disk or a card may have to be waited for, the event loop never pools by itself."""
-    from shard_node.server import ServerLimits
+    from shard_node.wire.server import ServerLimits
 
     if any(use.tier != "ram" for use in node.info().memory):
         return ServerLimits(threads=threads, max_inline_bytes=0)
@@ -199,9 +199,9 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
         CardError: the cards have failed; only a new process can use them.
     """
     from loader.memory import settle_heap
-    from shard_node.card_watch import watch_cards
-    from shard_node.server import NodeServer
-    from shard_node.tls import server_context
+    from shard_node.agent.card_watch import watch_cards
+    from shard_node.wire.server import NodeServer
+    from shard_node.wire.tls import server_context
 
     async def program() -> None:
         server = NodeServer(node, _limits(node, threads), tls=None if tls is None else server_context(tls))
@@ -256,9 +256,9 @@ class FleetMember:
     def of(cls, options: dict[str, Any]) -> FleetMember:
         """Check the options. Raises AddressError and UsageError, naming what can't be."""
         from loader.registry.records import FleetRecord
-        from shard_node.address import Address
-        from shard_node.agent import AgentConfig
-        from shard_node.node_agent import NodeConfig
+        from shard_node.agent.agent import AgentConfig
+        from shard_node.agent.node_agent import NodeConfig
+        from shard_node.wire.address import Address
 
         index, count = options["shard"]
         node_id, advertise, rate = options["node_id"], options["advertise"], options["stage_mb_per_s"]
@@ -323,11 +323,11 @@ async def _program(
     from loader.memory import settle_heap
     from loader.registry.opening import open_registry
     from loader.registry.typed import FleetRegistry
-    from shard_node.agent import Agent
-    from shard_node.card_watch import watch_cards
-    from shard_node.node_agent import NodeActions
-    from shard_node.server import NodeServer, ServerLimits
-    from shard_node.tls import server_context
+    from shard_node.agent.agent import Agent
+    from shard_node.agent.card_watch import watch_cards
+    from shard_node.agent.node_agent import NodeActions
+    from shard_node.wire.server import NodeServer, ServerLimits
+    from shard_node.wire.tls import server_context
 
     # Where a disk or a card may have to be waited for, the event loop never pools by itself.
     mapped = {} if member.node.memory_budget_bytes is None and card_set is None else {"max_inline_bytes": 0}
@@ -374,7 +374,7 @@ async def _follow(
 
 async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
     from loader.errors import RegistryUnavailableError
-    from shard_node.node_agent import join_fleet
+    from shard_node.agent.node_agent import join_fleet
 
     told = False
     while True:
@@ -391,7 +391,7 @@ async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
 
 def advertised(bound: Address) -> Address:
     """Return where others reach what is bound: every interface stands for this host's name, a socket for its path."""
-    from shard_node.address import Address
+    from shard_node.wire.address import Address
 
     if bound.is_unix:
         return Address(path=str(Path(bound.path).absolute()))

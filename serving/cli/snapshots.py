@@ -24,13 +24,13 @@ from serving.cli.output import human_bytes, print_json, print_table, progress_ba
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loader.golden import GoldenRequests
-    from loader.manifest import ModelSpec
     from loader.progress import Progress
-    from loader.reader import Snapshot
-    from loader.row_source import RowSource
-    from loader.verify import VerifyReport
-    from loader.vocabulary import Vocabulary
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.manifest import ModelSpec
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.row_source import RowSource
+    from loader.snapshot.verify import VerifyReport
+    from loader.snapshot.vocabulary import Vocabulary
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 
@@ -129,9 +129,9 @@ def export(
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
     """
-    from loader.access_counts import read_access_counts
-    from loader.reader import Snapshot
-    from loader.writer import export_snapshot
+    from loader.snapshot.access_counts import read_access_counts
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.writer import export_snapshot
 
     spec = read_description(description)
     rows, dense = _match(checkpoint, spec, dense_prefix, table_key)
@@ -158,7 +158,7 @@ def _match(
     path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
     """The tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
-    from loader.checkpoint import match_checkpoint, open_checkpoint
+    from loader.checkpoints.checkpoint import match_checkpoint, open_checkpoint
     from loader.errors import CheckpointError
 
     _check_tables("--table-key", spec, [table for table, _ in table_keys])
@@ -189,7 +189,7 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
     import numpy as np
 
     from loader.errors import ExportError
-    from loader.vocabulary import id_type_is_string
+    from loader.snapshot.vocabulary import id_type_is_string
 
     _check_tables("--vocabulary", spec, [table])
     of_table = next(one for one in spec.tables if one.name == table)
@@ -209,8 +209,8 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
 def _read_golden(path: Path) -> GoldenRequests:
     """Raises ExportError for a file that does not hold golden requests."""
     from loader.errors import ExportError, SnapshotCorruptError
-    from loader.golden import GoldenRequests
-    from loader.tensor_files import load_numpy
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.tensor_files import load_numpy
 
     try:
         return GoldenRequests.from_tensors(load_numpy(path))
@@ -223,7 +223,7 @@ def read_description(path: Path) -> ModelSpec:
     from pydantic import ValidationError
 
     from loader.errors import ExportError
-    from loader.manifest import ModelSpec, schema_errors
+    from loader.snapshot.manifest import ModelSpec, schema_errors
     from serving.models.config import parse_dense_model
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
@@ -286,7 +286,7 @@ def inspect(store: Path | None, model: str | None, version: int | None, snapshot
       shardrank inspect --store models --model films --version 3 --json
       shardrank inspect --snapshot models/films/3
     """
-    from loader.reader import Snapshot
+    from loader.snapshot.reader import Snapshot
 
     opened = Snapshot.open(snapshot_folder(store, model, version, snapshot), verify=False)
     found = _inspection(opened)
@@ -422,8 +422,8 @@ def verify(
 def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> tuple[VerifyReport, bool]:
     """The loader's check of the files, then of the scores; with whether golden requests were scored. Raises nothing."""
     from loader.errors import CheckpointError, ShardrankError, SnapshotError
-    from loader.reader import Snapshot
-    from loader.verify import verify_snapshot
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.verify import verify_snapshot
     from serving.rank.service import RankingService
     from serving.versions.loading import ModelSource, load_served_model
 

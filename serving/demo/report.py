@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from serving.cli.output import human_bytes
 
 

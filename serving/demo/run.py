@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 from rich.console import Console
 
-from loader.manifest import Frozen
-from loader.reader import Snapshot
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.cli.fleet import placement_line
 from serving.cli.output import progress_bars

@@ -22,14 +22,14 @@ import httpx
 from prometheus_client.multiprocess import mark_process_dead
 from pydantic import Field, model_validator
 
-from loader.manifest import Frozen
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.records import COORDINATOR_LOCK, FLEET, FleetRecord, NodeRecord, WantedModel, rollout_key
 from loader.registry.typed import FleetRegistry
 from loader.rollout.record import decode_rollout
-from loader.store import Store
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from router.plan import Plan
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
@@ -42,7 +42,7 @@ from serving.fleet.supervisor import (
     shardrank_command,
     supervised,
 )
-from shard_node.address import MAX_UNIX_PATH_BYTES, Address
+from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 LOOPBACK = "127.0.0.1"
 STORE_REGISTRY = ".registry"

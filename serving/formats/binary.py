@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loader.manifest import fingerprint_strings
+from loader.snapshot.manifest import fingerprint_strings
 from serving.errors import (
     CountMismatchError,
     InvalidFieldError,

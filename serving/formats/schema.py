@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from loader.manifest import Side
+from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
 from serving.errors import AmbiguousInputsError, MissingFeatureError, UnknownFeatureError
 from serving.limits import RequestLimits

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from loader.manifest import Frozen, ModelSpec, schema_errors
+from loader.snapshot.manifest import Frozen, ModelSpec, schema_errors
 from serving.errors import RankingModelError
 
 MAX_LAYERS = 32

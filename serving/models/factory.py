@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from serving.errors import RankingModelError
 from serving.models.config import parse_dense_model
 from serving.models.inputs import InputShapes

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loader.manifest import ModelSpec, Side
+from loader.snapshot.manifest import ModelSpec, Side
 from router.embeddings import Embeddings
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Float32Array, Int64Array

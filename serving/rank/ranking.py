@@ -14,7 +14,7 @@ from typing import Self, cast
 import numpy as np
 import torch
 
-from loader.golden import GoldenRequests
+from loader.snapshot.golden import GoldenRequests
 from router.embeddings import Embeddings
 from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from loader.manifest import (
+from loader.snapshot.manifest import (
     Bucketing,
     DenseInputs,
     DenseModelSpec,
@@ -19,7 +19,7 @@ from loader.manifest import (
     TableSpec,
     VocabularyMapping,
 )
-from loader.vocabulary import Vocabulary
+from loader.snapshot.vocabulary import Vocabulary
 from serving.training.interactions import Interactions, TrainingError
 
 HISTORY_LIMIT = 50

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 
-from loader.golden import GoldenRequests
-from loader.manifest import ModelSpec, VocabularyMapping, fingerprint_strings
 from loader.progress import Progress, no_progress
-from loader.vocabulary import Vocabulary
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import ModelSpec, VocabularyMapping, fingerprint_strings
+from loader.snapshot.vocabulary import Vocabulary
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.models.factory import build_model

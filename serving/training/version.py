@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.manifest import Bucketing, RowDtype
 from loader.progress import Progress, no_progress
-from loader.row_source import rows_of
-from loader.writer import export_snapshot
+from loader.snapshot.manifest import Bucketing, RowDtype
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
 from serving.training.dataset import FilmsDataset, LabelledRequests, evaluation_requests
 from serving.training.description import FilmsOptions, films_spec, with_bucketing
 from serving.training.interactions import Interactions, TrainingError, generate_interactions, read_movielens

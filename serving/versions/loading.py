@@ -13,9 +13,9 @@ from typing import Self
 from pydantic import ConfigDict, Field, model_validator
 
 from loader.errors import ShardrankError
-from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
-from loader.reader import Snapshot
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.reader import Snapshot
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
@@ -23,12 +23,12 @@ from serving.errors import ServingError
 from serving.models.factory import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel, ShardsFactory
-from shard_node.address import Address
-from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
-from shard_node.loading import load_tables
+from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Sharding, ShardNode
-from shard_node.tls import TlsClientConfig, client_context
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 

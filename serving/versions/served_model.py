@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import torch
 
-from loader.golden import GoldenRequests
-from loader.reader import Snapshot
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan

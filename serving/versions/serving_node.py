@@ -22,12 +22,12 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError
-from loader.manifest import Frozen, ModelSpec
 from loader.progress import Pace, Wish, ended, in_background
-from loader.reader import Snapshot
 from loader.registry.records import FleetRecord, NodeId, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry
-from loader.store import Store
+from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
 from router.replica_set import ReplicaSource
@@ -36,12 +36,12 @@ from serving.models.factory import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel
-from shard_node.agent import Agent, AgentConfig
-from shard_node.available_memory import available_memory_bytes, total_memory_bytes
-from shard_node.client import ShardClient
+from shard_node.agent.agent import Agent, AgentConfig
+from shard_node.agent.node_agent import NodeActions
+from shard_node.engine.available_memory import available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
-from shard_node.node_agent import NodeActions
-from shard_node.tls import TlsClientConfig, client_context
+from shard_node.wire.client import ShardClient
+from shard_node.wire.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from loader.access_counts import COUNTS_SUFFIX, ROWS_SUFFIX
+from loader.snapshot.access_counts import COUNTS_SUFFIX, ROWS_SUFFIX
 from shard_node.bags import Int64Array
-from shard_node.cuda.hotness import RowCounts
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
-from shard_node.table_layout import TableLayout
+from shard_node.planning.hotness import RowCounts
 
 UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]

@@ -25,8 +25,8 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.output_runs import BatchSize, OutputRuns
 from shard_node.cuda.row_format import RowFormat
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
-from shard_node.table_layout import TableLayout
 
 ByteArray = npt.NDArray[np.uint8]
 UInt32Array = npt.NDArray[np.uint32]

@@ -9,15 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.cpu_engine import CpuEngine
 from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.batch import BatchShapes
 from shard_node.cuda.card_counters import CardCounters
-from shard_node.cuda.card_plan import CardPlan
 from shard_node.cuda.card_rows import CardRows, LookupCounts
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.host_pool import HostPool
-from shard_node.cuda.hotness import RowCounts
 from shard_node.cuda.lane import Lane
 from shard_node.cuda.mapped_rows import MappedRows
 from shard_node.cuda.output_runs import MAX_BATCH_VALUES
@@ -25,9 +22,12 @@ from shard_node.cuda.places import CARD, HOST, HOT
 from shard_node.cuda.row_checks import RowChecks
 from shard_node.cuda.row_writer import RowWriter
 from shard_node.cuda.write_order import WriteOrder
-from shard_node.engine import CardsUse, LookupCount, MemoryUse
+from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
+from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
-from shard_node.table_layout import TableLayout
+from shard_node.planning.card_plan import CardPlan
+from shard_node.planning.hotness import RowCounts
 
 POOLS_PER_CARD = 2
 """One is packed while the other one's batch is on the card."""

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.codecs import codec_for
-from loader.layout import bucket_start_in_file, rows_at_positions, rows_in_file
-from loader.manifest import TableFiles, TableSpec
 from loader.progress import PIECE_BYTES, Progress
-from loader.reader import Snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.layout import bucket_start_in_file, rows_at_positions, rows_in_file
+from loader.snapshot.manifest import TableFiles, TableSpec
+from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array
 from shard_node.cuda.arena_on_card import ArenaOnCards
-from shard_node.cuda.card_plan import CardPlan
 from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import CHUNK_BYTES
 from shard_node.cuda.placer import PIECE_ROWS, Placer
 from shard_node.cuda.places import owners_of
 from shard_node.cuda.row_upload import RowUpload
-from shard_node.row_copy import not_finite, runs_of
+from shard_node.engine.row_copy import not_finite, runs_of
+from shard_node.planning.card_plan import CardPlan
 
 ByteArray = npt.NDArray[np.uint8]
 UInt32Array = npt.NDArray[np.uint32]

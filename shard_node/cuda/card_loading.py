@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loader.progress import Progress, no_progress
-from loader.reader import Snapshot
-from shard_node.arena_builder import ArenaBuilder, layout_for
-from shard_node.cpu_engine import CpuEngine
+from loader.snapshot.reader import Snapshot
+from shard_node.agent.delta_position import DeltaPosition
 from shard_node.cuda.arena_on_card import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_fill import NUM_UPLOADS, UPLOAD_BYTES, CardFill
 from shard_node.cuda.card_memory import CardClaim
-from shard_node.cuda.card_plan import CardBudget, CardPlan
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.hotness import Hotness, ObservedCounts, RowCounts
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owner_bits
-from shard_node.delta_position import DeltaPosition
+from shard_node.engine.arena_builder import ArenaBuilder, layout_for
+from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.row_copy import RowCopy
+from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
+from shard_node.engine.table_layout import TableLayout
 from shard_node.node import LoadedTables, Partition
-from shard_node.row_copy import RowCopy
-from shard_node.row_memory import Claim, MemoryClaim, RowMemory
-from shard_node.table_layout import TableLayout
+from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from shard_node.cuda.cards import Cards, Memory
 from shard_node.cuda.mapped_rows import MappedRows
 from shard_node.cuda.row_checks import RowChecks
 from shard_node.cuda.write_order import WriteOrder
-from shard_node.table_layout import TableLayout
+from shard_node.engine.table_layout import TableLayout
 
 COUNTER_BYTES = 16
 """Of a card's counters: uint64 [2], values outside their table and values whose row is not here."""

@@ -6,7 +6,7 @@ import logging
 
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.cards import Cards
 from shard_node.cuda.device_choice import DeviceChoice, open_cards

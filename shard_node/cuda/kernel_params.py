@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Literal, TypeAlias
 
-from loader.manifest import RowDtype
+from loader.snapshot.manifest import RowDtype
 
 MAX_CARDS = 64
 MAX_OWNERS = MAX_CARDS + 2

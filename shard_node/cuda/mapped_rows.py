@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.cpu_engine import CpuEngine
 from shard_node.cuda.batch import RunTable
-from shard_node.cuda.card_plan import CardPlan
 from shard_node.cuda.kernel_params import MAPPED, MODES
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import MAPPED_TIER
+from shard_node.engine.cpu import CpuEngine
+from shard_node.planning.card_plan import CardPlan
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from shard_node.bags import Int64Array
 from shard_node.cuda.kernel_params import MODES, OUT_BYTES, OutDtype
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
-from shard_node.table_layout import TableLayout
 
 MAX_BATCH_VALUES = 2**31 - 1
 """Positions are uint32 on cards, and kernels look some way ahead of the last one, which must not wrap around."""

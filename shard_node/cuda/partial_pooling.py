@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shard_node.cuda.card_systems import Link
-from shard_node.cuda.cost_model import VALUE_BYTES, line_bytes, mean_pieces
 from shard_node.cuda.row_format import RowFormat
+from shard_node.planning.card_systems import Link
+from shard_node.planning.cost_model import VALUE_BYTES, line_bytes, mean_pieces
 
 MAX_HOTNESS = 1 << 20
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.layout import bucket_shift
-from loader.manifest import NUM_BUCKETS
+from loader.snapshot.layout import bucket_shift
+from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.bags import Int64Array
-from shard_node.cuda.card_plan import CardPlan
-from shard_node.cuda.hotness import RowHotness
 from shard_node.cuda.kernel_params import MAPPED, NOT_HERE
 from shard_node.cuda.places import (
     CARD,
@@ -30,7 +28,9 @@ from shard_node.cuda.places import (
     pinned_owner,
 )
 from shard_node.cuda.row_format import RowFormat
-from shard_node.table_layout import Group
+from shard_node.engine.table_layout import Group
+from shard_node.planning.card_plan import CardPlan
+from shard_node.planning.hotness import RowHotness
 
 PIECE_ROWS = 1 << 20
 """Rows that are placed at a time; what that takes beside the places themselves is some 50 bytes a row."""

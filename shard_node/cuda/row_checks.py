@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loader.layout import bucket_shift
-from loader.manifest import NUM_BUCKETS
+from loader.snapshot.layout import bucket_shift
+from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.bags import Int64Array, KeyedBags, TableLimits
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.node import Partition
-from shard_node.table_layout import TableLayout
 
 BoolArray = npt.NDArray[np.bool_]
 

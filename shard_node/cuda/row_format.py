@@ -19,8 +19,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from loader.codecs import codec_for
-from loader.manifest import RowDtype
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import RowDtype
 from shard_node.cuda.kernel_params import CHUNK_BYTES
 from shard_node.errors import InvalidBagsError
 

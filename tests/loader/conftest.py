@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from loader.manifest import VocabularyMapping
+from loader.snapshot.manifest import VocabularyMapping
 from shardrank_testing.snapshots import make_spec, random_golden, write_snapshot
 
 

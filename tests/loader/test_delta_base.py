@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from loader.errors import ExportError, SnapshotFormatError
-from loader.reader import Snapshot
-from loader.row_source import rows_of
-from loader.writer import export_snapshot
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import one_table_spec, rewrite_manifest
 
 SPEC = one_table_spec(10)

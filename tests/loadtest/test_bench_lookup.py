@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from loadtest.bench_lookup import main
 from loadtest.lookup_setup import Shape, bare_arena, make_batch, write_snapshot
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from loadtest.nvlink_page import TABLES, capacity, main, with_tables
 from serving.cli.model_catalog import DLRM_V2_HOTNESS
-from shard_node.cuda.card_systems import SYSTEMS
-from shard_node.cuda.cost_model import line_bytes, moved_bytes, sector_bytes, table_sizes
 from shard_node.cuda.partial_pooling import BagShape, partial_pooling_from
 from shard_node.cuda.row_format import RowFormat
+from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.cost_model import line_bytes, moved_bytes, sector_bytes, table_sizes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/nvlink.md"
 TEXT = PAGE.read_text(encoding="utf-8")

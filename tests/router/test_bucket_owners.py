@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.layout import bucket_shift
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.layout import bucket_shift
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.bucket_owners import BucketOwners
 from router.plan import REPLICATED, Plan
 from shard_node.bags import KeyedBags

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from loader.manifest import ModelSpec
-from loader.reader import Snapshot
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan

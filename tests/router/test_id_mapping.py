@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.manifest import DenseModelSpec, FeatureSpec, HashMapping, ModelSpec, TableSpec, VocabularyMapping
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, HashMapping, ModelSpec, TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows, splitmix64
 from router.id_mapping import IdMapper

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, fingerprint_strings
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows
 from router.id_mapping import IdMapper

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags

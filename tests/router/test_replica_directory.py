@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loader.registry.records import FleetRecord, NodeRecord, VersionReport
 from router.replica_directory import ReplicaDirectory
-from shard_node.address import Address
+from shard_node.wire.address import Address
 
 MODEL = "films"
 STATES = ("waiting", "staging", "ready", "refused", "draining")

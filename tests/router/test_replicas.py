@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
 from router.replicas import ReplicatedShard
-from shard_node.address import Address
 from shard_node.bags import KeyedBags
-from shard_node.client import ShardClient
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import ShardNode
-from shard_node.server import NodeServer
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.server import NodeServer
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 from shardrank_testing.topologies import Topology, make_node
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.manifest import (
+from loader.snapshot.manifest import (
     DenseModelSpec,
     FeatureSpec,
     HashMapping,
@@ -21,7 +21,7 @@ from loader.manifest import (
     TableSpec,
     VocabularyMapping,
 )
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.hashing import hashed_rows

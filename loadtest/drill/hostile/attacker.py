@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from pydantic import BaseModel, Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile.peer import END_HEADERS, HEADERS, Http2Peer, Reply, call_headers, frame, message
 
 ANSWER_TIMEOUT_S = 60.0

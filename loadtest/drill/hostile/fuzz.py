@@ -23,7 +23,7 @@ from loadtest.drill.hostile.peer import (
     frame,
     message,
 )
-from shard_node.frame import HEADER, FrameType
+from shard_node.wire.frame import HEADER, FrameType
 
 BODIES_EACH, CALLS_EACH, RAW_CALLS_EACH, FRAMES_EACH = 16, 32, 4, 16
 LAST_GET = b"GET /healthz HTTP/1.1\r\nhost: drill\r\nconnection: close\r\n\r\n"

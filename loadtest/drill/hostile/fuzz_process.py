@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile import documents, protobuf
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError
 from loadtest.drill.hostile.documents import Body
@@ -41,8 +41,8 @@ from loadtest.workloads.payloads import Api, Payloads
 from loadtest.workloads.synthetic import SyntheticWorkload
 from serving.fleet.process import die_with_parent
 from serving.proto.shardrank.v1 import ranking_pb2
-from shard_node.frame import HEADER
-from shard_node.wire import encode_info, encode_pool
+from shard_node.wire.frame import HEADER
+from shard_node.wire.messages import encode_info, encode_pool
 
 Surface: TypeAlias = Literal["json", "oip-http", "grpc", "http1-bytes", "http2-bytes", "wire", "wire-bytes"]
 # Of all mutations. Those that cost a connection each are fewer.

@@ -28,7 +28,7 @@ from loadtest.workloads.payloads import APIS, Api, Payloads
 from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
-from shard_node.frame import HEADER
+from shard_node.wire.frame import HEADER
 
 COMPARED_REQUESTS = 5
 ASK_TIMEOUT_S = 30.0

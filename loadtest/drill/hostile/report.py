@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile.catalog import Attack
 
 MAX_RATIO_P99 = 3.0

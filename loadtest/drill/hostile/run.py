@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from loader.manifest import Frozen
 from loader.progress import Progress, no_progress
+from loader.snapshot.manifest import Frozen
 from loadtest.drill.errors import LoadProcessError
 from loadtest.drill.hostile.attack_process import child_environment
 from loadtest.drill.hostile.attacker import AttackConfig, Tally

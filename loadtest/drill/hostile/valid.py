@@ -23,7 +23,7 @@ import numpy as np
 import uvloop
 from pydantic import Field
 
-from loader.manifest import Frozen
+from loader.snapshot.manifest import Frozen
 from loadtest.grpc_channels import as_it_is, open_channels
 from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.errors import AnswerError

@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.codecs import codec_for
 from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, rows_per_batch
 from loader.errors import DeltaFormatError
-from loader.manifest import TableSpec
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import TableSpec
 from shardrank_testing.deltas import delta_spec, make_batch
 
 FIELDS = [name for name in DeltaBatch.__slots__ if name not in ("rows", "stored")]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loader.deltas.batch import encode_rows
 from loader.errors import DeltaFormatError
-from loader.manifest import TableSpec
+from loader.snapshot.manifest import TableSpec
 from shardrank_testing.deltas import encoded
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]

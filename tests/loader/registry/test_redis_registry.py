@@ -11,7 +11,7 @@ import pytest
 from loader.errors import RegistryConflictError, RegistryUnavailableError, StreamSequenceError
 from loader.registry.redis_registry import PAGE_ENTRIES, TRIM_ENTRIES, RedisRegistry
 from loader.registry.registry import StreamBounds, StreamEntry
-from shard_node.tls import TlsConfig, server_context
+from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
 from shardrank_testing.redis_proxy import redis_proxy
 from shardrank_testing.registries import redis_server

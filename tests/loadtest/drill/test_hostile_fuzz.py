@@ -19,7 +19,7 @@ from loadtest.drill.hostile.mutate import MUTATIONS, Mutator
 from loadtest.serving_cost.shape import Shape
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
-from shard_node.frame import HEADER
+from shard_node.wire.frame import HEADER
 
 SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2)
 corpora = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5)

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader.codecs import codec_for
-from loader.verify import verify_snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.verify import verify_snapshot
 from loadtest.drill.oracle import FACTORS, OracleShape, OracleWriter, letter_of, table_rows
 from loadtest.drill.questions import make_questions
 from loadtest.drill.verdict import Kind, judge

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.codecs import codec_for
+from loader.snapshot.codecs import codec_for
 from loadtest.gpu.pooling import predicted_us, system_with
 from loadtest.gpu.rows import (
     ZIPF_EXPONENT,

@@ -30,7 +30,7 @@ from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, serve
-from shard_node.tls import TlsClientConfig, TlsConfig, client_context
+from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
 from shardrank_testing.http2_peer import Http2Peer

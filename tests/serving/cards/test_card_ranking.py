@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from serving.cards.layout import BatchClass
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking

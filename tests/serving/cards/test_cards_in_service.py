@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from loader.codecs import codec_for
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.golden import GoldenRequests
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.golden import GoldenRequests
 from serving.cards.ranking import usual_ids
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError, UnknownIdError

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loader.golden import GoldenRequests
+from loader.snapshot.golden import GoldenRequests
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
 from serving.cli.model_catalog import catalog_model
 from serving.errors import LookupProfileError
-from shard_node.cuda.card_plan import CardPlan
-from shard_node.cuda.card_systems import SYSTEMS
-from shard_node.cuda.cost_model import BagLoad
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
-from shard_node.table_layout import TableLayout
+from shard_node.planning.card_plan import CardPlan
+from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.cost_model import BagLoad
 from shardrank_testing.snapshots import make_spec
 
 

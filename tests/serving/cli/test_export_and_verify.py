@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from serving.cli import main
 
 SPEC: dict[str, Any] = {

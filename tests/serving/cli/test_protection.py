@@ -12,11 +12,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.records import WantedModel
 from loader.registry.typed import FleetRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
 from serving.api.tokens import add_token, new_token
 from serving.cli import main
 from serving.cli.settings import (
@@ -28,8 +28,8 @@ from serving.cli.settings import (
 )
 from serving.client import Client, UnauthenticatedError
 from serving.training.version import train_version
-from shard_node.address import Address
-from shard_node.tls import TlsClientConfig, TlsConfig, client_context
+from shard_node.wire.address import Address
+from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import rank_arguments
 from shardrank_testing.movielens import small_interactions

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.records import NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli import main
 from serving.cli.shard_node import FleetMember, _program, advertised, default_node_id, shard_node
-from shard_node.address import Address
-from shard_node.client import ShardClient
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
 from shard_node.node import NodeIdentity, ShardNode
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.processes import Program, running

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.records import WantedModel
 from loader.registry.typed import FleetRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
 from serving.cli import main
 from serving.cli.serve import serve, staleness_limits, worker_arguments
 from shardrank_testing.processes import Program, descendants, is_alive, running, wait_until

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.client import Client, InvalidRequestError, Ragged
 from serving.client.features import Column, Layout, RankFeatures, lookup_request, read_message

@@ -12,7 +12,7 @@ import pytest
 from serving.errors import FleetError
 from serving.fleet.local_fleet import connectable_host, shared_port, socket_path
 from serving.fleet.process import PARENT_PID_VARIABLE, run_until_signalled
-from shard_node.address import MAX_UNIX_PATH_BYTES
+from shard_node.wire.address import MAX_UNIX_PATH_BYTES
 
 CHILD = """
 import os, signal

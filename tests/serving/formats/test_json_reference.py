@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from loader.manifest import (
+from loader.snapshot.manifest import (
     DenseInputs,
     DenseModelSpec,
     FeatureSpec,

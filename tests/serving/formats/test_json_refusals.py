@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,

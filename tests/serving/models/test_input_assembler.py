@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.embeddings import Embeddings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
@@ -19,8 +19,8 @@ from router.plan import Plan
 from router.router import Router
 from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence
 from shard_node.bags import KeyedBags
+from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, LocalShard, NodeIdentity, ShardNode
-from shard_node.reference import ReferenceEngine
 from shardrank_testing.ranking import ranking_spec
 
 ROWS = 20

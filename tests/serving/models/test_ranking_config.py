@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, MlpConfig, parse_dense_model
 from serving.models.factory import build_model

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.observe.watch import NodeWatch
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.address import Address
 from shard_node.generation import Generations
-from shard_node.server import NodeServer
+from shard_node.wire.address import Address
+from shard_node.wire.server import NodeServer
 from shardrank_testing.serving_api import MODEL, api_request, ask, run
 from shardrank_testing.topologies import make_node
 

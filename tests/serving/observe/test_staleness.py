@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.observe.watch import degraded_reason, staleness_s
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
-from shard_node.delta_position import DeltaPosition
-from shard_node.loading import load_tables
+from shard_node.agent.delta_position import DeltaPosition
+from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ServedVersion, ShardNode
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
 

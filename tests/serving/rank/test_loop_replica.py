@@ -13,7 +13,7 @@ from serving.errors import NotReadyError, ServingError, ShuttingDownError, Unkno
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible
-from shard_node.address import Address
+from shard_node.wire.address import Address
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import MODEL, api_request, ask, ask_in_thread, run, running_api, write_api_model
 

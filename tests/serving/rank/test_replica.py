@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.limits import RequestLimits

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.errors import PlanError
 from router.plan import Plan
 from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from loader.manifest import fingerprint_strings
+from loader.snapshot.manifest import fingerprint_strings
 from serving.models.factory import build_model
 from serving.training.dataset import (
     NO_FOLD,

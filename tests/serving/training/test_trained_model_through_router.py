@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from loader.golden import GoldenRequests
-from loader.reader import Snapshot
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
@@ -24,7 +24,7 @@ from serving.training.description import FilmsOptions, films_spec
 from serving.training.trainer import train
 from serving.training.version import GOLDEN_TOLERANCES, export_trained
 from shard_node.bags import KeyedBags
-from shard_node.loading import load_tables
+from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 from shardrank_testing.movielens import small_interactions
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from loader.codecs import codec_for
-from loader.reader import Snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.reader import Snapshot
 from serving.models.factory import load_model
 from serving.training.dataset import FilmsDataset, evaluation_requests
 from serving.training.description import FilmsOptions, films_spec

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from loader.codecs import codec_for
-from loader.golden import GoldenRequests
-from loader.reader import Snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError

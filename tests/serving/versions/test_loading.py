@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible
-from shard_node.address import Address
-from shard_node.server import NodeServer
+from shard_node.wire.address import Address
+from shard_node.wire.server import NodeServer
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import MODEL, api_request, rank_message, run, running_api, write_api_model
 from shardrank_testing.topologies import make_node

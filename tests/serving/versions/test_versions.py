@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from loader.reader import Snapshot
 from loader.registry.records import LATENCY_BOUNDS_MS
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.access_counts import read_access_counts
+from loader.snapshot.access_counts import read_access_counts
 from shard_node.cuda import access_counts as access_counts_module
 from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
-from shard_node.cuda.card_plan import CardBudget, CardPlan
-from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owners_of
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
-from shard_node.table_layout import TableLayout
+from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import one_table_layout, places_bytes, round_robin
 from shardrank_testing.snapshots import make_spec
 

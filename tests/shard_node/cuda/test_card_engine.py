@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.output_runs import BatchSize
+from shard_node.engine.loading import load_tables
+from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.loading import load_tables
-from shard_node.reference import ReferenceEngine
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version, stored_rows

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.directory import DirectoryRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
+from shard_node.agent.delta_follower import FollowerConfig
+from shard_node.agent.stager import share_of, stage_tables
 from shard_node.bags import KeyedBags
 from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
@@ -22,13 +24,11 @@ from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owners_of
-from shard_node.delta_follower import FollowerConfig
+from shard_node.engine.reference import ReferenceEngine
+from shard_node.engine.row_memory import RowMemory
+from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import NodeIdentity, ShardNode
-from shard_node.reference import ReferenceEngine
-from shard_node.row_memory import RowMemory
-from shard_node.stager import share_of, stage_tables
-from shard_node.table_layout import TableLayout
 from shardrank_testing.agents import NodeUnderTest, plan_of, published, run, running_node
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.deltas import (

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
-from loader.reader import Snapshot
-from loader.row_source import rows_of
-from loader.writer import export_snapshot
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
 from shard_node.cuda.card_fill import UPLOAD_BYTES
 from shard_node.cuda.card_loading import CardTableLoad
@@ -24,11 +24,11 @@ from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owners_of
+from shard_node.engine.loading import load_tables
+from shard_node.engine.reference import ReferenceEngine
+from shard_node.engine.row_memory import RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.loading import load_tables
 from shard_node.node import LoadedTables
-from shard_node.reference import ReferenceEngine
-from shard_node.row_memory import RowMemory
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.deltas import assert_stored, delta_spec, stored_rows
 from shardrank_testing.emulated_cards import EmulatedCards

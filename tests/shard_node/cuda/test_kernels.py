@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.codecs import codec_for
+from loader.snapshot.codecs import codec_for
 from shardrank_testing.card_sets import CardFactory, card_factory
 from shardrank_testing.kernel_arena import LEFT_MAPPED, NOWHERE, KernelArena, LaunchShape, Run
 

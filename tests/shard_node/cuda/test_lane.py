@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.reader import Snapshot
+from loader.snapshot.reader import Snapshot
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane, Slot

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_node.cuda.card_systems import SYSTEMS
 from shard_node.cuda.partial_pooling import (
     BagShape,
     gathered_bytes,
@@ -16,6 +15,7 @@ from shard_node.cuda.partial_pooling import (
     partial_sum_owners,
 )
 from shard_node.cuda.row_format import RowFormat
+from shard_node.planning.card_systems import SYSTEMS
 from shardrank_testing.card_plans import DTYPES
 
 NVLINK = SYSTEMS["h100"].peer

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.cuda import card_plan
 from shard_node.cuda import placer as placer_module
-from shard_node.cuda.card_plan import CardBudget, CardPlan, TableSplit
-from shard_node.cuda.hotness import Hotness
 from shard_node.cuda.kernel_params import MAPPED, MAX_CARDS, NOT_HERE
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import encode_places, hot_owner, max_slots, owner_bits, owners_of, pinned_owner, slots_of
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import Partition
+from shard_node.planning import card_plan
+from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
+from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, round_robin, strides
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.codecs import codec_for
+from loader.snapshot.codecs import codec_for
 from shard_node.cuda.row_format import RowFormat
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_plans import DTYPES

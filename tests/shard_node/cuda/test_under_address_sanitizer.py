@@ -22,7 +22,7 @@ TIMEOUT_S = 900
 FOUND = 77
 
 KERNEL_TESTS = ("tests/shard_node/cuda/test_kernels.py", "tests/shard_node/cuda/test_row_kernels.py")
-ENGINE_TESTS = ("tests/shard_node/test_engines.py", "tests/shard_node/test_write_rows.py")
+ENGINE_TESTS = ("tests/shard_node/engine/test_engines.py", "tests/shard_node/engine/test_write_rows.py")
 # Engines on cards of every kind that there is without a GPU.
 ON_CARDS = "cards and (emulated or late or access)"
 

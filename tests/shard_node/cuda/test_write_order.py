@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.codecs import codec_for
-from loader.reader import Snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.reader import Snapshot
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import PinnedMemory
 from shard_node.cuda.lane import Lane, Slot

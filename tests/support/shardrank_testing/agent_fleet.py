@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loader.manifest import ModelSpec
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.opening import open_registry
 from loader.registry.records import FleetRecord, NodeRecord, WantedModel
 from loader.registry.typed import FleetRegistry
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
-from shard_node.address import Address
-from shard_node.agent import Agent, AgentConfig
+from shard_node.agent.agent import Agent, AgentConfig
+from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
+from shard_node.agent.stagings import StagingConfig
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode
-from shard_node.node_agent import NodeActions, NodeConfig, join_fleet
-from shard_node.server import NodeServer
-from shard_node.stagings import StagingConfig
+from shard_node.wire.address import Address
+from shard_node.wire.server import NodeServer
 from shardrank_testing.serving_api import MODEL, ApiModel
 
 QUICK = AgentConfig(

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loader.manifest import ModelSpec
 from loader.registry.opening import open_registry
 from loader.registry.records import NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.typed import FleetRegistry
+from loader.snapshot.manifest import ModelSpec
 from router.plan import Plan
-from shard_node.agent import Agent, AgentConfig
+from shard_node.agent.agent import Agent, AgentConfig
+from shard_node.agent.node_agent import NodeActions, NodeConfig
+from shard_node.agent.stagings import StagingConfig
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import NodeIdentity, Partition, ShardNode
-from shard_node.node_agent import NodeActions, NodeConfig
-from shard_node.stagings import StagingConfig
 
 NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from shard_node.bags import KeyedBags
-from shard_node.table_layout import TableLayout
+from shard_node.engine.table_layout import TableLayout
 
 RELATIVE_TOLERANCE = 1e-5
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from loader.manifest import FeatureSpec, ModelSpec, RowDtype, TableSpec
-from shard_node.cuda.card_plan import CardBudget, CardPlan
-from shard_node.cuda.hotness import Hotness
+from loader.snapshot.manifest import FeatureSpec, ModelSpec, RowDtype, TableSpec
 from shard_node.cuda.row_format import RowFormat
+from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Partition
-from shard_node.table_layout import TableLayout
+from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.hotness import Hotness
 from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL
 
 DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
 from serving.cards.ranking import CardRanking
 from serving.limits import RequestLimits
 from serving.rank.merge import MergedBatch, merge
@@ -160,7 +160,7 @@ def served_on(
     service = RankingService(limits or RequestLimits(max_batch_candidates=64))
     source: Mapping[str, Any] = {"snapshot": path, "dtype": "float32"}
     if on is not None:
-        from loader.reader import Snapshot
+        from loader.snapshot.reader import Snapshot
 
         source = {**source, "cards": on.num_cards, "card_set": on.card_set(Snapshot.open(path).spec)}
     served = load_served_model(ModelSource(**{**source, **options}), service)

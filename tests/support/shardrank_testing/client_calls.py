@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from serving.client import AsyncClient, Client
 from shardrank_testing.serving_api import api_spec
 

@@ -9,22 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.codecs import codec_for
 from loader.deltas.batch import DeltaBatch, encode_rows
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
-from loader.publishing import register
-from loader.reader import Snapshot
 from loader.registry.registry import Registry
 from loader.registry.typed import FleetRegistry
-from loader.row_source import rows_of
-from loader.writer import export_snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
-from shard_node.arena import row_bytes_of
-from shard_node.cpu_engine import CpuEngine
+from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardSet
-from shard_node.delta_follower import DeltaFollower
-from shard_node.loading import load_tables
+from shard_node.engine.arena import row_bytes_of
+from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
 from shardrank_testing.rows_on_cards import rows_on_cards
 

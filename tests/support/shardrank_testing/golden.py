@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loader.golden import GoldenRequests
+from loader.snapshot.golden import GoldenRequests
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.parsing import parse_json

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from loader.manifest import ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from serving.proto.inference import open_inference_pb2 as messages
 
 

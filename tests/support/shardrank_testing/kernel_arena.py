@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from loader.codecs import codec_for
-from loader.manifest import RowDtype
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import RowDtype
 from shard_node.cuda.cards import Card, Cards, Memory
 from shard_node.cuda.kernel_params import (
     MAPPED,

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import uvloop
 
-from loader.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from shard_node.address import Address
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from shard_node.bags import KeyedBags
-from shard_node.client import ShardClient
-from shard_node.frame import HEADER, Frame, FrameReceiver, unpack_header
+from shard_node.engine.reference import ReferenceEngine
+from shard_node.engine.table_layout import TableLayout
 from shard_node.node import LoadedTables, NodeIdentity, ShardNode
-from shard_node.reference import ReferenceEngine
-from shard_node.server import NodeServer, ServerLimits
-from shard_node.table_layout import TableLayout
-from shard_node.wire import Buffer
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
+from shard_node.wire.messages import Buffer
+from shard_node.wire.server import NodeServer, ServerLimits
 
 Result = TypeVar("Result")
 

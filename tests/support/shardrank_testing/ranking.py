@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from serving.models.factory import build_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel

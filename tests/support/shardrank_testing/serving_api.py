@@ -15,8 +15,9 @@ import httpx
 import numpy as np
 import torch
 
-from loader.golden import GoldenRequests
-from loader.manifest import (
+from loader.registry.records import VersionStats
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import (
     DenseInputs,
     DenseModelSpec,
     FeatureSpec,
@@ -25,8 +26,7 @@ from loader.manifest import (
     TableSpec,
     VocabularyMapping,
 )
-from loader.reader import Snapshot
-from loader.registry.records import VersionStats
+from loader.snapshot.reader import Snapshot
 from router.hashing import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.golden import GoldenRequests
-from loader.manifest import (
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import (
     Bucketing,
     DenseInputs,
     DenseModelSpec,
@@ -25,9 +25,9 @@ from loader.manifest import (
     TableSpec,
     VocabularyMapping,
 )
-from loader.row_source import rows_of
-from loader.vocabulary import Vocabulary
-from loader.writer import export_snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.vocabulary import Vocabulary
+from loader.snapshot.writer import export_snapshot
 
 Float32Array = npt.NDArray[np.float32]
 DEFAULT_DENSE_MODEL = DenseModelSpec(kind="mlp")

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
-from loader.codecs import codec_for
-from loader.manifest import ModelSpec
-from loader.reader import Snapshot
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Router
-from shard_node.address import Address
 from shard_node.bags import KeyedBags
-from shard_node.client import ShardClient
-from shard_node.loading import load_tables
+from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
-from shard_node.server import NodeServer
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.server import NodeServer
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loader.manifest import fingerprint_strings
+from loader.snapshot.manifest import fingerprint_strings
 from loadtest.workloads.oip_payload import HEADER_LENGTH
 from loadtest.workloads.payloads import Api, Payload
 from loadtest.workloads.workload import Workload, WorkloadRequest

@@ -1,0 +1,1 @@
+"""Checkpoints: what training frameworks saved, read without running anything in it."""

@@ -1,0 +1,377 @@
+"""Publish a snapshot (check it, copy it into the store, put it on record) and delete versions that are not kept.
+
+A copy works in the folder that an export of the same version would work in (`loader.snapshot.store`), so there is one
+writer of a version at a time, a copy that was killed goes on where it stopped, and what readers see is all or nothing.
+The record is written last: a version that the registry names lies in the store.
+
+A version is never dropped while anything names it: what is wanted, a rollout (also the last one, to whose origin a
+rollback returns), or a node that holds it. It goes by one rename, then off the record, then its files are deleted;
+killed anywhere, the next run ends what was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from loader.errors import (
+    DeltaBaseError,
+    DeltaGapError,
+    ExportError,
+    RegistryConflictError,
+    SnapshotCorruptError,
+    SnapshotExistsError,
+    SnapshotFormatError,
+    file_error,
+)
+from loader.progress import Progress, no_progress
+from loader.registry.records import PublishedVersion, delta_stream
+from loader.registry.typed import FleetRegistry
+from loader.rollout.requests import read_rollout
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest, ModelSpec, read_manifest, snapshot_file
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store, fsync_path, open_export_folder
+from loader.snapshot.verify import verify_snapshot
+
+_CHUNK_BYTES = 4 << 20
+_QUOTED_PROBLEMS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What `publish` did.
+
+    Attributes:
+        record: what the registry says of the version.
+        folder: where it lies in the store.
+        copied: whether it had to be copied there.
+        is_new: whether the registry did not know it yet.
+    """
+
+    record: PublishedVersion
+    folder: Path
+    copied: bool
+    is_new: bool
+
+
+async def publish(
+    fleet: FleetRegistry,
+    folder: Path,
+    store: Path,
+    *,
+    clock: Callable[[], float],
+    threads: int = 2,
+    progress: Progress = no_progress,
+) -> Publication:
+    """Checks a snapshot in full, copies it into the store unless it lies there, and puts it on record.
+
+    May be repeated after any interruption, and for a version that is published already.
+
+    Args:
+        fleet: where the record goes.
+        folder: the snapshot's, named `<model>/<version>`.
+        store: the store that the fleet's processes read; made if it is not there.
+        clock: seconds since the epoch.
+        threads: how many files are hashed at a time.
+        progress: told bytes hashed, rows checked and bytes copied.
+
+    Raises:
+        SnapshotError: it must not be served, or the store has another snapshot of that version.
+        ExportError: another process is writing that version, or the store's disk fails or is full. What was copied is
+            kept for the next try.
+        DeltaError: it does not continue the stream of deltas that it names.
+        RegistryConflictError: another snapshot was published as that version.
+    """
+    # Its own path says model and version, whatever link leads to it.
+    snapshot = await asyncio.to_thread(lambda: Snapshot.open(folder.resolve(), verify=False))
+    await _check_published(fleet, snapshot)
+    await _check_lineage(fleet, snapshot.manifest)
+    target, copied = await asyncio.to_thread(_put_in_store, snapshot, store, threads, progress)
+    record, is_new = await register(fleet, snapshot, clock=clock)
+    return Publication(record, target, copied, is_new)
+
+
+async def register(
+    fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float]
+) -> tuple[PublishedVersion, bool]:
+    """Puts a snapshot that lies in the store on record, as it is. Idempotent. `clock`: seconds since the epoch.
+
+    Returns:
+        The record, and whether it is new.
+
+    Raises:
+        DeltaError, RegistryConflictError: as `publish`.
+    """
+    if (known := await _check_published(fleet, snapshot)) is not None:
+        # A registry that lost its last writes may have the one without the other.
+        if await fleet.spec(known.model, known.version) is None:
+            await fleet.put_spec(known.model, known.version, snapshot.spec.model_dump_json())
+        return known, False
+    await _check_lineage(fleet, snapshot.manifest)
+    delta_base, last_delta = snapshot.manifest.delta_start
+    record = PublishedVersion(
+        model=snapshot.spec.model,
+        version=snapshot.version,
+        identity=snapshot.identity,
+        delta_base=delta_base,
+        last_delta=last_delta,
+        rows_bytes=rows_bytes_of(snapshot.spec),
+        published_at=clock(),
+    )
+    await fleet.put_spec(record.model, record.version, snapshot.spec.model_dump_json())
+    await fleet.put_version(record)
+    return record, True
+
+
+def rows_bytes_of(spec: ModelSpec) -> int:
+    """Returns the bytes of all rows of one copy."""
+    return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.tables)
+
+
+async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
+    """Returns the last delta that is known of a stream; 0 if there is none.
+
+    A registry that lost its streams is outlived by the nodes that applied them, and by the versions that contain them.
+    """
+    bounds = await fleet.registry.bounds(delta_stream(model, delta_base))
+    known = await fleet.versions(model)
+    of_base = {one.version: one.last_delta for one in known if one.delta_base == delta_base}
+    applied = (
+        report.delta_sequence
+        for node in await fleet.nodes()
+        for report in node.versions
+        if report.model == model and report.version in of_base
+    )
+    return max(bounds.last, *of_base.values(), *applied, 0)
+
+
+async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> PublishedVersion | None:
+    model, version = snapshot.spec.model, snapshot.version
+    known = await fleet.version(model, version)
+    if known is not None and known.identity != snapshot.identity:
+        raise RegistryConflictError(
+            f"version {version} of {model!r} is published with identity {known.identity}, {snapshot.path} has "
+            f"{snapshot.identity}: a version is immutable, export this one with another number"
+        )
+    return known
+
+
+async def _check_lineage(fleet: FleetRegistry, manifest: Manifest) -> None:
+    """Raises DeltaError for a version that no replay could bring up to date."""
+    model = manifest.spec.model
+    base, last_delta = manifest.delta_start
+    where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
+    # A stream that a version begins may begin at any number.
+    if base != manifest.version and last_delta > (end := await stream_end(fleet, model, base)):
+        raise DeltaBaseError(f"{where} lies beyond the end of that stream, {end}: is this the registry it came from?")
+    first = (await fleet.registry.bounds(delta_stream(model, base))).first
+    if last_delta + 1 < first:
+        raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
+
+
+def _put_in_store(snapshot: Snapshot, store: Path, threads: int, progress: Progress) -> tuple[Path, bool]:
+    """Returns the folder in the store, and whether it had to be copied there. Raises as `publish`."""
+    source, target = snapshot.path, store.resolve() / snapshot.spec.model / str(snapshot.version)
+    if target.exists():
+        _, identity = read_manifest(target)
+        if identity != snapshot.identity:
+            raise SnapshotExistsError(
+                f"{target} has identity {identity}, {source} has {snapshot.identity}: a version is immutable"
+            )
+        _verify(target, threads, progress)
+        return target, False
+    _verify(source, threads, progress)
+    _copy(source, target, snapshot, progress)
+    return target, True
+
+
+def _verify(folder: Path, threads: int, progress: Progress) -> None:
+    report = verify_snapshot(folder, threads=threads, progress=progress)
+    if not report.ok:
+        more = len(report.problems) - _QUOTED_PROBLEMS
+        told = "; ".join(report.problems[:_QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        raise SnapshotCorruptError(f"{folder} must not be served: {told}")
+
+
+def _copy(source: Path, target: Path, snapshot: Snapshot, progress: Progress) -> None:
+    texts = _manifest_texts(source, snapshot.identity)
+    entries = snapshot.manifest.files()
+    done, total = 0, sum(entry.size_bytes for entry in entries)
+
+    def copier(relative_path: str, before: int) -> Callable[[Path], None]:
+        def produce(path: Path) -> None:
+            copied = before
+            with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
+                while chunk := read.read(_CHUNK_BYTES):
+                    written.write(chunk)
+                    copied += len(chunk)
+                    progress("copying into the store", min(copied, total), total)
+
+        return produce
+
+    try:
+        with open_export_folder(target, snapshot.identity, progress) as work:
+            for entry in entries:
+                work.write(entry.path, copier(entry.path, done), entry)
+                done += entry.size_bytes
+                progress("copying into the store", done, total)
+            work.publish(texts)
+    except OSError as error:
+        raise ExportError(f"{source} can't be copied to {target}: {error}") from error
+
+
+def _manifest_texts(source: Path, identity: str) -> dict[str, str]:
+    """The manifest and its checksum, byte for byte. Raises SnapshotCorruptError if it changed since it was read."""
+    try:
+        texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
+        if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
+            raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
+        return {name: text.decode("utf-8") for name, text in texts.items()}
+    except UnicodeDecodeError as error:
+        raise SnapshotFormatError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise file_error(source, "read", error) from error
+
+
+logger = logging.getLogger(__name__)
+
+TRASH_PREFIX = ".trash-"
+"""Before the version in the name of a folder that is being deleted."""
+GONE_SUFFIX = ".gone"
+"""After it, once files are missing."""
+LOCK_NAME = ".retention-lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What retention left, and what it dropped; versions ascending."""
+
+    kept: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+
+async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Retained:
+    """Drops all published versions of a model but the `keep` highest and those that are in use. Idempotent.
+
+    Snapshots in the store that were never published are left alone. Deltas that every kept version contains are
+    trimmed from their streams.
+
+    Args:
+        fleet: the registry that the versions were published in.
+        store: where they lie.
+        model: whose versions.
+        keep: how many of the highest versions stay; at least 1.
+
+    Raises:
+        ValueError: `keep` is below 1.
+        RegistryError: it does not answer, or a record in it can't be read. Nothing more is dropped then.
+        OSError: a folder can't be renamed or deleted.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: {keep}, but at least 1 version is kept")
+    folder = Store(store).path / model
+    lock = await asyncio.to_thread(_take_lock, folder)
+    try:
+        published = await fleet.versions(model)
+        began = await _staying(fleet, model, published, keep)
+        await asyncio.to_thread(_end_what_was_begun, folder, began)
+        staying = await _staying(fleet, model, published, keep)
+        for record in published:
+            if record.version not in staying:
+                await _drop(fleet, folder, record)
+        await asyncio.to_thread(_end_what_was_begun, folder, staying)
+        kept = await fleet.versions(model)
+        numbers = {record.version for record in kept}
+        dropped = [record for record in published if record.version not in numbers]
+        await _trim(fleet, model, kept, dropped)
+    finally:
+        lock.close()
+    return Retained(tuple(sorted(numbers)), tuple(sorted(record.version for record in dropped)))
+
+
+async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
+    """Returns the versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
+    on_record = await read_rollout(fleet, model)
+    used = set() if on_record is None else set(on_record.rollout.named())
+    if (wanted := await fleet.wanted_model(model)) is not None:
+        used |= wanted.named()
+    for node in await fleet.nodes():
+        used |= {report.version for report in node.versions if report.model == model}
+        if (live := node.live.get(model)) is not None:
+            used.add(live)
+    return used
+
+
+async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:
+    highest = sorted(record.version for record in published)[-keep:]
+    return {*highest, *await versions_in_use(fleet, model)}
+
+
+def _take_lock(folder: Path) -> IO[str]:
+    """Waits for other runs over the same folder; a lock ends with its process, or when it is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK_NAME).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+async def _drop(fleet: FleetRegistry, folder: Path, record: PublishedVersion) -> None:
+    """Takes a version out of sight and off the record; puts it back if somebody began to use it meanwhile."""
+    version = folder / str(record.version)
+    trash = folder / f"{TRASH_PREFIX}{record.version}"
+    if version.exists():
+        _rename(version, trash)
+    await fleet.drop_version(record.model, record.version)
+    # From here on no rollout of it can be started.
+    if record.version in await versions_in_use(fleet, record.model):
+        logger.warning("version %d of %r came into use: it is kept", record.version, record.model)
+        await fleet.put_version(record)
+        if trash.exists():
+            _rename(trash, version)
+
+
+def _end_what_was_begun(folder: Path, staying: Collection[int]) -> None:
+    """Deletes what is out of sight; what is to stay after all comes back into it."""
+    # Those that a run has begun to delete are no snapshots any more.
+    for gone in folder.glob(f"{TRASH_PREFIX}*{GONE_SUFFIX}"):
+        shutil.rmtree(gone)
+    for trash in folder.glob(f"{TRASH_PREFIX}*"):
+        version = folder / trash.name.removeprefix(TRASH_PREFIX)
+        if version.name.isdecimal() and int(version.name) in staying and not version.exists():
+            _rename(trash, version)
+        else:
+            gone = trash.with_name(trash.name + GONE_SUFFIX)
+            _rename(trash, gone)
+            shutil.rmtree(gone)
+
+
+def _rename(source: Path, target: Path) -> None:
+    source.rename(target)
+    fsync_path(target.parent)
+
+
+async def _trim(
+    fleet: FleetRegistry, model: str, kept: Iterable[PublishedVersion], dropped: Iterable[PublishedVersion]
+) -> None:
+    """Trims each stream below what the kept versions still have to replay, and to its end if none continues it."""
+    lowest: dict[int, int] = {}
+    for record in kept:
+        lowest[record.delta_base] = min(record.last_delta, lowest.get(record.delta_base, record.last_delta))
+    for delta_base in {record.delta_base for record in dropped} | lowest.keys():
+        stream = delta_stream(model, delta_base)
+        bounds = await fleet.registry.bounds(stream)
+        before = min(lowest.get(delta_base, bounds.last), bounds.last) + 1
+        if bounds.first < before:
+            await fleet.registry.trim(stream, before)

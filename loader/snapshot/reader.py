@@ -1,0 +1,326 @@
+"""Read a snapshot that is not trusted until it is checked; rows stay in mapped files.
+
+`Snapshot.open` refuses everything that does not fit before any of it can be served. See docs/snapshot-format.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.errors import (
+    ExportError,
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    cut,
+    file_error,
+)
+from loader.progress import Progress, no_progress
+from loader.snapshot.access_counts import check_access_counts_header, map_access_counts
+from loader.snapshot.codecs import ByteArray, codec_for
+from loader.snapshot.golden import GoldenRequests, check_golden_header
+from loader.snapshot.layout import row_positions, rows_in_file
+from loader.snapshot.manifest import (
+    MAX_DENSE_BYTES,
+    FileEntry,
+    Manifest,
+    ModelSpec,
+    TableFiles,
+    TableSpec,
+    check_manifest_checksum,
+    read_manifest,
+    snapshot_file,
+)
+from loader.snapshot.store import hash_file
+from loader.snapshot.tensor_files import (
+    TensorInfo,
+    expect_at_most,
+    expect_tensors,
+    load_numpy,
+    map_tensor,
+    read_header,
+)
+from loader.snapshot.vocabulary import check_vocabulary_header, check_vocabulary_ids, decode_strings, id_type_is_string
+
+
+def check_folder_names(root: Path, manifest: Manifest) -> None:
+    """Raises SnapshotFormatError for a snapshot copied under another name, which would be served as what it is not."""
+    real = root.resolve()
+    if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
+        raise SnapshotFormatError(
+            f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
+            f"the folder says {real.parent.name!r} {real.name!r}"
+        )
+
+
+def check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
+    """Raises SnapshotCorruptError for a file of another size than stated. `paths` are by the manifest's paths."""
+    for entry in manifest.files():
+        path = paths[entry.path]
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if size_bytes != entry.size_bytes:
+            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
+
+
+def check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
+    """Raises SnapshotCorruptError for a file of another SHA-256 than stated; `threads` files are read at a time."""
+    total = sum(entry.size_bytes for entry in entries)
+    done = 0
+    lock = threading.Lock()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress("checking SHA-256", done, total)
+
+    def check(entry: FileEntry) -> None:
+        path = paths[entry.path]
+        try:
+            found = hash_file(path, on_bytes)
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if found != entry.sha256:
+            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            for _ in pool.map(check, entries):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
+
+
+class Snapshot:
+    """One immutable version of a model on disk, opened for reading. Made by `Snapshot.open`.
+
+    Attributes:
+        path: its folder.
+        manifest: what its manifest says.
+        identity: SHA-256 (hex) of `manifest.json`, byte for byte as it lies in the folder. Since the manifest holds the
+            checksums of all other files, it ties tables, dense model and vocabularies of one version together.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, identity: str, headers: Mapping[str, Mapping[str, TensorInfo]]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.identity = identity
+        self._headers = headers
+        self._files = {files.table: files for files in manifest.tables}
+        self._tables = {table.name: table for table in manifest.spec.tables}
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        verify: bool = True,
+        files: VerifiedFiles = "all",
+        threads: int = 2,
+        progress: Progress = no_progress,
+    ) -> Self:
+        """Opens the snapshot in a folder `<store>/<model>/<version>`.
+
+        Args:
+            path: the folder.
+            verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
+                there twice, and that they are those of its strings. May be left out for a local store that is trusted;
+                paths, sizes, dtypes and shapes are always checked.
+            files: whose content is checked: `rows` (and access counts) for who only pools them, `other` (dense model,
+                vocabularies, golden requests) for who leaves that to shard nodes.
+            threads: how many files are hashed at a time.
+            progress: told the bytes hashed.
+
+        Raises:
+            SnapshotNotFoundError: no such folder.
+            SnapshotFormatError: a manifest that can't be read, of an unknown format version, or of another folder.
+            SnapshotPathError: a path that leaves the folder.
+            SnapshotCorruptError: a file that is not what the manifest says.
+            SnapshotResourceError: file descriptors or memory ran out.
+        """
+        root = Path(path)
+        if not root.is_dir():
+            raise SnapshotNotFoundError(f"{root}: no such snapshot folder")
+        manifest, identity = read_manifest(root)
+        check_folder_names(root, manifest)
+        paths = {entry.path: snapshot_file(root, entry.path) for entry in manifest.files()}
+        check_manifest_checksum(root, identity)
+        check_sizes(paths, manifest)
+        headers = {relative: read_header(at) for relative, at in paths.items()}
+        snapshot = cls(root, manifest, identity, headers)
+        snapshot._check_headers()  # before anything is read as a whole, or hashed
+        if verify:
+            snapshot.check_content(files, threads=threads, progress=progress)
+        if files != "rows":
+            snapshot.golden()
+        return snapshot
+
+    def check_content(
+        self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
+    ) -> None:
+        """Checks what `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
+        rows = {
+            entry.path for tables in self.manifest.tables for entry in (*tables.rows, tables.access_counts) if entry
+        }
+        entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
+        paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
+        check_hashes(paths, entries, threads, progress)
+        if files != "rows":
+            self._check_vocabularies()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is made of."""
+        return self.manifest.spec
+
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self.manifest.version
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(entry.size_bytes for entry in self.manifest.files())
+
+    @property
+    def float32_bytes(self) -> int:
+        """Bytes that the tables' rows would take as float32."""
+        return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.tables)
+
+    def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
+        """Returns the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
+
+        Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
+        be written to, pages that are written become memory of this process, and the file is never changed.
+
+        Raises:
+            KeyError: there is no such table.
+            IndexError: there is no such file.
+            SnapshotCorruptError: the file is not there any more, or shorter.
+            SnapshotResourceError: no file descriptor, mapping or memory is left.
+        """
+        entry = self._files[table].rows[file_index]
+        info = self._headers[entry.path]["rows"]
+        return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
+
+    def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
+        """Returns a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
+
+        Raises KeyError for an unknown table, IndexError for rows outside it.
+        """
+        table_spec, rows_per_file = self._tables[table], self._files[table].rows_per_file
+        last_row = first_row + num_rows
+        if not 0 <= first_row <= last_row <= table_spec.num_embeddings:
+            raise IndexError(f"rows [{first_row}, {last_row}) of table {table!r} with {table_spec.num_embeddings} rows")
+        rows = np.empty((num_rows, codec_for(table_spec.dtype, table_spec.embedding_dim).row_bytes), np.uint8)
+        row = first_row
+        while row < last_row:
+            file_index, local_row = divmod(row, rows_per_file)
+            count = min(last_row - row, rows_per_file - local_row)
+            local_rows = np.arange(local_row, local_row + count, dtype=np.int64)
+            positions = row_positions(table_spec, rows_per_file, file_index, local_rows)
+            rows[row - first_row : row - first_row + count] = self.rows_file(table, file_index)[positions]
+            row += count
+        return rows
+
+    def vocabulary(self, table: str) -> npt.NDArray[np.int64]:
+        """Maps the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
+        entry = self._vocabulary_entry(table)
+        return map_tensor(self.path / entry.path, self._headers[entry.path]["ids"], np.int64)
+
+    def vocabulary_strings(self, table: str) -> list[str] | None:
+        """Reads the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
+        entry = self._vocabulary_entry(table)
+        if not id_type_is_string(self._tables[table]):
+            return None
+        path = self.path / entry.path
+        tensors = load_numpy(path, self._headers[entry.path])
+        return decode_strings(path, tensors["ids"], tensors)
+
+    def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
+        """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        entry = self._files[table].access_counts
+        return None if entry is None else map_access_counts(self.path / entry.path, self._headers[entry.path])
+
+    def dense_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the dense model's tensors by name, in memory."""
+        path = self.manifest.dense.path
+        arrays = load_numpy(self.path / path, self._headers[path])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def golden(self) -> GoldenRequests | None:
+        """Reads the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
+        if self.manifest.golden is None:
+            return None
+        relative = self.manifest.golden.file.path
+        path = self.path / relative
+        try:
+            golden = GoldenRequests.from_tensors(load_numpy(path, self._headers[relative]))
+            golden.check(self.spec)
+        except ExportError as error:
+            raise SnapshotCorruptError(f"{path}: {cut(error, 1000)}") from error
+        return golden
+
+    def _vocabulary_entry(self, table: str) -> FileEntry:
+        entry = self._files[table].vocabulary
+        if entry is None:
+            raise KeyError(f"table {table!r} has no vocabulary")
+        return entry
+
+    def _check_headers(self) -> None:
+        for table, files in zip(self.spec.tables, self.manifest.tables, strict=True):
+            self._check_table_headers(table, files)
+        dense = self._headers[self.manifest.dense.path]
+        path = self.path / self.manifest.dense.path
+        expect_at_most(path, dense, MAX_DENSE_BYTES)
+        for name, info in dense.items():
+            if info.dtype not in _DENSE_DTYPES:
+                where = f"{path}: tensor {cut(repr(name))}"
+                raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
+        if (golden := self.manifest.golden) is not None:
+            path = self.path / golden.file.path
+            check_golden_header(path, self.spec, golden, self._headers[golden.file.path])
+
+    def _check_table_headers(self, table: TableSpec, files: TableFiles) -> None:
+        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+        for file_index, entry in enumerate(files.rows):
+            rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
+            expected = {"rows": ("U8", (rows, row_bytes))}
+            expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
+        if files.vocabulary is not None:
+            path = self.path / files.vocabulary.path
+            check_vocabulary_header(path, table, self._headers[files.vocabulary.path])
+        if files.access_counts is not None:
+            path = self.path / files.access_counts.path
+            check_access_counts_header(path, table, self._headers[files.access_counts.path])
+
+    def _check_vocabularies(self) -> None:
+        for files in self.manifest.tables:
+            if files.vocabulary is not None:
+                check_vocabulary_ids(self.path / files.vocabulary.path, self.vocabulary(files.table))
+                self.vocabulary_strings(files.table)
+
+
+_DENSE_DTYPES = frozenset({"F32", "BOOL", "U8", "I8", "I16", "I32", "I64"})

@@ -1,0 +1,242 @@
+"""Read a table's rows in blocks: arrays, tensors, safetensors files, iterators."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loader.errors import ExportError
+from loader.snapshot.codecs import Float32Array
+
+SAMPLED_ROWS = 1024
+
+
+@runtime_checkable
+class FingerprintedRows(Protocol):
+    """A row source that can tell its rows from others. One that is read only once can't."""
+
+    def fingerprint(self) -> str:
+        """Is equal for the same rows; differs, as far as can be told cheaply, for others."""
+
+
+def fingerprint_of(source: object) -> str:
+    """Returns the source's fingerprint, or "" if it has none."""
+    return source.fingerprint() if isinstance(source, FingerprintedRows) else ""
+
+
+def file_fingerprint(path: Path, name: str) -> str:
+    """Fingerprints rows called `name` in a file: its resolved path, size and time of change. Raises ExportError."""
+    try:
+        found = path.stat()
+        return json.dumps([str(path.resolve()), name, found.st_size, found.st_mtime_ns])
+    except OSError as error:
+        raise ExportError(f"rows: {path}: {error}") from error
+
+
+def sample_fingerprint(num_rows: int, take: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]) -> str:
+    """Fingerprints rows in memory: SHA-256 of up to 1024 of them, first, last and evenly spaced ones between.
+
+    `take` gives the rows of these numbers, int64 [k], as an array [k, dim].
+    """
+    numbers = np.linspace(0, num_rows - 1, min(num_rows, SAMPLED_ROWS)).astype(np.int64)
+    rows = np.ascontiguousarray(take(numbers))
+    digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
+    digest.update(rows.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+_NUMPY_DTYPES = (np.float16, np.float32, np.float64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class RowSource(Protocol):
+    """A table's rows in training precision.
+
+    A source that is also a `FingerprintedRows` lets an interrupted export notice that it is run again with other rows.
+    """
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row."""
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yields rows [first_row, first_row + max_rows), or up to the table's end, as blocks float32 [k, dim].
+
+        A block is only valid until the next is taken. Memory is bounded by `max_rows` rows.
+        """
+
+
+class ShapedRows:
+    """What row sources have in common: the shape of their table."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+
+
+class ArrayRows(ShapedRows):
+    """Rows of a NumPy array or memmap [num_embeddings, dim] of floats."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """Raises ExportError if the array is not two-dimensional or not of floats."""
+        if array.ndim != 2 or array.dtype.newbyteorder("=") not in _NUMPY_DTYPES:
+            raise ExportError(
+                f"rows: expected a float16, float32 or float64 array [rows, dim], got {array.dtype} {list(array.shape)}"
+            )
+        super().__init__(*array.shape)
+        self._array = array
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yields one block: a view where the array is float32, else a converted copy of these rows."""
+        yield _to_float32(self._array[first_row : first_row + max_rows])
+
+    def fingerprint(self) -> str:
+        """Of a sample of the rows, and of the file of a memmap."""
+        sample = sample_fingerprint(self.num_embeddings, self._array.__getitem__)
+        name = getattr(self._array, "filename", None)
+        return sample if name is None else f"{sample} {file_fingerprint(Path(name), '')}"
+
+
+class TensorRows(ShapedRows):
+    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device. `file` is what it is mapped from."""
+
+    def __init__(self, tensor: torch.Tensor, file: Path | None = None) -> None:
+        """Raises ExportError if the tensor is not two-dimensional or not of floats."""
+        if tensor.ndim != 2 or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
+            raise ExportError(
+                "rows: expected a dense float16, bfloat16, float32 or float64 tensor [rows, dim], "
+                f"got {tensor.layout} {tensor.dtype} {list(tensor.shape)}"
+            )
+        super().__init__(*tensor.shape)
+        self._tensor = tensor.detach()
+        self._file = file
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yields one block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
+        block: Float32Array = self._tensor[first_row : first_row + max_rows].to("cpu", torch.float32).numpy()
+        yield block
+
+    def fingerprint(self) -> str:
+        """Of a sample of the rows, and of the file of a mapped tensor."""
+
+        def take(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            taken = self._tensor[torch.from_numpy(rows).to(self._tensor.device)]
+            values: npt.NDArray[Any] = taken.to("cpu", torch.float64).numpy()  # NumPy has no bfloat16
+            return values
+
+        sample = sample_fingerprint(self.num_embeddings, take)
+        return sample if self._file is None else f"{sample} {file_fingerprint(self._file, '')}"
+
+
+class SafetensorsRows(ShapedRows):
+    """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
+
+    def __init__(self, path: str | Path, name: str) -> None:
+        """Raises ExportError if the file can't be read, has no such tensor, or it is not a matrix of floats."""
+        try:
+            file: Any = safe_open(str(path), framework="pt")
+            self._slice = file.get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ExportError(f"rows: {path}, tensor {name!r}: {error}") from error
+        shape, dtype = self._slice.get_shape(), self._slice.get_dtype()
+        if len(shape) != 2 or dtype not in ("F16", "BF16", "F32", "F64"):
+            raise ExportError(f"rows: {path}, tensor {name!r}: expected floats [rows, dim], got {dtype} {shape}")
+        super().__init__(int(shape[0]), int(shape[1]))
+        self._path, self._name = Path(path), name
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yields one block, read from the file."""
+        last_row = min(first_row + max_rows, self.num_embeddings)
+        block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
+        yield block
+
+    def fingerprint(self) -> str:
+        """Of the file and the tensor's name."""
+        return file_fingerprint(self._path, self._name)
+
+
+class IteratorRows(ShapedRows):
+    """Rows from an iterable of blocks that is read once, front to back. Blocks may have any number of rows."""
+
+    def __init__(
+        self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self._iterator = iter(blocks)
+        self._next_row = 0
+        self._block: ArrayRows | TensorRows | None = None
+        self._block_first_row = 0
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Returns the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+
+        Raises:
+            ExportError: the rows were already read, a block has the wrong dim, or there are too few or too many rows.
+        """
+        if first_row < self._next_row:
+            raise ExportError(
+                f"rows: row {first_row} asked after row {self._next_row}, but an iterator of blocks is read only once"
+            )
+        last_row = min(first_row + max_rows, self.num_embeddings)
+        while self._next_row < last_row:
+            block, block_first_row = self._current_block(), self._block_first_row
+            block_end = block_first_row + block.num_embeddings
+            start, stop = max(first_row, self._next_row), min(last_row, block_end)
+            self._next_row = stop
+            if stop == block_end:
+                self._block, self._block_first_row = None, block_end
+            if start < stop:
+                yield from block.blocks(start - block_first_row, stop - start)
+        if last_row == self.num_embeddings:
+            self._check_end()
+
+    def _current_block(self) -> ArrayRows | TensorRows:
+        if self._block is None:
+            block = self._take_block()
+            if block is None:
+                raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self.num_embeddings}")
+            if block.embedding_dim != self.embedding_dim:
+                raise ExportError(
+                    f"rows: the block at row {self._block_first_row} has dim {block.embedding_dim}, "
+                    f"expected {self.embedding_dim}"
+                )
+            self._block = block
+        return self._block
+
+    def _take_block(self) -> ArrayRows | TensorRows | None:
+        """Returns the next block that has rows, or None at the end."""
+        return next((block for block in map(rows_of, self._iterator) if block.num_embeddings), None)
+
+    def _check_end(self) -> None:
+        if self._block is not None or self._take_block() is not None:
+            raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
+
+
+def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
+    """Makes a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
+    return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
+
+
+def rows_from_blocks(
+    blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
+) -> IteratorRows:
+    """Makes a source of an iterable of row blocks [k, dim] in row order, read once; together `num_embeddings` rows."""
+    return IteratorRows(blocks, num_embeddings, embedding_dim)
+
+
+def _to_float32(block: npt.NDArray[Any]) -> Float32Array:
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
+        converted: Float32Array = block.astype(np.float32, copy=False)
+    return converted

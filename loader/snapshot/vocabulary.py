@@ -1,0 +1,125 @@
+"""Vocabularies: the list of ids whose position is their row, checked and laid out for its file.
+
+The file holds `ids`, int64 [V]. For string ids these are fingerprints, and the strings lie beside them: `strings`,
+uint8, the UTF-8 of all strings one after the other, and `offsets`, int64 [V + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.errors import ExportError, SnapshotCorruptError
+from loader.snapshot.manifest import MAX_STRING_ID_BYTES, TableSpec, VocabularyMapping, fingerprint_strings
+from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tensor, expect_tensors, length_of
+
+Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
+
+
+def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
+    """Makes the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
+
+    Raises:
+        ExportError: wrong type, negative or too large an id, too many ids, a duplicate, or two strings whose
+            fingerprints collide.
+    """
+    if not 1 <= len(vocabulary) <= table.num_embeddings:
+        allowed = f"1 to num_embeddings {table.num_embeddings}"
+        raise ExportError(f"table {table.name!r}: vocabulary of {len(vocabulary)} ids; allowed: {allowed}")
+    if not id_type_is_string(table):
+        ids = _integer_ids(table, vocabulary)
+        _refuse_duplicates(table, ids, ids)
+        return {"ids": ids}
+    given = vocabulary.tolist() if isinstance(vocabulary, np.ndarray) else vocabulary
+    strings = [text for text in given if isinstance(text, str)]
+    if len(strings) != len(given):
+        raise ExportError(f"table {table.name!r}: vocabulary: expected strings (id_type string)")
+    try:
+        encoded = [text.encode() for text in strings]
+    except UnicodeEncodeError as error:
+        raise ExportError(f"table {table.name!r}: vocabulary: {error.object!r} is not valid Unicode") from error
+    if (longest := max(map(len, encoded))) > MAX_STRING_ID_BYTES:
+        limit = f"at most {MAX_STRING_ID_BYTES} are allowed"
+        raise ExportError(f"table {table.name!r}: vocabulary: an id of {longest} bytes of UTF-8; {limit}")
+    ids = fingerprint_strings(strings)
+    _refuse_duplicates(table, ids, strings)
+    offsets = np.zeros(len(encoded) + 1, np.int64)
+    np.cumsum([len(text) for text in encoded], out=offsets[1:])
+    return {"ids": ids, "strings": np.frombuffer(b"".join(encoded), np.uint8), "offsets": offsets}
+
+
+def id_type_is_string(table: TableSpec) -> bool:
+    """Tells whether the table's vocabulary is of strings."""
+    return isinstance(table.id_mapping, VocabularyMapping) and table.id_mapping.id_type == "string"
+
+
+def check_vocabulary_header(path: Path, table: TableSpec, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
+    length = length_of(tensors, "ids")
+    expect_tensor(path, tensors, "ids", "I64", (length,))
+    if not 1 <= length <= table.num_embeddings:
+        raise SnapshotCorruptError(f"{path}: {length} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {"ids": ("I64", (length,))}
+    if id_type_is_string(table):
+        expected["strings"] = ("U8", (length_of(tensors, "strings"),))
+        expected["offsets"] = ("I64", (length + 1,))
+        # A file of strings is read as a whole.
+        expect_at_most(path, tensors, 8 * length + 8 * (length + 1) + MAX_STRING_ID_BYTES * length)
+    expect_tensors(path, tensors, expected)
+
+
+def check_vocabulary_ids(path: Path, ids: npt.NDArray[np.int64]) -> None:
+    """Raises SnapshotCorruptError if an id is negative or occurs twice."""
+    if ids.min() < 0:
+        raise SnapshotCorruptError(f"{path}: id {ids.min()} at row {int(ids.argmin())} is negative")
+    if (pair := _first_duplicate(ids)) is not None:
+        raise SnapshotCorruptError(f"{path}: rows {pair[0]} and {pair[1]} have the same id {ids[pair[0]]}")
+
+
+def decode_strings(path: Path, ids: npt.NDArray[np.int64], tensors: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    """Decodes a vocabulary's strings, in row order. Raises SnapshotCorruptError if they are not the ids' strings."""
+    blob, offsets = tensors["strings"].tobytes(), tensors["offsets"]
+    if offsets[0] != 0 or offsets[-1] != len(blob) or (np.diff(offsets) < 0).any():
+        raise SnapshotCorruptError(f"{path}: offsets do not ascend from 0 to the {len(blob)} bytes of strings")
+    bounds = offsets.tolist()
+    try:
+        strings = [blob[bounds[i] : bounds[i + 1]].decode() for i in range(len(ids))]
+    except UnicodeDecodeError as error:
+        raise SnapshotCorruptError(f"{path}: strings are not UTF-8: {error}") from error
+    if not np.array_equal(fingerprint_strings(strings), ids):
+        raise SnapshotCorruptError(f"{path}: ids are not the fingerprints of the strings")
+    return strings
+
+
+def _integer_ids(table: TableSpec, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
+    try:
+        array = np.asarray(vocabulary)
+    except (ValueError, OverflowError) as error:
+        raise ExportError(f"table {table.name!r}: vocabulary: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ExportError(
+            f"table {table.name!r}: vocabulary: expected integers [V] below 2^63, got {array.dtype} {list(array.shape)}"
+        )
+    if array.min() < 0 or array.max() > np.iinfo(np.int64).max:
+        bad = array.min() if array.min() < 0 else array.max()
+        raise ExportError(f"table {table.name!r}: vocabulary: id {bad} is not in [0, 2^63)")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _refuse_duplicates(table: TableSpec, ids: npt.NDArray[np.int64], names: Sequence[str] | npt.NDArray[Any]) -> None:
+    pair = _first_duplicate(ids)
+    if pair is None:
+        return
+    first, second = (str(names[row]) if isinstance(names, np.ndarray) else repr(names[row]) for row in pair)
+    what = f"have the same id {first}" if first == second else f"({first} and {second}) have the same fingerprint"
+    raise ExportError(f"table {table.name!r}: vocabulary: rows {pair[0]} and {pair[1]} {what}")
+
+
+def _first_duplicate(ids: npt.NDArray[np.int64]) -> tuple[int, int] | None:
+    order = np.argsort(ids, kind="stable")
+    same = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
+    return (int(order[same[0]]), int(order[same[0] + 1])) if len(same) else None

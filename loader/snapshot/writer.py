@@ -1,0 +1,408 @@
+"""Write a snapshot: float32 rows in, one immutable version out, in bounded memory and resumable file by file.
+
+Everything that is handed in is checked in full before anything is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+import safetensors.torch
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
+from loader.progress import Progress, no_progress
+from loader.snapshot.access_counts import access_count_tensors
+from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.layout import default_rows_per_file, row_positions, rows_in_file
+from loader.snapshot.manifest import (
+    FORMAT_VERSION,
+    MAX_DENSE_BYTES,
+    MAX_GOLDEN_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_ROW_FILES,
+    NUM_BUCKETS,
+    FileEntry,
+    GoldenEntry,
+    Manifest,
+    ModelSpec,
+    TableFiles,
+    TableSpec,
+    manifest_texts,
+    parse_manifest,
+    quoted_errors,
+)
+from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, fingerprint_of
+from loader.snapshot.store import ExportFolder, Store, open_export_folder
+from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
+from loader.snapshot.vocabulary import Vocabulary, vocabulary_tensors
+
+DENSE_PATH = "dense.safetensors"
+GOLDEN_PATH = "golden.safetensors"
+# A safetensors file's tensors by name: all of torch, or all of NumPy.
+Tensors = Mapping[str, Any]
+
+_WHOLE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def vocabulary_path(table: str) -> str:
+    """Returns where a table's vocabulary lies in the snapshot."""
+    return f"tables/{table}/vocabulary.safetensors"
+
+
+def access_counts_path(table: str) -> str:
+    """Returns where a table's access counts lie in the snapshot."""
+    return f"tables/{table}/access-counts.safetensors"
+
+
+def check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
+    """Raises ExportError unless there is one source of the right shape for every table, and no other."""
+    _check_names("rows", set(rows), {table.name for table in spec.tables})
+    for table in spec.tables:
+        source = rows[table.name]
+        if (source.num_embeddings, source.embedding_dim) != (table.num_embeddings, table.embedding_dim):
+            raise ExportError(
+                f"table {table.name!r}: rows are [{source.num_embeddings}, {source.embedding_dim}], "
+                f"the spec says [{table.num_embeddings}, {table.embedding_dim}]"
+            )
+
+
+def small_files(
+    spec: ModelSpec,
+    dense: Mapping[str, torch.Tensor],
+    vocabularies: Mapping[str, Vocabulary],
+    golden: GoldenRequests | None,
+    access_counts: Mapping[str, npt.NDArray[Any]],
+) -> dict[str, Tensors]:
+    """Makes the tensors of all files but row files, by path. Raises ExportError for what does not fit the spec."""
+    with_vocabulary = [table for table in spec.tables if table.id_mapping.kind == "vocabulary"]
+    _check_names("vocabularies", set(vocabularies), {table.name for table in with_vocabulary})
+    files: dict[str, Tensors] = {
+        vocabulary_path(table.name): vocabulary_tensors(table, vocabularies[table.name]) for table in with_vocabulary
+    }
+    counted = [table for table in spec.tables if table.name in access_counts]
+    _check_names("access_counts", set(access_counts), {table.name for table in counted})
+    files |= {access_counts_path(one.name): access_count_tensors(one, access_counts[one.name]) for one in counted}
+    files[DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
+    _check_limits("dense", files[DENSE_PATH], MAX_DENSE_BYTES)
+    if golden is not None:
+        golden.check(spec)
+        files[GOLDEN_PATH] = golden.to_tensors()
+        _check_limits("golden requests", files[GOLDEN_PATH], MAX_GOLDEN_BYTES)
+    return files
+
+
+def rows_per_file_of(table: TableSpec, rows_per_file: int | None) -> int:
+    """Returns the given rows per file, checked, or the table's default."""
+    if rows_per_file is None:
+        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+        rows_per_file = default_rows_per_file(table.num_embeddings, row_bytes)
+    if not NUM_BUCKETS <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
+        raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {NUM_BUCKETS}")
+    if (num_files := -(-table.num_embeddings // rows_per_file)) > MAX_ROW_FILES:
+        limit = f"at most {MAX_ROW_FILES} are allowed: give more rows_per_file"
+        raise ExportError(f"table {table.name!r}: rows_per_file {rows_per_file} makes {num_files} files; {limit}")
+    return rows_per_file
+
+
+def inputs_digest(
+    spec: ModelSpec,
+    version: int,
+    rows_per_file: Mapping[str, int],
+    files: Mapping[str, Tensors],
+    rows: Mapping[str, RowSource],
+    last_delta: int | None,
+    delta_base: int | None,
+) -> str:
+    """Hashes (SHA-256, hex) what shapes the files, rows by their fingerprint: that is "the same export"."""
+    arguments = {
+        "last_delta": last_delta,
+        "delta_base": delta_base,
+        "rows": {table: fingerprint_of(source) for table, source in rows.items()},
+        "format_version": FORMAT_VERSION,
+        "spec": spec.model_dump(mode="json"),
+        "version": version,
+        "rows_per_file": dict(rows_per_file),
+    }
+    digest = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode())
+    for path, tensors in sorted(files.items()):
+        for name, tensor in sorted(tensors.items()):
+            array = tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor
+            digest.update(json.dumps([path, name, str(array.dtype), list(array.shape)]).encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
+    if not name or name == "__metadata__":
+        raise ExportError(f"dense tensor {name!r}: not a name that safetensors can hold")
+    if tensor.ndim > MAX_TENSOR_DIMS:
+        raise ExportError(f"dense tensor {name!r}: {tensor.ndim} dims; at most {MAX_TENSOR_DIMS} are allowed")
+    if tensor.dtype in FLOAT_DTYPES:
+        copied = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        if not bool(torch.isfinite(copied).all()):
+            raise ExportError(f"dense tensor {name!r}: holds NaN or inf, or a value beyond float32")
+        return copied
+    if tensor.dtype in _WHOLE_DTYPES:
+        return tensor.detach().to("cpu", copy=True).contiguous()
+    raise ExportError(f"dense tensor {name!r}: {tensor.dtype} is neither a float nor a whole number")
+
+
+def _check_limits(what: str, tensors: Tensors, max_bytes: int) -> None:
+    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if size_bytes > max_bytes:
+        raise ExportError(f"{what}: {size_bytes} bytes; at most {max_bytes} are allowed")
+    # As long as the file's header can become, whatever the dtypes and offsets.
+    longest = {"dtype": "BOOL", "data_offsets": [2**63, 2**63]}
+    header = json.dumps({name: {**longest, "shape": list(tensor.shape)} for name, tensor in tensors.items()})
+    if len(header) > MAX_HEADER_BYTES:
+        raise ExportError(f"{what}: names and shapes of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
+
+
+def _check_names(what: str, given: set[str], expected: set[str]) -> None:
+    if given != expected:
+        raise ExportError(f"{what}: missing for tables {sorted(expected - given)}, unknown {sorted(given - expected)}")
+
+
+# float32 bytes asked of a source at a time.
+BLOCK_BYTES = 16 << 20
+
+
+def rows_paths(table: TableSpec, rows_per_file: int) -> list[str]:
+    """Returns where a table's row files lie in the snapshot, in order."""
+    num_files = -(-table.num_embeddings // rows_per_file)
+    return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
+
+
+def write_row_files(
+    folder: ExportFolder, table: TableSpec, source: RowSource, rows_per_file: int, progress: Progress
+) -> dict[str, FileEntry]:
+    """Writes the row files that are not finished yet, one after the other, and gives all by path.
+
+    Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
+
+    Raises:
+        NonFiniteRowError: a row holds NaN or inf, or values that its dtype can't hold.
+        ExportError: the source does not give what it announced.
+    """
+    entries = {}
+    for file_index, path in enumerate(rows_paths(table, rows_per_file)):
+
+        def produce(path: Path, file_index: int = file_index) -> None:
+            rows = _encode_file(table, source, rows_per_file, file_index, progress)
+            safetensors.numpy.save_file({"rows": rows}, path)
+
+        if folder.is_finished(path):
+            done = min((file_index + 1) * rows_per_file, table.num_embeddings)
+            progress(f"table {table.name}", done, table.num_embeddings)
+        entries[path] = folder.write(path, produce)
+    return entries
+
+
+def _encode_file(
+    table: TableSpec, source: RowSource, rows_per_file: int, file_index: int, progress: Progress
+) -> ByteArray:
+    """Returns all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
+    codec = codec_for(table.dtype, table.embedding_dim)
+    first_row = file_index * rows_per_file
+    num_rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
+    block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
+    stored = np.empty((num_rows, codec.row_bytes), np.uint8)
+    for start in range(0, num_rows, block_rows):
+        position, stop = start, min(start + block_rows, num_rows)
+        for block in source.blocks(first_row + start, stop - start):
+            fits = block.ndim == 2 and block.shape[1] == table.embedding_dim and len(block) <= stop - position
+            if not fits or block.dtype != np.float32:
+                raise ExportError(
+                    f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
+                    f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
+                )
+            encoded = _encode_block(table, codec, block, first_row + position)
+            local_rows = np.arange(position, position + len(block), dtype=np.int64)
+            stored[row_positions(table, rows_per_file, file_index, local_rows)] = encoded
+            position += len(block)
+        if position != stop:
+            raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
+        progress(f"table {table.name}", first_row + stop, table.num_embeddings)
+    return stored
+
+
+def _encode_block(table: TableSpec, codec: RowCodec, block: Float32Array, first_row: int) -> ByteArray:
+    finite = np.isfinite(block)
+    if not finite.all():
+        row = first_row + int(np.argmin(finite.all(axis=1)))
+        raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
+    encoded = codec.encode(block)
+    if (bad := codec.first_non_finite(encoded)) is not None:
+        raise NonFiniteRowError(
+            f"table {table.name!r}, row {first_row + bad}: values from {block[bad].min()} to {block[bad].max()} "
+            f"overflow as {table.dtype}"
+        )
+    return encoded
+
+
+DEFAULT_GOLDEN_TOLERANCE = 0.05
+# From the time of creation and every file by its path.
+MakeManifest = Callable[[str, Mapping[str, FileEntry]], Manifest]
+
+
+def utc_now() -> datetime:
+    """Returns the time of day, the default clock."""
+    return datetime.now(UTC)
+
+
+def export_snapshot(
+    store_path: str | Path,
+    spec: ModelSpec,
+    *,
+    rows: Mapping[str, RowSource],
+    dense: Mapping[str, torch.Tensor],
+    vocabularies: Mapping[str, Vocabulary] | None = None,
+    access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
+    golden: GoldenRequests | None = None,
+    golden_tolerance: float = DEFAULT_GOLDEN_TOLERANCE,
+    version: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    last_delta: int | None = None,
+    delta_base: int | None = None,
+    rows_per_file: int | None = None,
+    clock: Callable[[], datetime] = utc_now,
+    progress: Progress = no_progress,
+) -> Path:
+    """Writes the next version of a model into a store.
+
+    Run again after an interruption, the same export (all that shapes a file) goes on.
+
+    Args:
+        store_path: the store's folder; made if it is not there.
+        spec: what the model is made of.
+        rows: a source for every table, by name.
+        dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are.
+        vocabularies: for every table with vocabulary mapping, its ids in row order.
+        access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
+        golden: requests with the scores that training computed.
+        golden_tolerance: largest |served - expected| that a server may accept.
+        version: the version's number; by default the next free one.
+        metadata: free text about the training run, kept in the manifest.
+        last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
+        delta_base: the version that began the stream in which `last_delta` counts; by default this one.
+        rows_per_file: of all tables, a power of two of at least 256; by default files have at most 256 MiB.
+        clock: gives the time of creation.
+        progress: told the rows written per table.
+
+    Returns:
+        The snapshot's folder.
+
+    Raises:
+        ExportError: an input does not fit the spec, or the disk fails.
+        NonFiniteRowError: a row holds NaN, inf, or values that its dtype can't hold.
+        SnapshotExistsError: the version exists.
+    """
+    store = Store(store_path)
+    version = store.next_version(spec.model) if version is None else version
+    _check_numbers(version, golden_tolerance)
+    check_rows(spec, rows)
+    file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
+    files = small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
+    deltas = (last_delta, delta_base)
+    make_manifest = partial(_manifest, spec, version, file_rows, golden, golden_tolerance, dict(metadata or {}), deltas)
+    _check_manifest(make_manifest, [*files, *(path for t in spec.tables for path in rows_paths(t, file_rows[t.name]))])
+    target = store.path / spec.model / str(version)
+    try:
+        digest = inputs_digest(spec, version, file_rows, files, rows, *deltas)
+        with open_export_folder(target, digest, progress) as folder:
+            entries: dict[str, FileEntry] = {}
+            for t in spec.tables:
+                entries |= write_row_files(folder, t, rows[t.name], file_rows[t.name], progress)
+            entries |= {path: folder.write(path, _saver(tensors)) for path, tensors in files.items()}
+            created_at = clock().astimezone(UTC).isoformat(timespec="seconds")
+            folder.publish(manifest_texts(make_manifest(created_at, entries)))
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
+    return target
+
+
+def _check_numbers(version: int, golden_tolerance: float) -> None:
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+
+
+def _saver(tensors: Tensors) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        values: dict[str, Any] = dict(tensors)
+        if all(isinstance(value, torch.Tensor) for value in values.values()):
+            safetensors.torch.save_file(values, path)
+        else:
+            safetensors.numpy.save_file(values, path)
+
+    return save
+
+
+def _manifest(
+    spec: ModelSpec,
+    version: int,
+    file_rows: Mapping[str, int],
+    golden: GoldenRequests | None,
+    golden_tolerance: float,
+    metadata: dict[str, str],
+    deltas: tuple[int | None, int | None],
+    created_at: str,
+    entries: Mapping[str, FileEntry],
+) -> Manifest:
+    tables = tuple(
+        TableFiles(
+            table=table.name,
+            rows_per_file=file_rows[table.name],
+            rows=tuple(entries[path] for path in rows_paths(table, file_rows[table.name])),
+            vocabulary=entries.get(vocabulary_path(table.name)),
+            access_counts=entries.get(access_counts_path(table.name)),
+        )
+        for table in spec.tables
+    )
+    stated = golden and GoldenEntry(
+        file=entries[GOLDEN_PATH],
+        tolerance=golden_tolerance,
+        num_requests=golden.num_requests,
+        num_candidates=len(golden.scores),
+    )
+    return Manifest(
+        spec=spec,
+        version=version,
+        created_at=created_at,
+        tables=tables,
+        dense=entries[DENSE_PATH],
+        golden=stated,
+        metadata=metadata,
+        last_delta=deltas[0],
+        delta_base=deltas[1],
+    )
+
+
+def _check_manifest(make_manifest: MakeManifest, paths: list[str]) -> None:
+    """Raises ExportError if no reader would take the manifest, found out by a draft before the rows are written."""
+    unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
+    try:
+        text = make_manifest(datetime.max.replace(tzinfo=UTC).isoformat(timespec="seconds"), unknown).to_json()
+        parse_manifest("manifest", text.encode())
+    except ValidationError as error:
+        raise ExportError(f"manifest: {quoted_errors(error)}") from error
+    except SnapshotFormatError as error:
+        raise ExportError(str(error)) from error
+    if len(text.encode()) > MAX_MANIFEST_BYTES:
+        raise ExportError(f"manifest: {len(text.encode())} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")

@@ -1,0 +1,306 @@
+"""The agent: makes a process what is wanted of it, and tells the fleet what it is.
+
+Shard nodes and serving processes each run one. It knows no rows and no models: `Actions` does what has to be done.
+It never writes what is wanted, except to give a registry that lost it back what it knew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random as random_module
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from pydantic import Field
+
+from loader.errors import RegistryError, cut
+from loader.registry.records import NodeRecord, VersionReport, WantedModel
+from loader.registry.typed import FleetRegistry
+from loader.snapshot.manifest import Frozen, Name
+from shard_node.agent.remembered import Remembered
+from shard_node.agent.retirements import Retirements
+from shard_node.agent.stagings import StagingConfig, Stagings
+
+logger = logging.getLogger(__name__)
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Actions(Protocol):
+    """What an agent can have done. Everything runs on the agent's event loop and must not block it."""
+
+    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+        """The versions that this process shall hold, the one to be staged first at the beginning.
+
+        What is held and not named is retired: name what still answers requests, too.
+        """
+        ...
+
+    def held(self) -> Collection[tuple[str, int]]:
+        """(model, version) of all that is staged here in full and not withdrawn."""
+        ...
+
+    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+        """Loads, checks and warms a version; it is held afterwards.
+
+        Args:
+            model: of the version.
+            version: to be staged.
+            wanted: what was wanted when it began.
+            tell: takes the progress, 0 to 1; callable from any thread.
+
+        Raises:
+            Exception: with `http_status` 503 or 504 it is tried again, after any other the version is refused.
+                On CancelledError it must let go of all that it took before it ends.
+        """
+        ...
+
+    async def settle(self, wanted: WantedModel) -> bool:
+        """Sets pointers and followers as far as versions are held. Quick, and repeatable.
+
+        Returns:
+            Whether all of `wanted` is in effect.
+        """
+        ...
+
+    async def retire(self, model: str, version: int) -> None:
+        """Withdraws a version that is held; returns when its memory is freed."""
+        ...
+
+    def reports(self) -> Sequence[VersionReport]:
+        """Of each version that is held, in state `ready`."""
+        ...
+
+    def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
+        """What is to be announced."""
+        ...
+
+
+class AgentConfig(Frozen):
+    """How an agent behaves.
+
+    Attributes:
+        poll_s: between two looks at what is wanted; each is up to a quarter earlier or later.
+        heartbeat_s: an announcement that says nothing new is repeated this often.
+        ttl_s: how long an announcement is good for.
+        unannounce_grace_s: from announcing that a version drains to withdrawing it, so that nobody asks for it then.
+        settle_timeout_s: an `Actions.settle` that takes longer is cancelled, and called again; the heartbeat waits.
+        models: only these; None for all that the registry names.
+        staging: of versions.
+    """
+
+    poll_s: float = Field(default=0.2, gt=0, le=60)
+    heartbeat_s: float = Field(default=1.0, gt=0, le=60)
+    ttl_s: float = Field(default=3.0, gt=0, le=600)
+    unannounce_grace_s: float = Field(default=0.5, ge=0, le=60)
+    settle_timeout_s: float = Field(default=1.0, gt=0, le=600)
+    models: tuple[Name, ...] | None = None
+    staging: StagingConfig = StagingConfig()
+
+
+class Agent:
+    """Makes this process what is wanted, round by round. Belongs to one event loop.
+
+    Args:
+        fleet: the registry.
+        actions: what does it.
+        config: intervals and limits.
+        clock: monotonic seconds.
+        sleep: waits.
+        random: for jitter.
+
+    Attributes:
+        wanted: what is wanted, by model, as last known; a registry that is down or was emptied does not change it.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetRegistry,
+        actions: Actions,
+        config: AgentConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+        random: random_module.Random | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._actions = actions
+        self._config = config or AgentConfig()
+        self._clock = clock
+        self._sleep = sleep
+        self._random = random or random_module.Random()
+        own = actions.record((), {})
+        self._node_id = own.node_id
+        self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
+        self._retirements = Retirements(actions.retire, self._config.unannounce_grace_s, clock)
+        owner = f"{own.node_id}:{own.process_id}"
+        self._stagings = Stagings(
+            fleet,
+            actions.stage,
+            lambda: bool(self._retirements),
+            owner,
+            self._config.staging,
+            clock,
+            sleep,
+            self._random,
+        )
+        self._applied: dict[str, int] = {}
+        self._leaving = False
+        self._has_left = False
+        self._announcing = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
+        self._told: object = None
+        self._told_at: float | None = None
+        self._looked_at: float | None = None
+        self._problems: dict[str, str] = {}
+
+    @property
+    def wanted(self) -> Mapping[str, WantedModel]:
+        """What is wanted, by model, as last known."""
+        return self._remembered.wanted
+
+    def problems(self) -> list[str]:
+        """What goes wrong now; empty if nothing does."""
+        return [f"{what}: {reason}" for what, reason in sorted(self._problems.items())]
+
+    async def run(self) -> None:
+        """Goes round until cancelled; then ends stagings and waits for what they hold to be let go of."""
+        try:
+            while True:
+                try:
+                    await self.round()
+                except Exception as error:  # a fault of ours must not take the process out of the fleet
+                    logger.exception("a round of the agent failed")
+                    self._problems["agent"] = _said(error)
+                else:
+                    self._problems.pop("agent", None)
+                await self._sleep(self._config.poll_s * self._random.uniform(0.75, 1.25))
+        finally:
+            await self.close()
+
+    async def round(self) -> None:
+        """One round: reads what is wanted, begins what is missing, sets pointers, withdraws, announces."""
+        await self._tried("registry", self._remembered.refresh())
+        if not self._leaving:
+            for wanted in self.wanted.values():
+                self._make_so(wanted)
+            # All at once: those that hang cost the others, and the heartbeat, one timeout and not one each.
+            await asyncio.gather(*map(self._settle, self.wanted.values()))
+            # After the pointers: what they leave may go now.
+            self._begin_retiring()
+            await self._look_again()
+        await self._tried("announcing", self._announce())
+
+    async def leave(self) -> None:
+        """Tells the fleet that this process is about to end, gives it time to see that, and withdraws it.
+
+        Rounds that still go on change nothing any more. A registry that is down does not keep anybody from leaving.
+        """
+        self._leaving = True
+        if await self._tried("announcing", self._announce()):
+            await self._sleep(self._config.unannounce_grace_s)
+            self._has_left = True
+            async with self._announcing:
+                await self._written()
+                await self._tried("withdrawing", self._fleet.withdraw_node(self._node_id))
+
+    async def close(self) -> None:
+        """Cancels stagings and waits until they have let go; what is being retired is waited for. Idempotent."""
+        await self._stagings.close()
+        await self._retirements.close()
+
+    def _make_so(self, wanted: WantedModel) -> None:
+        versions = self._actions.wanted_versions(wanted)
+        held = {version for model, version in self._actions.held() if model == wanted.model}
+        self._retirements.keep(wanted.model, versions)
+        retiring = self._retirements.versions(wanted.model)
+        missing = [version for version in versions if version not in held or version in retiring]
+        # Two versions may not fit: one that goes is gone before another one comes.
+        going = sorted(retiring | (held - set(versions)))
+        waits_for = f"version {', '.join(map(str, going))} is retired first" if going else ""
+        self._stagings.want(wanted, missing, waits_for)
+
+    async def _settle(self, wanted: WantedModel) -> None:
+        name = f"settling {wanted.model}"
+        try:
+            async with asyncio.timeout(self._config.settle_timeout_s):
+                if await self._actions.settle(wanted):
+                    self._applied[wanted.model] = wanted.epoch
+        except TimeoutError:
+            self._tell_problem(name, TimeoutError(f"not done within {self._config.settle_timeout_s:g} s"))
+        except Exception as error:
+            self._tell_problem(name, error)
+        else:
+            self._problems.pop(name, None)
+
+    def _begin_retiring(self) -> None:
+        reports = {(one.model, one.version): one for one in self._actions.reports()}
+        for model, version in self._actions.held():
+            wanted = self.wanted.get(model)
+            # Nothing known of a model never means that its versions are to go.
+            if wanted is not None and version not in self._actions.wanted_versions(wanted):
+                fallback = VersionReport(model=model, version=version, state="draining")
+                self._retirements.add(reports.get((model, version), fallback))
+        self._retirements.go_on()
+
+    async def _look_again(self) -> None:
+        """Now and then: whether a refused version was published anew."""
+        now = self._clock()
+        if self._looked_at is None or now - self._looked_at >= self._config.heartbeat_s:
+            self._looked_at = now
+            await self._tried("looking again at what was refused", self._stagings.look_again())
+
+    async def _announce(self) -> None:
+        async with self._announcing:
+            await self._written()
+            await self._announce_news()
+
+    async def _announce_news(self) -> None:
+        if self._has_left:
+            return
+        record = self._actions.record(self._reports(), dict(self._applied))
+        record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
+        states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
+        news = (states, record.applied, record.live, record.draining)
+        now = self._clock()
+        if news == self._told and self._told_at is not None and now - self._told_at < self._config.heartbeat_s:
+            return
+        # Until it is known to be written, nothing of it is.
+        self._told = None
+        # A write that was begun comes to its end, also when the round is cancelled: the next one must come after it.
+        self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
+        await asyncio.shield(self._writing)
+        self._told, self._told_at = news, now
+        self._retirements.announced()
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    def _reports(self) -> list[VersionReport]:
+        going = {(one.model, one.version): one for one in self._retirements.reports()}
+        reports = {(one.model, one.version): one for one in self._stagings.reports()}
+        reports |= {(one.model, one.version): one for one in self._actions.reports()}
+        reports |= going
+        return [reports[key] for key in sorted(reports)]
+
+    async def _tried(self, name: str, work: Awaitable[None]) -> bool:
+        """Whether it could be done; a registry that fails is told of once."""
+        try:
+            await work
+        except RegistryError as error:
+            self._tell_problem(name, error)
+            return False
+        if self._problems.pop(name, None) is not None:
+            logger.info("%s works again", name)
+        return True
+
+    def _tell_problem(self, name: str, error: Exception) -> None:
+        if name not in self._problems:
+            logger.warning("%s fails, goes on with what is known: %s", name, _said(error))
+        self._problems[name] = _said(error)
+
+
+def _said(error: Exception) -> str:
+    return cut(f"{type(error).__name__}: {error}", 1000)

@@ -1,0 +1,218 @@
+"""Applies a stream of deltas to one generation's rows, in order and each once, while lookups go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loader.deltas.batch import DeltaBatch
+from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.progress import ended
+from loader.registry.records import delta_stream
+from loader.registry.registry import Registry, StreamEntry
+from shard_node.agent.delta_position import DeltaPosition
+from shard_node.node import LoadedTables
+
+logger = logging.getLogger(__name__)
+
+# Copied while lookups wait: some tenths of a millisecond.
+WRITE_BYTES: Final = 512 << 10
+
+
+class FollowerConfig(BaseModel):
+    """How a stream is followed.
+
+    Attributes:
+        poll_s: pause after a look that found nothing.
+        retry_s: pause after a delta that was refused, or a registry that did not answer.
+        look_at_end_s: how often it is asked where the stream begins and ends.
+        max_entries, max_bytes: read at once.
+        busy_share: of the time, at most, that is spent on applying: a long replay leaves lookups their processor.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    poll_s: float = Field(default=0.05, gt=0)
+    retry_s: float = Field(default=0.5, gt=0)
+    look_at_end_s: float = Field(default=1.0, gt=0)
+    max_entries: int = Field(default=16, ge=1)
+    max_bytes: int = Field(default=16 << 20, ge=1)
+    busy_share: float = Field(default=0.5, gt=0, le=1)
+
+
+DEFAULT_CONFIG: Final = FollowerConfig()
+
+
+class DeltaFollower:
+    """Follows one stream for one generation. How far it is, and what holds it up, is told by `tables.deltas`.
+
+    Args:
+        registry: where the stream is.
+        model: whose tables.
+        version: of the generation; for messages.
+        tables: the generation's. They must not be closed before `run` has ended.
+        delta_base: the version that the stream began with.
+        last_delta: the last delta that the snapshot contains.
+        clock: seconds since the epoch.
+        sleep: waits between looks.
+        config: how the stream is followed.
+
+    Raises:
+        DeltaBaseError: these tables follow another stream already.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        model: str,
+        version: int,
+        tables: LoadedTables,
+        delta_base: int,
+        last_delta: int,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
+        config: FollowerConfig = DEFAULT_CONFIG,
+    ) -> None:
+        self._registry = registry
+        self._model = model
+        self._where = f"version {version} of model {model!r}"
+        self._engine = tables.engine
+        self._position: DeltaPosition = tables.deltas
+        self._position.begin(delta_base, last_delta)
+        self._delta_base = delta_base
+        self._stream = delta_stream(model, delta_base)
+        self._clock = clock
+        self._sleep = sleep
+        self._config = config
+        self._looked_at_end: float | None = None
+        self._stopping = False
+        self._silent = False
+
+    @property
+    def caught_up_to(self) -> int:
+        """The last delta whose rows are in place, contained ones included."""
+        return self._position.sequence
+
+    async def run(self) -> None:
+        """Follows the stream until it is cancelled; nothing writes rows any more when it ends.
+
+        Raises:
+            DeltaGapError: the stream does not have what comes next any more. These rows can't be brought up to date:
+                the version must be staged anew, from a snapshot that contains more.
+        """
+        self._stopping = False
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
+        try:
+            while True:
+                await self._sleep(await self._round(executor))
+        finally:
+            # Waits for nothing: what was handed to it has ended.
+            executor.shutdown(wait=False)
+
+    def apply(self, entries: Sequence[StreamEntry]) -> None:
+        """Applies what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
+
+        Raises:
+            DeltaGapError: the one that comes next is not there. Those before it are applied.
+            DeltaFormatError, DeltaBaseError: it is not what it should be. Those before it are applied.
+        """
+        for entry in entries:
+            if self._stopping:
+                return
+            sequence = self._position.sequence
+            if entry.sequence <= sequence:
+                continue
+            if entry.sequence != sequence + 1:
+                raise DeltaGapError(f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next")
+            batch = DeltaBatch.decode(entry.payload)
+            table = self._check(batch, entry.sequence)
+            written = 0
+            step = max(1, WRITE_BYTES // batch.stored.shape[1])
+            for begin in range(0, batch.rows.size, step):
+                end = begin + step
+                written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
+            self._position.applied(batch.sequence, batch.published_at, written, self._clock())
+
+    def _check(self, batch: DeltaBatch, sequence: int) -> int:
+        """The number of the table that it is for."""
+        if (batch.model, batch.delta_base) != (self._model, self._delta_base):
+            raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
+        if batch.sequence != sequence:
+            raise DeltaFormatError(f"{self._where}: {batch.name} lies at {sequence} of {self._stream}")
+        layout = self._engine.layout
+        table = layout.index.get(batch.table)
+        if table is None:
+            raise DeltaFormatError(f"{self._where}: {batch.name} is for table {batch.table!r}, which it does not have")
+        batch.check_table(layout.tables[table])
+        return table
+
+    async def _round(self, executor: ThreadPoolExecutor) -> float:
+        """One look at the stream. Returns the pause after it, in seconds."""
+        try:
+            if not await self._look_at_end():
+                return self._config.retry_s
+            looked_at = self._clock()
+            after = self._position.sequence
+            entries = await self._registry.read(self._stream, after, self._config.max_entries, self._config.max_bytes)
+        except RegistryUnavailableError as error:
+            if not self._silent:
+                logger.warning("%s: deltas wait until the registry answers: %s", self._where, error)
+            self._silent = True
+            return self._config.retry_s
+        if self._silent:
+            logger.info("%s: the registry answers again", self._where)
+            self._silent = False
+        if not entries:
+            self._position.seen(max(after, self._position.snapshot().stream_last), looked_at)
+            return self._config.poll_s
+        self._position.seen(max(entries[-1].sequence, self._position.snapshot().stream_last), looked_at)
+        began = time.perf_counter()
+        try:
+            await self._in_thread(executor, entries)
+        except DeltaError as error:
+            self._refuse(str(error))
+            self._looked_at_end = None  # is it lost, or only late?
+            return self._config.retry_s
+        return (time.perf_counter() - began) * (1 / self._config.busy_share - 1)
+
+    async def _look_at_end(self) -> bool:
+        """Compares, once in a while, where the stream begins and ends. False if it is not the one that was applied."""
+        now = self._clock()
+        if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.look_at_end_s:
+            return True
+        bounds = await self._registry.bounds(self._stream)
+        self._looked_at_end = now
+        sequence = self._position.sequence
+        if bounds.last > sequence and bounds.first > sequence + 1:
+            reason = f"{self._where} needs delta {sequence + 1}, but {self._stream} begins with {bounds.first}"
+            self._refuse(reason)
+            raise DeltaGapError(f"{reason}: stage a snapshot that contains more")
+        if 0 < bounds.last < sequence and sequence > self._position.snapshot().last_delta:
+            # Its publisher gives back what the registry has lost, or refuses to go on.
+            self._refuse(f"{self._where} has delta {sequence}, but {self._stream} ends with {bounds.last}")
+            self._looked_at_end = None
+            return False
+        # What was there once and is not applied is missing, whatever a registry that was emptied says now.
+        self._position.seen(max(bounds.last, self._position.snapshot().stream_last), now)
+        return True
+
+    def _refuse(self, reason: str) -> None:
+        if self._position.snapshot().reason != reason:
+            logger.error("a delta is not applied: %s", reason)
+        self._position.refused(reason)
+
+    async def _in_thread(self, executor: ThreadPoolExecutor, entries: Sequence[StreamEntry]) -> None:
+        work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The rows are about to be freed: the thread must not write to them any more.
+            self._stopping = True
+            await ended(work)
+            raise

@@ -1,0 +1,244 @@
+"""What an agent has done in a shard node: rows staged, versions followed and retired."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from loader.errors import SnapshotNotFoundError
+from loader.progress import Pace, Wish, in_background
+from loader.registry.records import (
+    FleetRecord,
+    NodeId,
+    NodeRecord,
+    VersionReport,
+    WantedModel,
+    cut_reason,
+)
+from loader.registry.typed import FleetRegistry
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.store import Store
+from shard_node.agent.followers import Followers, catch_up
+from shard_node.agent.stager import PlanOf, share_of, stage_tables
+from shard_node.engine.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.engine.row_memory import RowMemory
+from shard_node.errors import FleetMismatchError
+from shard_node.generation import Generation
+from shard_node.node import LoadedTables, ShardNode
+from shard_node.planning.hotness import ObservedCounts
+
+if TYPE_CHECKING:
+    from shard_node.cuda.card_set import CardSet
+
+_LOOK_S = 0.02
+
+
+class NodeConfig(Frozen):
+    """What a shard node is told of itself.
+
+    Attributes:
+        node_id: stable over restarts.
+        address: where routers reach it.
+        store: the folder that holds `<model>/<version>/` snapshots.
+        replicate_bytes: tables of at most this many bytes are on every shard.
+        verify: compare SHA-256 of row files.
+        memory_cap_bytes: RAM that the rows of all versions together may take; None for what is available.
+        memory_budget_bytes: of one version; its largest tables beyond that stay in mapped files. None: all in RAM.
+        stage_cpu_share: of one core, for staging.
+        stage_bytes_per_s: read by staging; None for no limit.
+    """
+
+    node_id: NodeId
+    address: str
+    store: Path
+    replicate_bytes: int = Field(ge=0)
+    verify: bool = True
+    memory_cap_bytes: int | None = Field(default=None, ge=0)
+    memory_budget_bytes: int | None = Field(default=None, ge=0)
+    stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
+    stage_bytes_per_s: float | None = Field(default=None, gt=0)
+
+
+async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
+    """Makes sure that a node divides rows as its fleet does.
+
+    Raises:
+        FleetMismatchError: it does not.
+        RegistryUnavailableError: nobody knows.
+    """
+    there = await fleet.join_fleet(record)
+    if there != record:
+        raise FleetMismatchError(
+            f"this node has num_shards {record.num_shards}, sharding {record.sharding!r}, replicate_bytes "
+            f"{record.replicate_bytes}; its fleet in {fleet.name} has {there.num_shards}, {there.sharding!r}, "
+            f"{there.replicate_bytes}"
+        )
+
+
+class NodeActions:
+    """Implements `Actions` for a shard node. Belongs to one event loop.
+
+    Args:
+        node: what pools.
+        fleet: the registry.
+        plan_of: which rows of a model this node holds.
+        config: what it is told of itself.
+        memory: takes account of RAM.
+        sleep: waits.
+        clock: monotonic seconds.
+        card_set: where rows go; None to pool on the CPU.
+    """
+
+    def __init__(
+        self,
+        node: ShardNode,
+        fleet: FleetRegistry,
+        plan_of: PlanOf,
+        config: NodeConfig,
+        memory: RowMemory | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        card_set: CardSet | None = None,
+    ) -> None:
+        self._node = node
+        self._fleet = fleet
+        self._plan_of = plan_of
+        self._config = config
+        self._memory = memory or RowMemory(config.memory_cap_bytes)
+        self._sleep = sleep
+        self._card_set = card_set
+        self._store = Store(config.store)
+        self._followers = Followers(fleet.registry, clock)
+        self._live: dict[str, int | None] = {}
+        self._retiring: set[tuple[str, int]] = set()
+
+    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+        """The live one first: without it this node answers nobody."""
+        return sorted(wanted.held_by(self._config.node_id), key=lambda version: (version != wanted.live, version))
+
+    def held(self) -> Collection[tuple[str, int]]:
+        """What the node pools from."""
+        return set(self._held())
+
+    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+        """Loads this shard's rows, in a thread of its own; a version that is followed already catches up on deltas.
+
+        Raises:
+            SnapshotNotFoundError: the version was not published, or is not in the store.
+            ShardrankError: as `stage_tables`.
+        """
+        published = await self._fleet.version(model, version)
+        if published is None:
+            raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
+
+        def work(wish: Wish) -> LoadedTables:
+            config = self._config
+            return stage_tables(
+                self._store.snapshot_path(model, version),
+                published,
+                self._plan_of,
+                memory=self._memory,
+                memory_budget_bytes=config.memory_budget_bytes,
+                card_set=self._card_set,
+                observed=self._observed(model),
+                verify=config.verify,
+                pace=Pace(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest),
+                progress=wish.over(share_of(tell)),
+            )
+
+        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
+        try:
+            if version in wanted.follow:
+                await catch_up(self._fleet.registry, model, version, tables, self._sleep)
+            self._node.stage(model, version, tables)
+        except BaseException:
+            tables.close()
+            raise
+
+    async def settle(self, wanted: WantedModel) -> bool:
+        """Starts and stops followers, and marks the live version."""
+        self._live[wanted.model] = wanted.live
+        held = self._held()
+        here = {version: one for (model, version), one in held.items() if model == wanted.model}
+        if wanted.live in here and here[wanted.live].state != "live":
+            self._node.flip(wanted.model, wanted.live)
+        # By replica, what the others go on following may be on its way out here.
+        goes = {version for model, version in self._retiring if model == wanted.model}
+        follow = {version: here[version].payload for version in wanted.follow if version in here.keys() - goes}
+        await self._followers.settle(wanted.model, follow)
+        return set(self.wanted_versions(wanted)) == set(here)
+
+    async def retire(self, model: str, version: int) -> None:
+        """Stops following, withdraws, and waits until the last lease has ended and the rows are freed."""
+        self._retiring.add((model, version))
+        try:
+            await self._followers.stop(model, version)
+            generation = self._node.retire(model, version)
+        finally:
+            self._retiring.discard((model, version))
+        while not generation.retired.is_set():
+            await self._sleep(_LOOK_S)
+
+    def reports(self) -> Sequence[VersionReport]:
+        """A version that can't take up its deltas is refused before it is live; then it goes on with what it has."""
+        return [self._report(model, version, one) for (model, version), one in self._held().items()]
+
+    def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
+        """What the node is."""
+        identity = self._node.identity
+        return NodeRecord(
+            node_id=self._config.node_id,
+            kind="shard",
+            process_id=os.getpid(),
+            address=self._config.address,
+            shard_index=identity.shard_index,
+            num_shards=identity.num_shards,
+            sharding=identity.sharding,
+            replicate_bytes=self._config.replicate_bytes,
+            num_cards=identity.num_cards,
+            memory_total_bytes=total_memory_bytes(),
+            memory_available_bytes=available_memory_bytes(),
+            applied=dict(applied),
+            versions=tuple(reports),
+        )
+
+    async def close(self) -> None:
+        """Stops all followers. Idempotent."""
+        await self._followers.close()
+
+    def _observed(self, model: str) -> ObservedCounts | None:
+        """How often rows of the live version were looked up, if it is on cards and was asked."""
+        if self._card_set is None:
+            return None
+        from shard_node.cuda.card_engine import CardEngine
+
+        live = (one for one in self._node.generations.all() if (one.model, one.state) == (model, "live"))
+        engines = (one.payload.engine for one in live)
+        return next((engine.observed_counts() for engine in engines if isinstance(engine, CardEngine)), None)
+
+    def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:
+        return {(one.model, one.version): one for one in self._node.generations.all() if one.state != "draining"}
+
+    def _report(self, model: str, version: int, generation: Generation[LoadedTables]) -> VersionReport:
+        tables = generation.payload
+        deltas = tables.deltas.snapshot()
+        gap = self._followers.gap(model, version)
+        return VersionReport(
+            model=model,
+            version=version,
+            state="refused" if gap and self._live.get(model) != version else "ready",
+            progress=1.0,
+            reason=cut_reason(gap or deltas.reason),
+            identity=tables.manifest_identity,
+            plan_digest=tables.plan_digest,
+            memory_bytes=sum(use.size_bytes for use in tables.engine.memory() if use.tier != "mapped"),
+            leases=generation.leases,
+            delta_sequence=deltas.sequence,
+            delta_published_at=deltas.published_at,
+        )

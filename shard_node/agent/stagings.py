@@ -1,0 +1,225 @@
+"""Versions that come: one at a time for each model, a bounded number over the fleet, tried again or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field
+
+from loader.errors import RegistryError
+from loader.registry.records import STAGING_LOCKS, VersionReport, WantedModel, cut_reason
+from loader.registry.typed import FleetRegistry
+from loader.snapshot.manifest import Frozen
+from shard_node.errors import StagingBusyError
+
+logger = logging.getLogger(__name__)
+
+Stage = Callable[[str, int, WantedModel, Callable[[float], None]], Awaitable[None]]
+TRY_AGAIN = frozenset({503, 504})
+NO_ROOM = 507
+
+
+class StagingConfig(Frozen):
+    """How versions are staged.
+
+    Attributes:
+        jitter_s: each staging begins up to this much later, so that a fleet does not pull a version in one moment.
+        fleet_limit: how many of the fleet's processes stage at a time, for each model one.
+        lock_ttl_s: how long the place of a process that died stays taken.
+        retry_first_s, retry_max_s: after what passes by itself; doubled each time.
+        live_retry_s: after a refusal of the live version, which nothing but another attempt can bring back.
+    """
+
+    jitter_s: float = Field(default=0.3, ge=0, le=600)
+    fleet_limit: int = Field(default=16, ge=1, le=1024)
+    lock_ttl_s: float = Field(default=10.0, gt=0, le=600)
+    retry_first_s: float = Field(default=0.2, gt=0, le=60)
+    retry_max_s: float = Field(default=2.0, gt=0, le=600)
+    live_retry_s: float = Field(default=30.0, gt=0, le=3600)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What came of a version so far. `identity` is that of what was published when it was refused."""
+
+    state: Literal["waiting", "staging", "refused"] = "waiting"
+    progress: float = 0.0
+    reason: str = ""
+    identity: str = ""
+    failures: int = 0
+    due: float = field(default=float("-inf"))
+    task: asyncio.Task[None] | None = None
+
+
+class Stagings:
+    """What is being staged, waits for that, or was refused.
+
+    Args:
+        fleet: for the places of those who stage, and what is published.
+        stage: as `Actions.stage`.
+        is_room_coming: whether memory is being freed, so that a lack of it passes by itself.
+        owner: of this process, for locks.
+        config: limits and intervals.
+        clock: monotonic seconds.
+        sleep: waits.
+        random: for jitter.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetRegistry,
+        stage: Stage,
+        is_room_coming: Callable[[], bool],
+        owner: str,
+        config: StagingConfig,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]],
+        random: random.Random,
+    ) -> None:
+        self._fleet = fleet
+        self._stage = stage
+        self._is_room_coming = is_room_coming
+        self._owner = owner
+        self._config = config
+        self._clock = clock
+        self._sleep = sleep
+        self._random = random
+        self._attempts: dict[str, dict[int, _Attempt]] = {}
+
+    def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
+        """Says which versions of a model are missing. Begins with the first that is due; ends what is not missing.
+
+        Args:
+            wanted: what is wanted now.
+            missing: versions in the order in which they are to be staged.
+            waits_for: why none may begin yet; "" if one may.
+        """
+        attempts = self._attempts.setdefault(wanted.model, {})
+        for version in [version for version in attempts if version not in missing]:
+            task = attempts[version].task
+            if task is None:
+                del attempts[version]
+            else:
+                task.cancel()
+        for version in missing:
+            attempts.setdefault(version, _Attempt())
+        if any(attempt.task is not None for attempt in attempts.values()):
+            return
+        now = self._clock()
+        for version in missing:
+            attempt = attempts[version]
+            if waits_for and attempt.state == "waiting":
+                attempt.reason = cut_reason(waits_for)
+            elif not waits_for and attempt.due <= now and (attempt.state != "refused" or version == wanted.live):
+                name = f"stage {wanted.model} {version}"
+                attempt.task = asyncio.create_task(self._attempt(attempt, version, wanted), name=name)
+                return
+
+    def reports(self) -> Iterator[VersionReport]:
+        """One for each version that is not held, but is to be."""
+        for model, attempts in self._attempts.items():
+            for version, attempt in attempts.items():
+                yield VersionReport(
+                    model=model,
+                    version=version,
+                    state=attempt.state,
+                    progress=min(1.0, max(0.0, attempt.progress)),
+                    reason=attempt.reason,
+                )
+
+    async def look_again(self) -> None:
+        """Lets refused versions be tried again that were published anew, as something else. Raises RegistryError."""
+        for model, attempts in self._attempts.items():
+            for version, attempt in list(attempts.items()):
+                if attempt.state == "refused" and await self._identity(model, version) != attempt.identity:
+                    attempt.state, attempt.due, attempt.reason = "waiting", self._clock(), "published anew"
+
+    async def close(self) -> None:
+        """Cancels all and waits until they have let go."""
+        tasks = [one.task for attempts in self._attempts.values() for one in attempts.values() if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _attempt(self, attempt: _Attempt, version: int, wanted: WantedModel) -> None:
+        model = wanted.model
+        try:
+            if not attempt.failures:
+                await self._sleep(self._random.uniform(0, self._config.jitter_s))
+            async with self._place(model):
+                attempt.identity = await self._identity(model, version)
+                attempt.state, attempt.progress, attempt.reason = "staging", 0.0, ""
+                await self._stage(model, version, wanted, lambda share: setattr(attempt, "progress", share))
+        except asyncio.CancelledError:
+            logger.info("staging version %d of %s was called off", version, model)
+            self._attempts[model].pop(version, None)
+            raise
+        except Exception as error:
+            self._failed(attempt, version, wanted, error)
+        else:
+            del self._attempts[model][version]
+            logger.info("version %d of %s is ready", version, model)
+        finally:
+            attempt.task = None
+
+    def _failed(self, attempt: _Attempt, version: int, wanted: WantedModel, error: Exception) -> None:
+        status = getattr(error, "http_status", 500)
+        attempt.failures += 1
+        attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
+        config = self._config
+        if status in TRY_AGAIN or (status == NO_ROOM and self._is_room_coming()):
+            attempt.state = "waiting"
+            wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
+            attempt.due = self._clock() + wait_s
+            if attempt.failures == 1:
+                logger.info("version %d of %s waits: %s", version, wanted.model, attempt.reason)
+            return
+        attempt.state = "refused"
+        attempt.due = self._clock() + config.live_retry_s
+        logger.error("version %d of %s is refused: %s", version, wanted.model, attempt.reason)
+        if not hasattr(error, "http_status"):
+            logger.error("which nobody raised on purpose", exc_info=error)
+
+    async def _identity(self, model: str, version: int) -> str:
+        published = await self._fleet.version(model, version)
+        return "" if published is None else published.identity
+
+    @contextlib.asynccontextmanager
+    async def _place(self, model: str) -> AsyncIterator[None]:
+        """One of the fleet's places, kept until the block ends. Raises StagingBusyError if all are taken."""
+        registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
+        owner = f"{self._owner}:{model}"
+        numbers = list(range(self._config.fleet_limit))
+        self._random.shuffle(numbers)
+        for number in numbers:
+            if await registry.acquire(key := f"{STAGING_LOCKS}{number}", owner, ttl_s):
+                break
+        else:
+            raise StagingBusyError(f"{len(numbers)} stagings run in the fleet, which is its limit")
+        renewing = asyncio.create_task(self._renew(key, owner), name=f"renew {key}")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            try:
+                await registry.release(key, owner)
+            except RegistryError as error:
+                logger.warning("%s expires by itself: %s", key, error)
+
+    async def _renew(self, key: str, owner: str) -> None:
+        while True:
+            await self._sleep(self._config.lock_ttl_s / 3)
+            try:
+                if not await self._fleet.registry.acquire(key, owner, self._config.lock_ttl_s):
+                    logger.warning("%s was lost to another process; staging goes on beside it", key)
+                    return
+            except RegistryError as error:
+                # A place too many is no harm; a staging that was begun is brought to its end.
+                logger.warning("%s could not be renewed: %s", key, error)

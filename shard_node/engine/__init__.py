@@ -1,0 +1,1 @@
+"""Lookup engines over rows in RAM: arenas filled from snapshots, one torch call each, and the NumPy reference."""

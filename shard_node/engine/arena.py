@@ -1,0 +1,327 @@
+"""Arenas: contiguous rows of one (embedding_dim, dtype), pooled by one torch call.
+
+An arena is either RAM that one card holds (in huge pages where the kernel gives them: random rows of a 2 GB table cost
+a third less) or one row file of the snapshot, read where it lies through the page cache.
+
+A placement tells where each row lies: from (table, row) to (arena, slot), by a fixed number of vector operations.
+Every table is a run of cells, one for each bucket (of each row file, if the table is left in the mapped snapshot). A
+cell says which arena holds its rows and at which slot they begin:
+
+    cell = first_cell[table] + ((row >> file_shift) << 8) + ((row >> bucket_shift) & 255)
+    arena, slot = cell_arena[cell], cell_base[cell] + (row >> slot_shift)
+
+A table that one card holds whole is laid out in row order there, so its slot is just base + row.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.memory import give_back
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import RowDtype
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.engine.base import Tier
+from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError
+
+logger = logging.getLogger(__name__)
+
+# torch warns, once a process, of memory that is read-only: mapped rows, or offsets that requests of one shape share.
+# It never writes to what it pools.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+
+HUGE_PAGE_BYTES = 2 << 20
+# Gathered fp16 rows are widened to float32 before they are summed; this bounds the memory that takes.
+FP16_GATHER_BYTES = 8 << 20
+
+Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class Arena:
+    """Rows of one width and dtype, and the call that pools them.
+
+    Args:
+        dtype: the rows' dtype.
+        embedding_dim: the rows' width in elements.
+        rows: uint8 [slots, row_bytes], contiguous; kept, not copied. Read-only ones can't be written later.
+        card: the card that it belongs to.
+        tier: where the rows are.
+    """
+
+    def __init__(self, dtype: RowDtype, embedding_dim: int, rows: npt.NDArray[np.uint8], card: int, tier: Tier) -> None:
+        self.card = card
+        self.tier = tier
+        self.size_bytes = rows.nbytes
+        self._kernel = _KERNELS[dtype]
+        self._embedding_dim = embedding_dim
+        self._bytes = rows
+        # One item per row: NumPy copies such whole, several times faster than bytes.
+        self._items = rows.view(f"V{rows.shape[1]}").reshape(-1)
+        tensor = torch.from_numpy(rows)
+        if dtype in ("fp16", "fp32"):
+            tensor = tensor.view(torch.float16 if dtype == "fp16" else torch.float32)
+        self._rows = tensor
+
+    def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
+        """Sums the rows of each bag.
+
+        Args:
+            slots: int64 [n], positions in this arena; the caller has checked them.
+            offsets: int64 [b + 1], beginning with 0.
+            weights: float32 [n] or None.
+
+        Returns:
+            float32 [b, embedding_dim].
+        """
+        if offsets.size == 1:
+            return np.zeros((0, self._embedding_dim), np.float32)
+        if not slots.size:
+            return np.zeros((offsets.size - 1, self._embedding_dim), np.float32)
+        pooled = self._kernel(
+            self._rows,
+            torch.from_numpy(slots),
+            torch.from_numpy(offsets),
+            None if weights is None else torch.from_numpy(weights),
+        )
+        out: Float32Array = pooled.numpy()
+        return out
+
+    def touch(self, slots: Int64Array) -> None:
+        """Has the pages of these slots in memory, as this arena's own, so that `write` is but a copy.
+
+        Every row's first and last byte is written as it is: no reader sees a difference, but another writer might.
+        """
+        if self.tier == "mapped":
+            for column in (0, -1):
+                edge = self._bytes[:, column]
+                edge[slots] = edge[slots]
+
+    def write(self, slots: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        """Replaces rows. Nobody may pool meanwhile.
+
+        Args:
+            slots: int64 [n], positions in this arena; the caller has checked them.
+            stored: uint8 [n, row_bytes], contiguous.
+        """
+        self._items[slots] = stored.view(self._items.dtype).reshape(-1)
+
+    def free(self) -> None:
+        """Gives the rows' memory back, a piece at a time and without the interpreter lock. Nobody may need them."""
+        if self.tier == "ram" and self._bytes.nbytes >= HUGE_PAGE_BYTES:
+            give_back(self._bytes)
+
+
+def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
+
+    It is private anonymous memory, given back to the system when the last view of it is gone.
+    """
+    size_bytes = num_rows * row_bytes
+    if size_bytes < HUGE_PAGE_BYTES:
+        return np.zeros((num_rows, row_bytes), np.uint8)
+    padded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        # A kernel built without transparent huge pages says EINVAL; small pages hold the same rows.
+        logger.info("no huge pages for %d bytes of rows: %s", size_bytes, error)
+    return np.frombuffer(memory, np.uint8, count=size_bytes).reshape(num_rows, row_bytes)
+
+
+def row_bytes_of(dtype: RowDtype, embedding_dim: int) -> int:
+    """Bytes of one stored row."""
+    return codec_for(dtype, embedding_dim).row_bytes
+
+
+def _quantised(op: Callable[..., torch.Tensor]) -> Kernel:
+    def pool(
+        rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
+        # compressed_indices_mapping, include_last_offset.
+        return op(rows, slots, offsets, False, 0, False, weights, None, True)
+
+    return pool
+
+
+def _pool_fp32(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.nn.functional.embedding_bag(
+        slots, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+def _pool_fp16(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    # torch's half embedding_bag rounds its sum to half, which overflows at 65504 and would be rounded once per part.
+    # So rows are widened first, in chunks of whole bags where that fits and of single rows where a bag is longer.
+    chunk = max(1, FP16_GATHER_BYTES // (rows.shape[1] * 4))
+    if slots.numel() <= chunk:
+        return _pool_fp32(rows[slots].float(), torch.arange(slots.numel()), offsets, weights)
+    out = torch.zeros(offsets.numel() - 1, rows.shape[1])
+    bag_of_value = torch.repeat_interleave(torch.diff(offsets))
+    for begin in range(0, slots.numel(), chunk):
+        gathered = rows[slots[begin : begin + chunk]].float()
+        if weights is not None:
+            gathered *= weights[begin : begin + chunk, None]
+        out.index_add_(0, bag_of_value[begin : begin + chunk], gathered)
+    return out
+
+
+_KERNELS: dict[RowDtype, Kernel] = {
+    "int8": _quantised(torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default),
+    "int4": _quantised(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets.default),
+    "fp16": _pool_fp16,
+    "fp32": _pool_fp32,
+}
+
+
+NOT_HERE = np.uint16(2**16 - 1)
+NO_FILES_SHIFT = 63
+FAR = np.int64(-(2**62))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TablePlace:
+    """Where one table's rows lie.
+
+    Attributes:
+        file_shift: log2 of the rows in a cell row of 256 cells; 63 if the table is not cut by files.
+        bucket_shift: bucket = (row >> bucket_shift) & 255.
+        slot_shift: slot = base + (row >> slot_shift).
+        cell_arena: uint16 [cells], `NOT_HERE` for rows of another node.
+        cell_base: int64 [cells].
+    """
+
+    file_shift: int
+    bucket_shift: int
+    slot_shift: int
+    cell_arena: npt.NDArray[np.uint16]
+    cell_base: Int64Array
+
+    @property
+    def whole(self) -> bool:
+        """True if one arena holds all rows in row order."""
+        return (
+            self.slot_shift == 0
+            and self.cell_arena[0] != NOT_HERE
+            and bool((self.cell_arena == self.cell_arena[0]).all())
+            and bool((self.cell_base == self.cell_base[0]).all())
+        )
+
+
+class Placement:
+    """The places of all tables of a node, merged into flat arrays.
+
+    Args:
+        layout: the tables.
+        places: one for each table, in layout order.
+    """
+
+    def __init__(self, layout: TableLayout, places: list[TablePlace]) -> None:
+        self._layout = layout
+        sizes = [place.cell_arena.size for place in places]
+        self._first_cell = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        self._cell_arena = np.concatenate([place.cell_arena for place in places])
+        self._cell_base = np.concatenate([place.cell_base for place in places])
+        # Where there is only one arena to look in, a place that is not here is told by a base below all that is added.
+        self._base_or_far = np.where(self._cell_arena == NOT_HERE, FAR, self._cell_base)
+        self._file_shift = np.array([place.file_shift for place in places], np.int64)
+        self._bucket_shift = np.array([place.bucket_shift for place in places], np.int64)
+        self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
+        self._cut_by_files = bool((self._file_shift < NO_FILES_SHIFT).any())
+        # For tables held whole (by group) the row needs only its table's base.
+        self._whole = np.array([place.whole for place in places])
+        self._whole_base = np.array([place.cell_base[0] for place in places], np.int64)
+        self._whole_tables_begin_at_0 = not self._whole_base.any()
+
+    def is_whole(self, first_table: int, end_table: int) -> bool:
+        """True if each of these tables lies in row order in one arena."""
+        return bool(self._whole[first_table:end_table].all())
+
+    def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        """int64 [n], the slots of rows whose tables lie whole in their group's arena."""
+        if self._whole_tables_begin_at_0:
+            return bags.values
+        base = self._whole_base[bags.keys]
+        if not base.any():
+            return bags.values
+        return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
+
+    def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
+        """Finds the arena (uint16 [n]) and the slot (int64 [n]) of each row.
+
+        Raises:
+            InvalidBagsError: for a row that another node holds.
+        """
+        rows = bags.values
+        cell = self._cells(bags, values_per_key)
+        arena = self._cell_arena.take(cell)
+        is_elsewhere = arena == NOT_HERE
+        if is_elsewhere.any():
+            raise self._not_here(bags, values_per_key, int(is_elsewhere.argmax()))
+        slots = self._cell_base.take(cell)
+        slots += rows >> self._per_value(self._slot_shift, bags, values_per_key)
+        return arena, slots
+
+    def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        """int64 [n], the slot of each row, where one arena has all rows that these tables have here.
+
+        Raises:
+            InvalidBagsError: for a row that another node holds.
+        """
+        slots = self._base_or_far.take(self._cells(bags, values_per_key))
+        slots += bags.values >> self._per_value(self._slot_shift, bags, values_per_key)
+        if slots.size and np.minimum.reduce(slots) < 0:
+            raise self._not_here(bags, values_per_key, int((slots < 0).argmax()))
+        return slots
+
+    def _cells(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        rows = bags.values
+        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & 255
+        if self._cut_by_files and (self._file_shift[bags.keys] < NO_FILES_SHIFT).any():
+            cell += (rows >> self._per_value(self._file_shift, bags, values_per_key)) << 8
+        first = self._per_value(self._first_cell, bags, values_per_key)
+        if first.size > 1 or first.any():
+            cell += first
+        return cell
+
+    def _not_here(self, bags: KeyedBags, values_per_key: Int64Array, position: int) -> InvalidBagsError:
+        segment = int(np.searchsorted(np.cumsum(values_per_key), position, side="right"))
+        table = self._layout.tables[int(bags.keys[segment])].name
+        return InvalidBagsError(f"row {int(bags.values[position])} of table {table!r} is not on this node")
+
+    def locate_rows(self, table: int, rows: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
+        """Finds the arena (uint16 [n], `NOT_HERE` for another node's) and the slot (int64 [n]) of one table's rows.
+
+        Args:
+            table: its number in the layout.
+            rows: int64 [n], rows of that table.
+        """
+        cell = (rows >> self._bucket_shift[table]) & 255
+        if self._file_shift[table] < NO_FILES_SHIFT:
+            cell += (rows >> self._file_shift[table]) << 8
+        cell += self._first_cell[table]
+        slots = self._cell_base[cell]
+        slots += rows >> self._slot_shift[table]
+        return self._cell_arena[cell], slots
+
+    def _per_value(self, by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        # Most models treat all tables alike; then one number serves all values and nothing is repeated.
+        chosen = by_table[bags.keys]
+        if chosen.size == 1 or (chosen.size and (chosen == chosen[0]).all()):
+            return chosen[:1]
+        return np.repeat(chosen, values_per_key)

@@ -1,0 +1,164 @@
+"""A partition's arenas, built and filled from a snapshot's row files: the rows of a CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.snapshot.layout import bucket_shift, bucket_start_in_file
+from loader.snapshot.manifest import NUM_BUCKETS, TableSpec
+from loader.snapshot.reader import Snapshot
+from shard_node.bags import Int64Array
+from shard_node.engine.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, TablePlace, allocate_rows, row_bytes_of
+from shard_node.engine.base import Tier
+from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.row_copy import RowCopy
+from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
+from shard_node.node import Partition
+
+
+def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
+    """The layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
+    layout = TableLayout.of(snapshot.spec)
+    if partition.card_of_bucket.shape[0] != len(layout.tables):
+        raise InvalidBagsError(
+            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+        )
+    return layout
+
+
+@dataclass(slots=True)
+class _Filling:
+    """An arena while it is filled: the next free slot."""
+
+    number: int
+    rows: npt.NDArray[np.uint8]
+    next_slot: int = 0
+
+
+class ArenaBuilder:
+    """Builds the arenas and places of one partition, table by table in layout order.
+
+    Args:
+        snapshot: whose rows.
+        layout: of its spec.
+        partition: the buckets, and the card of each.
+
+    Attributes:
+        table_bytes: of the rows of each table, in layout order.
+    """
+
+    def __init__(self, snapshot: Snapshot, layout: TableLayout, partition: Partition) -> None:
+        self._snapshot = snapshot
+        self._layout = layout
+        self._cards = partition.card_of_bucket
+        self._files = {files.table: files for files in snapshot.manifest.tables}
+        self._bucket_rows = np.stack([rows_of_buckets(table) for table in layout.tables])
+        rows = np.where(self._cards >= 0, self._bucket_rows, 0).sum(axis=1)
+        self._row_bytes = [row_bytes_of(table.dtype, table.embedding_dim) for table in layout.tables]
+        self.table_bytes = [int(count) * size for count, size in zip(rows.tolist(), self._row_bytes, strict=True)]
+        self._arenas: list[Arena] = []
+
+    def build(self, tiers: Sequence[Tier], copy: RowCopy) -> CpuEngine:
+        """Allocates and fills all arenas, once.
+
+        Args:
+            tiers: of each table.
+            copy: reads their rows.
+
+        Raises:
+            SnapshotCorruptError: a row decodes to NaN or inf.
+        """
+        places: list[TablePlace] = []
+        group_arenas: list[range] = []
+        for group in self._layout.groups:
+            first_arena = len(self._arenas)
+            by_card = self._allocate(group.first_table, group.end_table, tiers)
+            for number in range(group.first_table, group.end_table):
+                table = self._layout.tables[number]
+                if tiers[number] == "ram":
+                    places.append(self._place_in_ram(number, table, by_card, copy))
+                else:
+                    places.append(self._place_mapped(number, table, copy))
+            group_arenas.append(range(first_arena, len(self._arenas)))
+        return CpuEngine(self._layout, self._arenas, group_arenas, Placement(self._layout, places), tiers)
+
+    def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> dict[int, _Filling]:
+        in_ram = np.array([tier == "ram" for tier in tiers[first_table:end_table]])[:, None]
+        cards = np.where(in_ram, self._cards[first_table:end_table], -1)
+        rows = self._bucket_rows[first_table:end_table]
+        table = self._layout.tables[first_table]
+        by_card: dict[int, _Filling] = {}
+        for card in np.unique(cards[(cards >= 0) & (rows > 0)]).tolist():
+            memory = allocate_rows(int(rows[cards == card].sum()), self._row_bytes[first_table])
+            by_card[card] = _Filling(len(self._arenas), memory)
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, memory, card, "ram"))
+        return by_card
+
+    def _place_in_ram(self, number: int, table: TableSpec, by_card: dict[int, _Filling], copy: RowCopy) -> TablePlace:
+        cards = self._cards[number]
+        used = self._bucket_rows[number] > 0
+        arena = np.full(NUM_BUCKETS, NOT_HERE, np.uint16)
+        base = np.zeros(NUM_BUCKETS, np.int64)
+        here = np.unique(cards[used]).tolist()
+        shift = bucket_shift(table.bucketing, table.num_embeddings)
+        if len(here) == 1 and here[0] >= 0:
+            filling = by_card[here[0]]
+            arena[:], base[:] = filling.number, filling.next_slot
+            copy.in_row_order(table, filling.rows[filling.next_slot :][: table.num_embeddings])
+            filling.next_slot += table.num_embeddings
+            return TablePlace(NO_FILES_SHIFT, shift, 0, arena, base)
+        starts = np.zeros(NUM_BUCKETS, np.int64)
+        for bucket in np.flatnonzero(used & (cards >= 0)).tolist():
+            filling = by_card[int(cards[bucket])]
+            arena[bucket], starts[bucket] = filling.number, filling.next_slot
+            filling.next_slot += int(self._bucket_rows[number, bucket])
+        rows_by_arena = {filling.number: filling.rows for filling in by_card.values()}
+        copy.buckets(table, arena, starts, rows_by_arena, np.flatnonzero(arena != NOT_HERE).tolist())
+        if table.bucketing == "hash":
+            return TablePlace(NO_FILES_SHIFT, shift, 8, arena, starts)
+        # In a range bucket the row itself counts up, from the bucket's first row.
+        return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts - (np.arange(NUM_BUCKETS, dtype=np.int64) << shift))
+
+    def _place_mapped(self, number: int, table: TableSpec, copy: RowCopy) -> TablePlace:
+        """Leaves a table in its row files: one arena for each, on the card of its first bucket here."""
+        files = self._files[table.name]
+        cards = self._cards[number]
+        here = np.flatnonzero(cards >= 0)
+        file_shift = files.rows_per_file.bit_length() - 1
+        arena = np.full((len(files.rows), NUM_BUCKETS), NOT_HERE, np.uint16)
+        base = np.zeros((len(files.rows), NUM_BUCKETS), np.int64)
+        for index in range(len(files.rows) if here.size else 0):
+            source = self._snapshot.rows_file(table.name, index, copy_on_write=True)
+            if len(self._arenas) == NOT_HERE:
+                raise MemoryBudgetError(
+                    f"table {table.name!r}: a node has at most {NOT_HERE} arenas (row files mapped)"
+                )
+            copy.bring_in(table, index, source, here.tolist())
+            arena[index, here] = len(self._arenas)
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, source, int(cards[here[0]]), "mapped"))
+            first_row = index * files.rows_per_file
+            if table.bucketing == "hash":
+                for bucket in here.tolist():
+                    start = bucket_start_in_file(table, files.rows_per_file, index, bucket)
+                    base[index, bucket] = start - (first_row >> 8)
+            else:
+                base[index, :] = -first_row
+        shift = bucket_shift(table.bucketing, table.num_embeddings)
+        slot_shift = 8 if table.bucketing == "hash" else 0
+        return TablePlace(file_shift, shift, slot_shift, arena.reshape(-1), base.reshape(-1))
+
+
+def rows_of_buckets(table: TableSpec) -> Int64Array:
+    """int64 [256], how many rows of a table each bucket has."""
+    rows = table.num_embeddings
+    buckets = np.arange(NUM_BUCKETS + 1, dtype=np.int64)
+    if table.bucketing == "hash":
+        rounded_up: Int64Array = -((buckets[:-1] - rows) // NUM_BUCKETS)
+        return rounded_up.clip(min=0)
+    edges: Int64Array = np.minimum(buckets << bucket_shift("range", rows), rows)
+    return np.diff(edges)

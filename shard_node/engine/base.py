@@ -1,0 +1,111 @@
+"""What every lookup engine is: rows of one generation that can pool bags. CPU, CUDA and the reference are engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.engine.table_layout import TableLayout
+
+Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
+"""Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of rows that one card holds in one tier."""
+
+    card: int
+    tier: Tier
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupCount:
+    """Rows looked up in one table and tier since the engine was made."""
+
+    table: str
+    tier: Tier
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardsUse:
+    """The cards that an engine's rows lie on, and what their kernels found wrong.
+
+    Attributes:
+        name: what they are, for people.
+        num_cards: how many.
+        peer_access: whether each reads every other's memory.
+        outside_table, not_here: values, since the engine was made, that named no row of their table, or one that is on
+            no card. Checks before the kernels keep both at 0; such a value pools as zeros.
+    """
+
+    name: str
+    num_cards: int
+    peer_access: bool
+    outside_table: int
+    not_here: int
+
+
+class Engine(Protocol):
+    """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
+
+    @property
+    def layout(self) -> TableLayout:
+        """The tables, in the order in which `KeyedBags.keys` numbers them."""
+        ...
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """Sums the rows of each bag.
+
+        Args:
+            bags: keys are tables, values are rows that this engine holds.
+
+        Returns:
+            One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
+            given. An empty bag gives zeros; a group without bags gives [0, embedding_dim].
+
+        Raises:
+            InvalidBagsError: for a row that is outside its table or not on this engine.
+        """
+        ...
+
+    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """Replaces rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
+
+        Pooling waits for it, so hand over as few rows as can be copied in a millisecond.
+
+        Args:
+            table: its number in the layout.
+            rows: int64 [n], ascending, none twice; those that another node holds are left out.
+            stored: uint8 [n, row_bytes], as the table's codec encodes them.
+
+        Returns:
+            How many of the rows are on this engine.
+
+        Raises:
+            InvalidBagsError: for a table or row that is not there, or arrays of another shape or dtype. Nothing was
+                written then.
+        """
+        ...
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Bytes held, by card and tier."""
+        ...
+
+    def rows_looked_up(self) -> tuple[LookupCount, ...]:
+        """Counters by table and tier."""
+        ...
+
+    def cards(self) -> CardsUse | None:
+        """The cards that its rows lie on; None if it pools on the CPU."""
+        ...
+
+    def close(self) -> None:
+        """Frees the rows. No `pool` or `write_rows` may be running."""
+        ...

@@ -1,0 +1,100 @@
+"""The NumPy reference: what the answer is, by definition. Slow and plain; every engine is tested against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import ModelSpec
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
+from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
+from shard_node.engine.table_layout import TableLayout
+from shard_node.generation import RowLock
+
+
+class ReferenceEngine:
+    """Pools by a loop over bags, in float64, from whole float32 tables.
+
+    Args:
+        spec: the model.
+        tables: table name to its decoded rows, float32 [num_embeddings, embedding_dim]; copied.
+    """
+
+    def __init__(self, spec: ModelSpec, tables: Mapping[str, Float32Array]) -> None:
+        self._layout = TableLayout.of(spec)
+        self._tables = [tables[table.name].copy() for table in self._layout.tables]
+        self._lock = RowLock()
+        self._limits = TableLimits(self._layout)
+        self._counts = [0] * len(self._tables)
+
+    @property
+    def layout(self) -> TableLayout:
+        """The tables in layout order."""
+        return self._layout
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """As `Engine.pool`: sum over the bag of weight * row."""
+        self._limits.check(bags)
+        self._lock.begin_read()
+        try:
+            return self._pool(bags)
+        finally:
+            self._lock.end_read()
+
+    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """As `Engine.write_rows`: every row is here."""
+        self._limits.check_rows(table, rows, stored)
+        spec = self._layout.tables[table]
+        values = codec_for(spec.dtype, spec.embedding_dim).decode(stored)
+        self._lock.begin_write()
+        try:
+            self._tables[table][rows] = values
+        finally:
+            self._lock.end_write()
+        return rows.size
+
+    def _pool(self, bags: KeyedBags) -> list[Float32Array]:
+        starts = bags.bag_starts()
+        blocks = []
+        for group in self._layout.groups:
+            pooled: list[Float32Array] = []
+            for segment, key in enumerate(bags.keys.tolist()):
+                if not group.first_table <= key < group.end_table:
+                    continue
+                for bag in range(int(starts[segment]), int(starts[segment + 1])):
+                    pooled.append(self._pool_bag(bags, key, int(bags.offsets[bag]), int(bags.offsets[bag + 1])))
+            block = np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32)
+            blocks.append(block)
+        return blocks
+
+    def _pool_bag(self, bags: KeyedBags, key: int, start: int, end: int) -> Float32Array:
+        table = self._tables[key]
+        total = np.zeros(table.shape[1], np.float64)
+        for position in range(start, end):
+            row = int(bags.values[position])
+            weight = 1.0 if bags.weights is None else float(bags.weights[position])
+            total += weight * table[row].astype(np.float64)
+        self._counts[key] += end - start
+        return total.astype(np.float32)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """All of it in RAM, on one card."""
+        return (MemoryUse(0, "ram", sum(table.nbytes for table in self._tables)),)
+
+    def rows_looked_up(self) -> tuple[LookupCount, ...]:
+        """Counters by table."""
+        return tuple(
+            LookupCount(table.name, "ram", count)
+            for table, count in zip(self._layout.tables, self._counts, strict=True)
+        )
+
+    def cards(self) -> CardsUse | None:
+        """None: it pools on the CPU."""
+        return None
+
+    def close(self) -> None:
+        """Drops the tables."""
+        self._tables = []

@@ -1,0 +1,335 @@
+"""How many rows of each table go to which tier of which card: pure, from budgets and hotness, before anything is taken.
+
+Each card's rows of a table are ranked by hotness and cut three times: the first are hot (every card has a copy), then
+come those that this card alone holds, then those in the host's pinned memory, and the rest is left in the mapped
+snapshot. Where to cut is decided for all tables at once, by lookups per byte. So memory is filled to the last row, what
+each card and tier will take is known to the byte, and no row has been looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_node.bags import Int64Array
+from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, NUM_TIERS, check_num_cards, max_slots
+from shard_node.cuda.row_format import RowFormat
+from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
+from shard_node.node import Partition
+from shard_node.planning.hotness import Hotness, RowHotness
+
+PLACE_BYTES = 4
+# Of a card, for hot rows, where not everything fits on the cards.
+DEFAULT_HOT_SHARE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CardBudget:
+    """What a plan may take.
+
+    Attributes:
+        card_bytes: of each card, for rows and places.
+        pinned_bytes: of the host's pinned memory, for rows.
+        hot_bytes: of each card, for copies of hot rows; they go before the card's own rows. None: what is left on the
+            fullest card when all rows are on cards; a sixteenth of a card if they can't be; all of a card without
+            access to peers.
+        peer_access: whether each card reads every other's memory. If not, rows are hot or in pinned memory.
+    """
+
+    card_bytes: tuple[int, ...]
+    pinned_bytes: int
+    hot_bytes: int | None = None
+    peer_access: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TableSplit:
+    """Rows of one table on this node by tier, from the hottest on.
+
+    Attributes:
+        hot_rows: of which every card has a copy.
+        card_rows: that one card has.
+        host_rows: in pinned memory.
+        mapped_rows: left in the mapped snapshot.
+    """
+
+    hot_rows: int
+    card_rows: int
+    host_rows: int
+    mapped_rows: int
+
+
+class CardBytes(NamedTuple):
+    """Bytes on one card: copies of hot rows, rows of its own, places."""
+
+    hot: int
+    card: int
+    places: int
+
+    @property
+    def total(self) -> int:
+        """Of all three."""
+        return self.hot + self.card + self.places
+
+
+@dataclass(frozen=True, eq=False)
+class CardPlan:
+    """A plan. Made by `CardPlan.make`.
+
+    Attributes:
+        layout: the tables.
+        partition: the card of each bucket.
+        hotness: the levels of each table.
+        level_rows: for each table, int64 [levels, cards]: its rows of each level in each card's buckets.
+        tier_rows: int64 [tables, cards, 4]: of the rows in each card's buckets, those that are hot, that the card alone
+            holds, that are in pinned memory, and that are mapped.
+    """
+
+    layout: TableLayout
+    partition: Partition
+    hotness: tuple[RowHotness, ...]
+    level_rows: tuple[Int64Array, ...]
+    tier_rows: Int64Array
+
+    @classmethod
+    def make(
+        cls,
+        layout: TableLayout,
+        partition: Partition,
+        budget: CardBudget,
+        hotness: Hotness,
+        *,
+        allow_mapped: bool = True,
+    ) -> CardPlan:
+        """Decides where rows go. The same inputs give the same plan.
+
+        Args:
+            layout: the tables.
+            partition: the card of each bucket; -1 for another node's.
+            budget: what may be taken.
+            hotness: how often rows are looked up.
+            allow_mapped: whether rows that do not fit may stay in the mapped snapshot.
+
+        Raises:
+            InvalidBagsError: partition, budget or hotness are of another model or number of cards.
+            MemoryBudgetError: places do not fit on a card, rows are left over and may not be mapped, or there are more
+                cards than the kernel knows. Rows can be left over where there is memory, too: a place's 32 bits say
+                `max_slots` rows of one table at one owner.
+        """
+        _check(layout, partition, budget)
+        rows = hotness.of(layout)
+        level_rows = tuple(
+            _rows_by_card(table.rows_by_bucket(), partition.card_of_bucket[number], partition.num_cards)
+            for number, table in enumerate(rows)
+        )
+        tier_rows = _Filling(layout, rows, level_rows, partition.num_cards).fill(budget)
+        plan = cls(layout, partition, rows, level_rows, tier_rows)
+        plan._check(budget, allow_mapped)
+        return plan
+
+    @property
+    def num_cards(self) -> int:
+        """Cards of the node."""
+        return self.partition.num_cards
+
+    @cached_property
+    def splits(self) -> tuple[TableSplit, ...]:
+        """In layout order."""
+        return tuple(TableSplit(*map(int, tiers)) for tiers in self.tier_rows.sum(axis=1))
+
+    @cached_property
+    def slots(self) -> Int64Array:
+        """int64 [tables, num_cards + 2], slots that each table has at each owner."""
+        hot, host = self.tier_rows[:, :, HOT].sum(axis=1), self.tier_rows[:, :, HOST].sum(axis=1)
+        return np.column_stack([self.tier_rows[:, :, CARD], hot, host])
+
+    @cached_property
+    def strides(self) -> Int64Array:
+        """int64 [tables], bytes of a row on a card."""
+        return _strides(self.layout)
+
+    @property
+    def places_bytes(self) -> int:
+        """Of the places of all tables, on each card."""
+        return _places_bytes(self.layout)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the rows in the host's pinned memory."""
+        return int(self.slots[:, self.num_cards + 1] @ self.strides)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of the rows that are left in the mapped snapshot, as stored."""
+        row_bytes = np.array([RowFormat.of(one.dtype, one.embedding_dim).row_bytes for one in self.layout.tables])
+        return int(self.tier_rows[:, :, MAPPED_TIER].sum(axis=1) @ row_bytes)
+
+    def bytes(self, card: int) -> CardBytes:
+        """What one card holds."""
+        hot, own = self.slots[:, self.num_cards], self.slots[:, card]
+        return CardBytes(int(hot @ self.strides), int(own @ self.strides), self.places_bytes)
+
+    def _check(self, budget: CardBudget, allow_mapped: bool) -> None:
+        left = self.tier_rows[:, :, MAPPED_TIER].sum(axis=1)
+        if left.any() and not allow_mapped:
+            needed = int(self.tier_rows.sum(axis=(1, 2)) @ self.strides)
+            peers = "" if budget.peer_access or self.num_cards == 1 else " (without peer access, a copy on each)"
+            raise MemoryBudgetError(
+                f"rows take {needed} bytes, beside {self.places_bytes} of places on each card, but cards may take "
+                f"{list(budget.card_bytes)}{peers} and pinned memory {budget.pinned_bytes}: {int(left @ self.strides)} "
+                f"bytes of {int(left.sum())} rows are left over, and they may not stay in the mapped snapshot. "
+                f"One card or pinned memory holds at most {max_slots(self.num_cards)} rows of one table"
+            )
+
+
+class _Filling:
+    """The rows of all tables and levels, the hottest per byte first, as they are given to tiers.
+
+    Args:
+        layout: the tables.
+        rows: their levels.
+        level_rows: for each table, int64 [levels, cards].
+        num_cards: of the node.
+    """
+
+    def __init__(
+        self, layout: TableLayout, rows: Sequence[RowHotness], level_rows: Sequence[Int64Array], num_cards: int
+    ) -> None:
+        strides = _strides(layout)
+        table = np.repeat(np.arange(len(rows)), [one.lookups.size for one in rows])
+        lookups = np.concatenate([one.lookups for one in rows])
+        # Stable: among equals the earlier table comes first, and its hotter level.
+        order = np.argsort(-lookups / strides[table], kind="stable")
+        self._table = table[order]
+        self._stride = strides[self._table]
+        self._looked_up = lookups[order] > 0
+        self._left = np.concatenate(level_rows)[order]
+        self._places_bytes = _places_bytes(layout)
+        self._tiers = np.zeros((len(rows), num_cards, NUM_TIERS), np.int64)
+        self._num_cards = num_cards
+        self._max_slots = max_slots(num_cards)
+        self._may_pass_max = max(table.num_embeddings for table in layout.tables) > self._max_slots
+
+    def fill(self, budget: CardBudget) -> Int64Array:
+        """int64 [tables, cards, 4], rows by tier. Raises MemoryBudgetError if places alone do not fit."""
+        free = np.array(budget.card_bytes, np.int64) - self._places_bytes
+        if free.min() < 0:
+            raise MemoryBudgetError(
+                f"card {int(free.argmin())} may take {min(budget.card_bytes)} bytes, but the places of all rows take "
+                f"{self._places_bytes}, {PLACE_BYTES} for each row of the model on each card"
+            )
+        hot_bytes = 0
+        if self._num_cards > 1:
+            hot_bytes = self._give(HOT, self._hot(free, budget))
+        if self._num_cards == 1 or budget.peer_access:
+            own = [
+                _first_rows(self._within_max(self._left[:, card]), self._stride, int(free[card]) - hot_bytes)
+                for card in range(self._num_cards)
+            ]
+            self._give(CARD, np.column_stack(own))
+        total = self._within_max(self._left.sum(axis=1))
+        self._give(HOST, _share_out(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
+        self._give(MAPPED_TIER, self._left.copy())
+        return self._tiers
+
+    def _within_max(self, rows: Int64Array) -> Int64Array:
+        """int64 [entries]: of `rows`, the first of each table, no more than it can have slots at one owner."""
+        if not self._may_pass_max:
+            return rows
+        by_table = np.argsort(self._table, kind="stable")
+        ends = np.cumsum(rows[by_table])
+        first = np.searchsorted(self._table[by_table], self._table[by_table], side="left")
+        before = ends - rows[by_table] - (ends - rows[by_table])[first]
+        within = np.empty_like(rows)
+        within[by_table] = np.clip(self._max_slots - before, 0, rows[by_table])
+        return within
+
+    def _give(self, tier: int, taken: Int64Array) -> int:
+        """Moves rows, int64 [entries, cards], to a tier; tells their bytes."""
+        np.add.at(self._tiers[:, :, tier], self._table, taken)
+        self._left -= taken
+        return int(taken.sum(axis=1) @ self._stride)
+
+    def _hot(self, free: Int64Array, budget: CardBudget) -> Int64Array:
+        """int64 [entries, cards], the rows to be hot."""
+        total = self._within_max(np.where(self._looked_up, self._left.sum(axis=1), 0))
+        limit = int(free.min())
+        if budget.hot_bytes is not None:
+            return _share_out(self._left, _first_rows(total, self._stride, min(budget.hot_bytes, limit)))
+        if not budget.peer_access:
+            return _share_out(self._left, _first_rows(total, self._stride, limit))
+        unused = free - self._stride @ self._left
+        if unused.min() < 0:
+            return _share_out(self._left, _first_rows(total, self._stride, limit // DEFAULT_HOT_SHARE))
+        hot = [self._hot_beside(card, int(unused[card]), total) for card in range(self._num_cards)]
+        return _share_out(self._left, np.minimum.reduce(hot))
+
+    def _hot_beside(self, card: int, unused: int, total: Int64Array) -> Int64Array:
+        """int64 [entries]: as many of the first of `total` as can be hot in the unused bytes of a card with all rows.
+
+        A row that becomes hot takes its bytes on every card but the one that has it already.
+        """
+        new = total - _share_out(self._left, total)[:, card]
+        ends = np.cumsum(new * self._stride)
+        cut = int(np.searchsorted(ends, unused, side="right"))
+        hot = np.where(np.arange(total.size) < cut, total, 0)
+        if cut < total.size:
+            spare = (unused - (int(ends[cut - 1]) if cut else 0)) // int(self._stride[cut])
+            here, own = int(self._left[cut].sum()), int(self._left[cut, card])
+            # Of x rows, this card's are x * own / here, less at most one for rounding. No row, if all are its own.
+            shared = max(0, spare - 1) * here // max(1, here - own)
+            hot[cut] = min(max(spare, shared), int(total[cut]))
+        return hot
+
+
+def _first_rows(rows: Int64Array, stride: Int64Array, size_bytes: int) -> Int64Array:
+    """int64 [entries]: as many of the first of `rows`, int64 [entries], as fit in size_bytes."""
+    ends = np.cumsum(rows * stride)
+    taken = np.where(ends <= size_bytes, rows, 0)
+    cut = int(np.searchsorted(ends, size_bytes, side="right"))
+    if cut < rows.size:
+        begin = int(ends[cut - 1]) if cut else 0
+        taken[cut] = max(0, size_bytes - begin) // int(stride[cut])
+    return taken
+
+
+def _share_out(rows: Int64Array, taken: Int64Array) -> Int64Array:
+    """int64 [entries, cards]: taken[e] of rows[e, :], the same share of each card's as far as whole rows go."""
+    ends = np.cumsum(rows, axis=1)
+    total = np.maximum(ends[:, -1:], 1)
+    # Each card's run is cut at the same share of all. A table has less than 2^32 rows, so the product fits.
+    share = (ends.astype(np.uint64) * taken[:, None].astype(np.uint64) // total.astype(np.uint64)).astype(np.int64)
+    return np.diff(share, axis=1, prepend=0)
+
+
+def _rows_by_card(rows_by_bucket: Int64Array, card_of_bucket: npt.NDArray[np.int16], num_cards: int) -> Int64Array:
+    """int64 [levels, cards]."""
+    return np.column_stack([rows_by_bucket[:, card_of_bucket == card].sum(axis=1) for card in range(num_cards)])
+
+
+def _strides(layout: TableLayout) -> Int64Array:
+    return np.array([RowFormat.of(one.dtype, one.embedding_dim).stride for one in layout.tables], np.int64)
+
+
+def _places_bytes(layout: TableLayout) -> int:
+    return PLACE_BYTES * sum(table.num_embeddings for table in layout.tables)
+
+
+def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:
+    check_num_cards(partition.num_cards)
+    if partition.card_of_bucket.shape[0] != len(layout.tables):
+        raise InvalidBagsError(
+            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+        )
+    if len(budget.card_bytes) != partition.num_cards:
+        raise InvalidBagsError(
+            f"card_bytes is for {len(budget.card_bytes)} cards, the partition for {partition.num_cards}"
+        )
+    if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
+        raise InvalidBagsError(f"{budget}: bytes can't be negative")

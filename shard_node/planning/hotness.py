@@ -1,0 +1,278 @@
+"""How often rows are looked up, in levels: what placement orders rows by, without sorting them.
+
+A level is a set of rows of one table that count as equally hot; within it the lower row comes first. Levels of a table
+are numbered from the hottest, 0, on. What a level says about one row (`lookups`) compares rows of different tables;
+only the ratios matter. From access counts, a level has the counts that share their first six binary digits, so that
+counts below 64 are kept apart, and larger ones if they differ by more than 3%.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.snapshot.layout import bucket_shift
+from loader.snapshot.manifest import NUM_BUCKETS, TableSpec
+from shard_node.bags import Int64Array
+from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError
+
+Float64Array = npt.NDArray[np.float64]
+UInt16Array = npt.NDArray[np.uint16]
+UInt32Array = npt.NDArray[np.uint32]
+
+_PIECE_ROWS = 1 << 20
+# A float32 has 23 bits after its leading digit; five of them stay.
+_DROPPED_BITS = 18
+_KEY_OF_ONE = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
+_NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _KEY_OF_ONE + 2
+# Rank ranges of a power law: this many for each doubling of the rank, ranks below the first apart.
+_EDGES_PER_DOUBLING = 8
+_EXACT_RANKS = 1 << 12
+
+
+class RowCounts(Protocol):
+    """How often each row of a table was looked up: an array uint32 [num_embeddings], or what is read like one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(num_embeddings,)."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint32."""
+        ...
+
+    def __getitem__(self, rows: slice, /) -> UInt32Array:
+        """uint32 [n], of a slice with step 1."""
+        ...
+
+
+ObservedCounts: TypeAlias = Mapping[str, RowCounts]
+"""By table, uint32 [num_embeddings]: how often each row was seen to be looked up."""
+
+
+class RowHotness(ABC):
+    """The levels of one table.
+
+    Attributes:
+        table: whose.
+        lookups: float64 [levels], at most 65,535 of them, descending: how often one row of each level is looked up, in
+            the mean.
+    """
+
+    table: TableSpec
+    lookups: Float64Array
+
+    @abstractmethod
+    def rows_by_bucket(self) -> Int64Array:
+        """int64 [levels, 256], rows of each level and bucket; together `num_embeddings`."""
+
+    @abstractmethod
+    def levels(self, first_row: int, end_row: int) -> UInt16Array:
+        """uint16 [end_row - first_row], the level of each row."""
+
+
+class RankedRows(RowHotness):
+    """Rows whose numbers are their ranks: row 0 is the hottest. Closed forms, no memory per row.
+
+    Args:
+        table: whose rows.
+        lookups_per_sample: of the whole table.
+        zipf: row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike.
+    """
+
+    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float = 0.0) -> None:
+        self.table = table
+        self._edges = _rank_edges(table.num_embeddings if zipf else 1)
+        self._edges[-1] = table.num_embeddings
+        mass = np.diff(power_law_sums(self._edges, zipf))
+        lookups = lookups_per_sample * mass / mass.sum() / np.diff(self._edges)
+        # Differences of sums are rounded; what is nearly alike must not seem to rise.
+        self.lookups = np.minimum.accumulate(lookups)
+
+    def rows_by_bucket(self) -> Int64Array:
+        """int64 [levels, 256], from how many rows below each edge a bucket has."""
+        rows, edges = self.table.num_embeddings, self._edges[:, None]
+        buckets = np.arange(NUM_BUCKETS, dtype=np.int64)
+        if self.table.bucketing == "hash":
+            below = np.maximum(edges - buckets + (NUM_BUCKETS - 1), 0) // NUM_BUCKETS
+        else:
+            shift = bucket_shift("range", rows)
+            below = np.clip(edges - (buckets << shift), 0, 1 << shift)
+        by_bucket: Int64Array = np.diff(below, axis=0)
+        return by_bucket
+
+    def levels(self, first_row: int, end_row: int) -> UInt16Array:
+        """uint16 [n], constant between edges."""
+        cuts = np.clip(self._edges, first_row, end_row)
+        return np.repeat(np.arange(cuts.size - 1, dtype=np.uint16), np.diff(cuts))
+
+
+class CountedRows(RowHotness):
+    """Rows with an access count each.
+
+    Args:
+        table: whose rows.
+        counts: uint32 [num_embeddings]; kept, not copied, so that they may be mapped, or estimates. Read twice, front
+            to back.
+
+    Raises:
+        InvalidBagsError: an array of another dtype or shape.
+    """
+
+    def __init__(self, table: TableSpec, counts: RowCounts) -> None:
+        if counts.dtype != np.uint32 or counts.shape != (table.num_embeddings,):
+            raise InvalidBagsError(
+                f"table {table.name!r}: access counts must be uint32 [{table.num_embeddings}], "
+                f"got {counts.dtype} {list(counts.shape)}"
+            )
+        self.table = table
+        self._counts = counts
+        by_key = np.zeros((_NUM_KEYS, NUM_BUCKETS), np.int64)
+        shift = bucket_shift(table.bucketing, table.num_embeddings)
+        for first in range(0, table.num_embeddings, _PIECE_ROWS):
+            end = min(first + _PIECE_ROWS, table.num_embeddings)
+            buckets = (np.arange(first, end, dtype=np.int64) >> shift) & (NUM_BUCKETS - 1)
+            flat = self._keys(first, end).astype(np.int64) * NUM_BUCKETS + buckets
+            by_key += np.bincount(flat, minlength=by_key.size).reshape(by_key.shape)
+        present = np.flatnonzero(by_key.any(axis=1))[::-1]
+        self._level_of_key = np.zeros(_NUM_KEYS, np.uint16)
+        self._level_of_key[present] = np.arange(present.size)
+        self._rows_by_bucket = by_key[present]
+        self.lookups = _count_of_key(present)
+
+    def rows_by_bucket(self) -> Int64Array:
+        """int64 [levels, 256], as counted."""
+        return self._rows_by_bucket
+
+    def levels(self, first_row: int, end_row: int) -> UInt16Array:
+        """uint16 [n], from the counts."""
+        return self._level_of_key[self._keys(first_row, end_row)]
+
+    def _keys(self, first_row: int, end_row: int) -> UInt32Array:
+        """0 for what was never looked up, else 1 and on: the count's exponent and first digits, ascending with it."""
+        keys: UInt32Array = self._counts[first_row:end_row].astype(np.float32).view(np.uint32)
+        keys >>= np.uint32(_DROPPED_BITS)
+        np.maximum(keys, np.uint32(_KEY_OF_ONE - 1), out=keys)
+        keys -= np.uint32(_KEY_OF_ONE - 1)
+        return keys
+
+
+@dataclass(frozen=True)
+class Hotness:
+    """What is known of how often the rows of a model are looked up. Made by `by_table` or `from_counts`.
+
+    Attributes:
+        counts: by table, uint32 [num_embeddings], all counted over the same batches.
+        lookups_per_sample: by table, for those without counts; by default the number of the table's features.
+        zipf: by table, for those without counts: the power law of its row numbers; by default 0, all alike.
+    """
+
+    counts: Mapping[str, RowCounts]
+    lookups_per_sample: Mapping[str, float]
+    zipf: Mapping[str, float]
+
+    @classmethod
+    def from_counts(cls, counts: Mapping[str, RowCounts], hotness_of_table: Mapping[str, float] | None = None) -> Self:
+        """From access counts by table, all of the same time; tables without are taken to be looked up uniformly.
+
+        How many samples the counts stand for follows from the tables with counts and their lookups per sample.
+        """
+        return cls(dict(counts), dict(hotness_of_table or {}), {})
+
+    @classmethod
+    def by_table(
+        cls,
+        layout: TableLayout,
+        hotness_of_table: Mapping[str, float] | None = None,
+        zipf: float | Mapping[str, float] | None = None,
+    ) -> Self:
+        """Without counts: tables rank by lookups per byte, and rows of a table by number.
+
+        Args:
+            layout: the tables.
+            hotness_of_table: lookups per sample of a table, all its features together; by default one a feature.
+            zipf: exponent of the power law that row numbers follow, of all tables or by table; None or 0: uniform.
+        """
+        if not isinstance(zipf, Mapping):
+            zipf = {} if not zipf else dict.fromkeys((table.name for table in layout.tables), zipf)
+        return cls({}, dict(hotness_of_table or {}), dict(zipf))
+
+    def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
+        """The levels of each table, in layout order.
+
+        Raises:
+            InvalidBagsError: counts of another dtype or shape, or a number that is negative or not finite.
+        """
+        counted = {
+            table.name: CountedRows(table, self.counts[table.name])
+            for table in layout.tables
+            if table.name in self.counts
+        }
+        samples = self._samples(tuple(counted.values()))
+        rows: list[RowHotness] = []
+        for table in layout.tables:
+            if table.name in counted:
+                rows.append(counted[table.name])
+            else:
+                zipf = _checked(table, "zipf", self.zipf.get(table.name, 0.0))
+                rows.append(RankedRows(table, samples * self._lookups(table), zipf))
+        return tuple(rows)
+
+    def _lookups(self, table: TableSpec) -> float:
+        lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))
+        return _checked(table, "lookups per sample", float(lookups))
+
+    def _samples(self, counted: Sequence[CountedRows]) -> float:
+        """How many samples the counts stand for: what makes them comparable with lookups per sample."""
+        lookups = sum(self._lookups(rows.table) for rows in counted)
+        total = sum(float(rows.rows_by_bucket().sum(axis=1) @ rows.lookups) for rows in counted)
+        return total / lookups if lookups and total else 1.0
+
+
+def power_law_sums(ranks: Int64Array, exponent: float) -> Float64Array:
+    """Sums of k ** -exponent over k = 1 .. r, for each r of `ranks`, int64 [n] and not negative: float64 [n].
+
+    The first 4,096 terms are added; beyond them the sum is the integral between half ranks (the midpoint rule), which
+    is within 1e-8 of each term's share.
+    """
+    first = np.concatenate([[0.0], np.cumsum(np.arange(1, _EXACT_RANKS + 1, dtype=np.float64) ** -exponent)])
+    sums: Float64Array = first[np.minimum(ranks, _EXACT_RANKS)]
+    begin = _EXACT_RANKS + 0.5
+    end = np.maximum(ranks, _EXACT_RANKS) + 0.5
+    if abs(exponent - 1) < 1e-9:
+        beyond = np.log(end / begin)
+    else:
+        beyond = (end ** (1 - exponent) - begin ** (1 - exponent)) / (1 - exponent)
+    sums[ranks > _EXACT_RANKS] += beyond[ranks > _EXACT_RANKS]
+    return sums
+
+
+def _rank_edges(num_rows: int) -> Int64Array:
+    """0, 1, 2, ... and then eight for each doubling, up to num_rows: int64, ascending, none twice."""
+    doublings = int(num_rows).bit_length() * _EDGES_PER_DOUBLING
+    edges = np.ceil(2.0 ** (np.arange(doublings + 1) / _EDGES_PER_DOUBLING)).astype(np.int64)
+    unique: Int64Array = np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))
+    return unique
+
+
+def _count_of_key(keys: Int64Array) -> Float64Array:
+    """The mean of the whole numbers that share a key: float64 [n]; 0 for key 0."""
+    bits = ((keys + (_KEY_OF_ONE - 1)) << _DROPPED_BITS).astype(np.uint32)
+    next_bits = ((keys + _KEY_OF_ONE) << _DROPPED_BITS).astype(np.uint32)
+    low, high = bits.view(np.float32).astype(np.float64), next_bits.view(np.float32).astype(np.float64)
+    mean: Float64Array = np.where(keys == 0, 0.0, (np.ceil(low) + np.maximum(np.ceil(high) - 1, np.ceil(low))) / 2)
+    return mean
+
+
+def _checked(table: TableSpec, what: str, value: float) -> float:
+    if not 0 <= value < np.inf:
+        raise InvalidBagsError(f"table {table.name!r}: {what} is {value}; it must be a finite number of at least 0")
+    return value

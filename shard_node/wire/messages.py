@@ -1,0 +1,335 @@
+"""What frames carry: requests, pooled blocks, node info and errors as typed arrays. No I/O, no pickle.
+
+A body is fields (fixed numbers, then text) and arrays:
+
+```
+u32 fields_bytes | u32 num_arrays | num_arrays array headers | fields | array data ...
+```
+
+An array header is `u16 dtype, u16 0, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and each
+array's data are padded to 8 bytes, so that arrays can be looked at where they were received. docs/wire-protocol.md
+is the whole format, with an example.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from loader.errors import ShardrankError
+from shard_node import errors
+from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.errors import RemoteError, ShardNodeError, WireError
+from shard_node.node import NodeInfo
+from shard_node.wire.frame import MAX_BUDGET_US, Body, Frame, FrameType, pack_header
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Array: TypeAlias = npt.NDArray[Any]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+# One block per group of tables, and no more than 4096 tables: what bounds the work of reading array headers.
+MAX_ARRAYS = 4096
+MAX_MODEL_BYTES = 256
+MAX_ERROR_MESSAGE_BYTES = 4096
+# Arrays up to this size are copied beside the header, into one buffer: cheaper than one more piece to write.
+SMALL_ARRAY_BYTES = 2048
+
+_INT32 = np.dtype("<i4")
+_INT64 = np.dtype("<i8")
+_FLOAT32 = np.dtype("<f4")
+_DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: _INT32, 2: _INT64, 3: _FLOAT32}
+_CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
+
+_BODY = struct.Struct("<II")
+_ARRAY = struct.Struct("<HHIQ")
+_POOL_FIELDS = struct.Struct("<Q")
+_ERROR_FIELDS = struct.Struct("<HHHH")
+_PADDING = bytes(8)
+
+_ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
+    found.kind: found
+    for found in vars(errors).values()
+    if isinstance(found, type) and issubclass(found, ShardNodeError) and found is not ShardNodeError
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """A POOL frame as it was received: arrays are views into the frame, not yet checked to describe bags.
+
+    Attributes:
+        model: the model's name.
+        version: the version whose rows are wanted.
+        keys: int32 [S].
+        bags_per_key: int32 or int64 [S].
+        offsets: int32 or int64 [B + 1].
+        values: int32 or int64 [n].
+        weights: float32 [n] or None.
+    """
+
+    model: str
+    version: int
+    keys: Int32Array
+    bags_per_key: npt.NDArray[np.integer[Any]]
+    offsets: npt.NDArray[np.integer[Any]]
+    values: npt.NDArray[np.integer[Any]]
+    weights: Float32Array | None
+
+    def bags(self) -> KeyedBags:
+        """The bags, narrow arrays widened to int64 and the others as they lie. Call `validate` on them."""
+        return KeyedBags(
+            self.keys,
+            self.bags_per_key.astype(np.int64, copy=False),
+            self.offsets.astype(np.int64, copy=False),
+            self.values.astype(np.int64, copy=False),
+            self.weights,
+        )
+
+
+def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags) -> list[Buffer]:
+    """A POOL frame as buffers to be written one after the other. They look into the bags' arrays: don't change those.
+
+    Args:
+        request_id: not 0, not in flight on this connection.
+        budget_us: microseconds until the answer is of no use; 0 for no limit. More than 71 minutes is cut to that.
+        model: the model's name.
+        version: the version whose rows are wanted.
+        bags: keys are tables, values are rows.
+
+    Raises:
+        WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text.
+        FrameTooLargeError: if the frame's length can't be stated.
+    """
+    if not 0 <= version < 2**64:
+        raise WireError(f"version {version} is not within 0..2^64-1")
+    arrays: list[Array] = [
+        np.ascontiguousarray(bags.keys, _INT32),
+        _narrowed(bags.bags_per_key),
+        _narrowed(bags.offsets),
+        _narrowed(bags.values),
+    ]
+    if bags.weights is not None:
+        arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
+    name = _utf8(model, "model")
+    if len(name) > MAX_MODEL_BYTES:
+        raise WireError(f"model has {len(name)} bytes, at most {MAX_MODEL_BYTES} are allowed")
+    fields = _POOL_FIELDS.pack(version) + name
+    return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US))
+
+
+def decode_pool(frame: Frame) -> PoolRequest:
+    """Reads a POOL frame.
+
+    Raises:
+        WireError: naming the field that is malformed.
+    """
+    fields, arrays = _decode(frame.body, "POOL")
+    if len(fields) < _POOL_FIELDS.size:
+        raise WireError(f"POOL fields have {len(fields)} bytes, at least {_POOL_FIELDS.size} are needed")
+    if len(fields) > _POOL_FIELDS.size + MAX_MODEL_BYTES:
+        raise WireError(
+            f"POOL model has {len(fields) - _POOL_FIELDS.size} bytes, at most {MAX_MODEL_BYTES} are allowed"
+        )
+    (version,) = _POOL_FIELDS.unpack_from(fields)
+    if len(arrays) not in (4, 5):
+        raise WireError(f"POOL num_arrays is {len(arrays)}, allowed are 4 (without weights) and 5")
+    return PoolRequest(
+        _text(fields[_POOL_FIELDS.size :], "POOL model"),
+        version,
+        _flat(arrays[0], "POOL keys", _INT32),
+        _flat(arrays[1], "POOL bags_per_key", _INT32, _INT64),
+        _flat(arrays[2], "POOL offsets", _INT32, _INT64),
+        _flat(arrays[3], "POOL values", _INT32, _INT64),
+        _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
+    )
+
+
+def encode_pooled(request_id: int, blocks: Sequence[Float32Array]) -> list[Buffer]:
+    """A POOLED frame: one block [rows, dim] per group. The buffers look into the blocks: don't change those.
+
+    Raises:
+        FrameTooLargeError: if the frame's length can't be stated.
+    """
+    return _encode(FrameType.POOLED, request_id, b"", [np.ascontiguousarray(block, _FLOAT32) for block in blocks])
+
+
+def decode_pooled(frame: Frame) -> list[Float32Array]:
+    """The blocks of a POOLED frame, float32 [rows, dim] each, as views into the frame.
+
+    Raises:
+        WireError: naming the field that is malformed.
+    """
+    fields, arrays = _decode(frame.body, "POOLED")
+    if len(fields):
+        raise WireError(f"POOLED fields have {len(fields)} bytes, none are allowed")
+    for number, array in enumerate(arrays):
+        if array.dtype != _FLOAT32 or array.ndim != 2:
+            raise WireError(f"POOLED block {number} is {array.ndim}-d {array.dtype}, it must be 2-d float32")
+    return arrays
+
+
+def encode_info(request_id: int) -> list[Buffer]:
+    """An INFO frame: asks what the node serves."""
+    return [pack_header(FrameType.INFO, request_id, 0)]
+
+
+def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
+    """An INFO_ANSWER frame: `NodeInfo` as JSON."""
+    return _encode(FrameType.INFO_ANSWER, request_id, info.model_dump_json().encode(), [])
+
+
+def decode_info_answer(frame: Frame) -> NodeInfo:
+    """Reads an INFO_ANSWER frame.
+
+    Raises:
+        WireError: naming the field that is malformed.
+    """
+    fields, arrays = _decode(frame.body, "INFO_ANSWER")
+    if arrays:
+        raise WireError(f"INFO_ANSWER num_arrays is {len(arrays)}, none are allowed")
+    try:
+        return NodeInfo.model_validate_json(bytes(fields))
+    except ValidationError as error:
+        raise WireError(f"INFO_ANSWER fields are not a NodeInfo: {error}") from error
+
+
+def encode_goaway() -> list[Buffer]:
+    """A GOAWAY frame: the node takes no new requests on this connection, those in flight will be answered."""
+    return [pack_header(FrameType.GOAWAY, 0, 0)]
+
+
+def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
+    """An ERROR frame. A message of more than 4096 bytes is cut."""
+    kind, grpc_status = error.kind.encode(), error.grpc_status.encode()
+    message = str(error).encode(errors="replace")[:MAX_ERROR_MESSAGE_BYTES]
+    fields = _ERROR_FIELDS.pack(error.http_status, len(kind), len(grpc_status), 0) + kind + grpc_status + message
+    return _encode(FrameType.ERROR, request_id, fields, [])
+
+
+def decode_error(frame: Frame) -> ShardNodeError:
+    """The error that an ERROR frame carries, as the class of its kind.
+
+    A kind that this release does not know becomes a RemoteError that names the kind.
+
+    Raises:
+        WireError: naming the field that is malformed.
+    """
+    fields, arrays = _decode(frame.body, "ERROR")
+    if arrays:
+        raise WireError(f"ERROR num_arrays is {len(arrays)}, none are allowed")
+    if len(fields) < _ERROR_FIELDS.size:
+        raise WireError(f"ERROR fields have {len(fields)} bytes, at least {_ERROR_FIELDS.size} are needed")
+    _, kind_bytes, grpc_bytes, _ = _ERROR_FIELDS.unpack_from(fields)
+    texts = fields[_ERROR_FIELDS.size :]
+    if kind_bytes + grpc_bytes > len(texts):
+        raise WireError(f"ERROR kind and grpc_status have {kind_bytes + grpc_bytes} bytes, {len(texts)} are there")
+    kind = _text(texts[:kind_bytes], "ERROR kind")
+    # Cutting a message at a number of bytes may split its last character.
+    message = bytes(texts[kind_bytes + grpc_bytes :]).decode(errors="replace")
+    known = _ERROR_OF_KIND.get(kind)
+    return RemoteError(f"{kind}: {message}") if known is None else known(message)
+
+
+def array_section_bytes(num_arrays: int) -> int:
+    """Bytes of a body without fields beside its arrays' data, at most: counts, array headers, padding."""
+    return _BODY.size + (_ARRAY.size + 8) * num_arrays
+
+
+def _narrowed(array: Int64Array) -> Array:
+    if array.nbytes <= SMALL_ARRAY_BYTES:
+        return np.ascontiguousarray(array, _INT64)
+    # The bitwise or of all numbers is non-negative and below 2^31 only if each of them is: one pass, no copy.
+    if array.size and not 0 <= int(np.bitwise_or.reduce(array)) < 2**31:
+        return np.ascontiguousarray(array, _INT64)
+    return array.astype(_INT32)
+
+
+def _padding(size: int) -> int:
+    return -size % 8
+
+
+def _encode(
+    frame_type: FrameType, request_id: int, fields: bytes, arrays: Sequence[Array], budget_us: int = 0
+) -> list[Buffer]:
+    """Header, fields and arrays as buffers: small arrays joined with what stands before them, large ones as views."""
+    sizes = [array.nbytes for array in arrays]
+    fields_end = _BODY.size + _ARRAY.size * len(arrays) + len(fields)
+    body_bytes = fields_end + _padding(fields_end) + sum(size + _padding(size) for size in sizes)
+    joined = bytearray(pack_header(frame_type, request_id, body_bytes, budget_us))
+    joined += _BODY.pack(len(fields), len(arrays))
+    for array in arrays:
+        width = array.shape[1] if array.ndim == 2 else 0
+        joined += _ARRAY.pack(_CODE_OF_DTYPE[array.dtype], 0, width, array.shape[0])
+    joined += fields
+    joined += _PADDING[: _padding(fields_end)]
+    buffers: list[Buffer] = [joined]
+    for array, size in zip(arrays, sizes, strict=True):
+        if size > SMALL_ARRAY_BYTES:
+            buffers.append(array.data.cast("B"))
+            joined = bytearray()
+            buffers.append(joined)
+        elif size:
+            joined += array.data.cast("B")
+        joined += _PADDING[: _padding(size)]
+    return [buffer for buffer in buffers if len(buffer)]
+
+
+def _decode(body: Body, what: str) -> tuple[memoryview, list[Array]]:
+    """Fields and arrays of a body, as views into it. Every number is checked before it is used."""
+    view = body.data
+    size = len(view)
+    if size < _BODY.size:
+        raise WireError(f"{what} body has {size} bytes, at least {_BODY.size} are needed")
+    fields_bytes, num_arrays = _BODY.unpack_from(view)
+    if num_arrays > MAX_ARRAYS:
+        raise WireError(f"{what} num_arrays is {num_arrays}, at most {MAX_ARRAYS} are allowed")
+    fields_start = _BODY.size + _ARRAY.size * num_arrays
+    if fields_start > size:
+        raise WireError(f"{what} num_arrays is {num_arrays}, their headers do not fit a body of {size} bytes")
+    fields_end = fields_start + fields_bytes
+    position = fields_end + _padding(fields_end)
+    if position > size:
+        raise WireError(f"{what} fields_bytes is {fields_bytes}, they do not fit a body of {size} bytes")
+    arrays = []
+    for number, (code, _, width, rows) in enumerate(_ARRAY.iter_unpack(view[_BODY.size : fields_start])):
+        dtype = _DTYPE_OF_CODE.get(code)
+        if dtype is None:
+            raise WireError(f"{what} array {number}: dtype {code} is none of {sorted(_DTYPE_OF_CODE)}")
+        # Python's integers do not overflow, so a count that is made up can't wrap around to a small one.
+        count = rows * (width or 1)
+        end = position + count * dtype.itemsize
+        end += -end % 8
+        if end > size:
+            raise WireError(f"{what} array {number}: {rows} rows of width {width} do not fit a body of {size} bytes")
+        array = np.frombuffer(body, dtype, count, position) if count else np.empty(0, dtype)
+        arrays.append(array.reshape(rows, width) if width else array)
+        position = end
+    if position != size:
+        raise WireError(f"{what} body has {size - position} bytes after its last array")
+    return view[fields_start:fields_end], arrays
+
+
+def _flat(array: npt.NDArray[Scalar], name: str, *allowed: np.dtype[Any]) -> npt.NDArray[Scalar]:
+    if array.ndim != 1 or array.dtype not in allowed:
+        raise WireError(f"{name} is {array.ndim}-d {array.dtype}, it must be 1-d {' or '.join(map(str, allowed))}")
+    return array
+
+
+def _utf8(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise WireError(f"{name} is not Unicode text: {error}") from error
+
+
+def _text(data: memoryview, name: str) -> str:
+    try:
+        return bytes(data).decode()
+    except UnicodeDecodeError as error:
+        raise WireError(f"{name} is not UTF-8: {error}") from error

@@ -1,0 +1,380 @@
+"""Every form of checkpoint, written by the library that owns it, becomes the same snapshot; unsafe ones are refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from loader.checkpoints.checkpoint import match_checkpoint, open_checkpoint
+from loader.checkpoints.distributed import check_chunks
+from loader.errors import CheckpointError
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.writer import export_snapshot
+from shardrank_testing.snapshots import make_spec, random_tables
+
+SPEC = make_spec()
+TABLES = random_tables(SPEC, seed=21)
+PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."
+DENSE = {"model.over_arch.0.weight": torch.randn(4, 7), "model.over_arch.0.bias": torch.randn(4)}
+
+
+def state_dict():
+    return {f"{PREFIX}{name}.weight": torch.from_numpy(rows) for name, rows in TABLES.items()} | DENSE
+
+
+def write_safetensors(folder):
+    save_file(state_dict(), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_sharded_safetensors(folder):
+    tensors = list(state_dict().items())
+    save_file(dict(tensors[:3]), folder / "model-00001-of-00002.safetensors")
+    save_file(dict(tensors[3:]), folder / "model-00002-of-00002.safetensors")
+    return folder
+
+
+def write_state_dict(folder):
+    torch.save(state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def write_nested_state_dict(folder):
+    nested = {name.removeprefix("model."): tensor for name, tensor in state_dict().items()}
+    torch.save({"epoch": 3, "lr": [0.1], "model": nested}, folder / "model.pth")
+    return folder / "model.pth"
+
+
+def write_distributed(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process is what we want
+        dcp.save(state_dict() | {"epoch": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+WRITERS = [
+    write_safetensors,
+    write_sharded_safetensors,
+    write_state_dict,
+    write_nested_state_dict,
+    write_distributed,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_form_of_checkpoint_becomes_the_same_snapshot(tmp_path, write):
+    checkpoint = open_checkpoint(write(tmp_path))
+    assert checkpoint.names() == sorted(state_dict())
+    rows, dense = match_checkpoint(checkpoint, SPEC)
+    assert set(dense) == set(DENSE)
+    path = export_snapshot(tmp_path / "store", SPEC, rows=rows, dense=dense, rows_per_file=256)
+    snapshot = Snapshot.open(path)
+    for table in SPEC.tables:
+        expected = codec_for(table.dtype, table.embedding_dim).encode(TABLES[table.name])
+        np.testing.assert_array_equal(snapshot.read_rows(table.name, 0, table.num_embeddings), expected)
+    read = snapshot.dense_tensors()
+    assert all(torch.equal(read[name], tensor) for name, tensor in DENSE.items())
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_shapes_and_tensors_are_read_by_name_and_unknown_names_are_refused(tmp_path, write):
+    checkpoint = open_checkpoint(write(tmp_path))
+    for name, tensor in state_dict().items():
+        assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert torch.equal(checkpoint.tensor(name), tensor)
+    for read in (checkpoint.shape, checkpoint.tensor, checkpoint.rows):
+        with pytest.raises(CheckpointError, match=r"no tensor 'absent'; it has \['model"):
+            read("absent")
+    with pytest.raises(CheckpointError, match=r"over_arch.0.bias"):
+        checkpoint.rows("model.over_arch.0.bias")
+
+
+@pytest.mark.parametrize("split", ["rows", "columns"])
+def test_a_table_saved_by_many_ranks_is_put_together_and_each_chunk_is_read_once(tmp_path, split, monkeypatch):
+    whole = TABLES["user"]  # 1000 x 16
+    path = save_as_ranks(tmp_path, whole, split)
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.tensor("w"), torch.from_numpy(whole))
+    source = checkpoint.rows("w")
+    read = []
+    original = checkpoint.read_part
+
+    def recorded(name, part):
+        read.append(tuple(part.offsets))
+        return original(name, part)
+
+    monkeypatch.setattr(checkpoint, "read_part", recorded)
+    blocks = [block for start in range(0, 1000, 64) for block in source.blocks(start, 64)]
+    np.testing.assert_array_equal(np.concatenate(blocks), whole)
+    assert read == ([(0, 0), (400, 0), (800, 0)] if split == "rows" else [(0, 0), (0, 6), (0, 12)])
+    np.testing.assert_array_equal(next(source.blocks(390, 20)), whole[390:410])
+
+
+def save_as_ranks(folder, whole, split, cuts=()):
+    """A checkpoint with one table in three chunks or those of `cuts`, by the library's own planner and writer."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+    size = torch.Size(whole.shape)
+    cuts = cuts or ([(0, 400), (400, 800), (800, 1000)] if split == "rows" else [(0, 6), (6, 12), (12, 16)])
+    parts = [
+        (start, 0, whole[start:stop]) if split == "rows" else (0, start, whole[:, start:stop]) for start, stop in cuts
+    ]
+    chunks = [ChunkStorageMetadata(torch.Size([row, column]), torch.Size(part.shape)) for row, column, part in parts]
+    properties = TensorProperties(dtype=torch.float32)
+
+    class RankPlanner(SavePlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            pass
+
+        def create_local_plan(self):
+            return SavePlan(
+                [
+                    WriteItem(
+                        MetadataIndex("w", chunk.offsets, index),
+                        WriteItemType.SHARD,
+                        tensor_data=TensorWriteData(chunk, properties, size),
+                    )
+                    for index, chunk in enumerate(chunks)
+                ]
+            )
+
+        def create_global_plan(self, all_plans):
+            return all_plans, Metadata({"w": TensorStorageMetadata(properties, size, chunks)})
+
+        def finish_plan(self, new_plan):
+            return new_plan
+
+        def resolve_data(self, write_item):
+            return torch.from_numpy(np.ascontiguousarray(parts[write_item.index.index][2]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save({}, checkpoint_id=folder / "ranks", planner=RankPlanner(), no_dist=True)
+    return folder / "ranks"
+
+
+@pytest.mark.parametrize(
+    ("split", "cuts", "message"),
+    [
+        ("rows", [(0, 400), (400, 800)], r"\[800:1000, 0:16\] is in none of its chunks"),
+        ("rows", [(100, 400), (400, 1000)], r"\[0:100, 0:16\] is in none of its chunks"),
+        ("columns", [(0, 6), (7, 16)], r"\[0:1000, 6:7\] is in none of its chunks"),
+        # As many elements as the table has, and yet row 0 to 99 twice and the last 100 rows never.
+        ("rows", [(0, 400), (300, 800), (800, 900)], r"\[300:400, 0:16\] is in 2 of its 3 chunks"),
+        ("columns", [(0, 8), (4, 12)], r"\[0:1000, 4:8\] is in 2 of its 2 chunks"),
+    ],
+)
+def test_chunks_that_leave_a_gap_or_overlap_are_refused_by_tensor_and_part(tmp_path, split, cuts, message):
+    checkpoint = open_checkpoint(save_as_ranks(tmp_path, TABLES["user"], split, cuts))
+    for read in (checkpoint.rows, checkpoint.tensor):
+        with pytest.raises(CheckpointError, match=rf"tensor 'w' \[1000, 16\]: the part {message}"):
+            read("w")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_scalars_empty_tensors_and_counters_come_back_with_their_type(tmp_path, write, monkeypatch):
+    small = {
+        "model.scalar": torch.tensor(1.5),
+        "model.empty": torch.zeros(0, 3),
+        "model.norm.num_batches_tracked": torch.tensor(7),
+        "model.half": torch.ones(2, dtype=torch.bfloat16),
+    }
+    monkeypatch.setitem(globals(), "DENSE", DENSE | small)
+    checkpoint = open_checkpoint(write(tmp_path))
+    for name, tensor in small.items():
+        read = checkpoint.tensor(name)
+        assert read.dtype == tensor.dtype
+        assert torch.equal(read, tensor)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
+    data=st.data(),
+)
+def test_chunks_pass_only_if_every_element_is_in_exactly_one(shape, data):
+    chunk = st.tuples(
+        *(
+            st.integers(0, size).flatmap(lambda a, s=size: st.tuples(st.just(a), st.integers(0, s - a)))
+            for size in shape
+        )
+    )
+    drawn = data.draw(st.lists(chunk, max_size=4))
+    if data.draw(st.booleans()) and shape:  # a split in two along one dim: the case that must pass
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        at = data.draw(st.integers(0, shape[dim]))
+        whole = [(0, size) for size in shape]
+        drawn = [(*whole[:dim], part, *whole[dim + 1 :]) for part in ((0, at), (at, shape[dim] - at))]
+    count = np.zeros(shape, int)
+    for spans in drawn:
+        count[tuple(slice(start, start + size) for start, size in spans)] += 1
+    chunks = [(tuple(start for start, _ in spans), tuple(size for _, size in spans)) for spans in drawn]
+    if (count == 1).all():
+        check_chunks("w", shape, chunks)
+    else:
+        with pytest.raises(CheckpointError, match="w"):
+            check_chunks("w", shape, chunks)
+
+
+@pytest.mark.parametrize("chunk", [((0, 0), (4, 3)), ((-1, 0), (3, 2)), ((0, 0), (-3, -2)), ((0,), (3,))])
+def test_a_chunk_outside_of_its_tensor_is_refused(chunk):
+    with pytest.raises(CheckpointError, match=r"w: chunk at .* is not inside its shape \[3, 2\]"):
+        check_chunks("w", (3, 2), [chunk])
+
+
+class RunsCode:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_state_dict_with_a_pickled_object_is_refused_and_its_code_not_run(tmp_path):
+    torch.save({"w": torch.zeros(2), "extra": RunsCode(tmp_path / "ran")}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model.pt: holds objects other than tensors"):
+        open_checkpoint(tmp_path / "model.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_distributed_metadata_with_a_pickled_object_is_refused_and_its_code_not_run(tmp_path):
+    path = write_distributed(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*mkdir is no part of checkpoint metadata"):
+        open_checkpoint(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_distributed_metadata_that_points_outside_its_folder_is_refused(tmp_path):
+    path = write_distributed(tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../elsewhere.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'../elsewhere.distcp' is not a plain file name"):
+        open_checkpoint(path)
+
+
+def test_distributed_files_that_are_damaged_or_missing_are_refused(tmp_path):
+    path = write_distributed(tmp_path)
+    data = next(path.glob("*.distcp"))
+    name = f"{PREFIX}user.weight"
+    os.truncate(data, data.stat().st_size // 50)
+    with pytest.raises(CheckpointError, match="can't be read"):
+        open_checkpoint(path).tensor(name)
+    data.unlink()
+    with pytest.raises(CheckpointError, match="can't be read"):
+        open_checkpoint(path).tensor(name)
+    (path / ".metadata").write_bytes(b"\x80\x04nonsense")
+    with pytest.raises(CheckpointError, match="not the metadata"):
+        open_checkpoint(path)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.safetensors").write_text("not safetensors")
+    (tmp_path / "text.pt").write_text("not a zip")
+    (tmp_path / "model.onnx").write_text("x")
+    torch.save([torch.zeros(1)], tmp_path / "list.pt")
+    torch.save({"w": torch.zeros(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({"w": torch.zeros(1)}, tmp_path / "empty" / "a.safetensors")
+    save_file({"w": torch.zeros(1)}, tmp_path / "empty" / "b.safetensors")
+    for name, message in {
+        "absent": "no such file or folder",
+        "empty": "is in both",
+        "text.safetensors": "can't be read as safetensors",
+        "text.pt": "text.pt",
+        "model.onnx": "must end in one of .safetensors, .pt",
+        "list.pt": "holds a list",
+        "old.pt": "zip format",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path / name)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(CheckpointError, match=r"neither .safetensors files"):
+        open_checkpoint(tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "embedding_bags.{}.weight",
+        "module.model.ec.embeddings.{}.weight",
+        "{}.weight",
+        "net.{}.weight",
+        "tables.{}",
+        "net.tables.{}",
+    ],
+)
+def test_keys_of_torchrec_and_of_plain_modules_are_understood(tmp_path, key):
+    tensors = {key.format(name): torch.from_numpy(rows) for name, rows in TABLES.items()}
+    save_file(tensors | {"head.weight": torch.zeros(2)}, tmp_path / "m.safetensors")
+    rows, dense = match_checkpoint(open_checkpoint(tmp_path / "m.safetensors"), SPEC)
+    assert {name: (source.num_embeddings, source.embedding_dim) for name, source in rows.items()} == {
+        name: table.shape for name, table in TABLES.items()
+    }
+    assert list(dense) == ["head.weight"]
+
+
+def matched(tmp_path, changes, **arguments):
+    tensors = {name: tensor for name, tensor in (state_dict() | changes).items() if tensor is not None}
+    save_file(tensors, tmp_path / "m.safetensors")
+    return match_checkpoint(open_checkpoint(tmp_path / "m.safetensors"), SPEC, **arguments)
+
+
+def test_a_dense_prefix_chooses_the_dense_model_and_is_cut_off(tmp_path):
+    changes = {"optimizer.step": torch.zeros(1), f"{PREFIX}unused.weight": torch.zeros(2, 2)}
+    _, dense = matched(tmp_path, changes, dense_prefix="model.over_arch.")
+    assert set(dense) == {"0.weight", "0.bias"}
+
+
+def test_a_key_given_by_hand_wins(tmp_path):
+    changes = {f"{PREFIX}user.weight": None, "users_by_another_name": torch.from_numpy(TABLES["user"])}
+    rows, _ = matched(tmp_path, changes, table_keys={"user": "users_by_another_name"})
+    np.testing.assert_array_equal(next(rows["user"].blocks(0, 1000)), TABLES["user"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        (
+            {f"{PREFIX}user.weight": None},
+            {},
+            r"table 'user': no key ends in any of .*keys of its shape \[1000, 16\]: \[\]",
+        ),
+        (
+            {f"{PREFIX}user.weight": None, "x": torch.zeros(1000, 16)},
+            {},
+            r"table 'user': .*keys of its shape \[1000, 16\]: \['x'\]",
+        ),
+        ({"other.embeddings.user.weight": torch.zeros(1000, 16)}, {}, "table 'user': ambiguous, may be any of"),
+        ({f"{PREFIX}user.weight": torch.zeros(1001, 16)}, {}, r"is \[1001, 16\], the spec says \[1000, 16\]"),
+        ({f"{PREFIX}more.weight": torch.zeros(3, 2)}, {}, "looks like a table, but the spec has none 'more'"),
+        ({}, {"dense_prefix": "absent."}, "dense_prefix 'absent.': no key below it"),
+        ({}, {"table_keys": {"absent": "x"}}, r"table_keys: unknown tables \['absent'\]"),
+        ({}, {"table_keys": {"user": "x"}}, "has no tensor 'x'"),
+        ({}, {"table_keys": {"film": f"{PREFIX}user.weight"}}, "tables 'user' and 'film' both match"),
+    ],
+)
+def test_missing_ambiguous_and_misshapen_tables_are_refused_with_their_candidates(
+    tmp_path, changes, arguments, message
+):
+    with pytest.raises(CheckpointError, match=message):
+        matched(tmp_path, changes, **arguments)

@@ -1,0 +1,195 @@
+"""Access counts: through an export and back, from disk, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.errors import ExportError, SnapshotCorruptError
+from loader.snapshot.access_counts import access_count_tensors, read_access_counts
+from loader.snapshot.publishing import _put_in_store
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.verify import verify_snapshot
+from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
+
+COUNTS_PATH = "tables/items/access-counts.safetensors"
+
+
+def counts_of(num_rows, seed=0):
+    return np.random.default_rng(seed).integers(0, 2**32, num_rows, np.uint32)
+
+
+@pytest.fixture
+def snapshot_path(tmp_path):
+    return write_snapshot(tmp_path, one_table_spec(300), access_counts={"items": counts_of(300)})[0]
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64, np.int32, ">u4"])
+def test_counts_come_back_in_row_order(tmp_path, dtype):
+    counts = counts_of(300) >> np.uint32(1)
+    path, _ = write_snapshot(tmp_path, one_table_spec(300), access_counts={"items": counts.astype(dtype)})
+    read = Snapshot.open(path).access_counts("items")
+    assert read.dtype == np.uint32
+    assert not read.flags.writeable
+    np.testing.assert_array_equal(read, counts)
+
+
+def test_tables_without_counts_have_none(tmp_path):
+    counts = {"film": counts_of(777), "tag": counts_of(257, 1)}
+    path, _ = write_snapshot(tmp_path, make_spec(), access_counts=counts)
+    snapshot = Snapshot.open(path)
+    for table in snapshot.spec.tables:
+        read = snapshot.access_counts(table.name)
+        assert (read is None) == (table.name not in counts)
+        if read is not None:
+            np.testing.assert_array_equal(read, counts[table.name])
+    with pytest.raises(KeyError):
+        snapshot.access_counts("nobody")
+
+
+def test_a_manifest_from_before_there_were_access_counts_is_read(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(300))
+
+    def without(manifest):
+        for table in manifest["tables"]:
+            del table["access_counts"]
+
+    rewrite_manifest(path, without)
+    assert Snapshot.open(path).access_counts("items") is None
+
+
+def test_counts_are_verified_and_published_with_the_other_files(tmp_path, snapshot_path):
+    report = verify_snapshot(snapshot_path)
+    assert report.ok
+    assert COUNTS_PATH in [file.path for file in report.files]
+    store = tmp_path / "other-store"
+    target, copied = _put_in_store(Snapshot.open(snapshot_path), store, 1, lambda *told: None)
+    assert copied
+    np.testing.assert_array_equal(Snapshot.open(target).access_counts("items"), counts_of(300))
+
+
+@pytest.mark.parametrize(("files", "is_checked"), [("all", True), ("rows", True), ("other", False)])
+def test_a_bit_flip_is_refused_by_who_places_rows(snapshot_path, files, is_checked):
+    file = snapshot_path / COUNTS_PATH
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 4
+    file.write_bytes(content)
+    if not is_checked:
+        Snapshot.open(snapshot_path, files=files)
+        return
+    with pytest.raises(SnapshotCorruptError, match=r"access-counts\.safetensors: SHA-256 is"):
+        Snapshot.open(snapshot_path, files=files)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"counts": counts_of(299)}, r"'counts' is U32 \[299\], expected U32 \[300\]"),
+        ({"counts": counts_of(300).astype(np.int64)}, r"'counts' is I64 \[300\], expected U32 \[300\]"),
+        ({"count": counts_of(300)}, "has no tensor 'counts'"),
+        ({"counts": counts_of(300), "more": counts_of(1)}, r"has the tensors \['more'\] besides"),
+    ],
+)
+def test_a_file_that_is_not_of_the_table_is_refused_even_unverified(snapshot_path, tensors, message):
+    safetensors.numpy.save_file(tensors, snapshot_path / COUNTS_PATH)
+    restate_file(snapshot_path, COUNTS_PATH)
+    with pytest.raises(SnapshotCorruptError, match=message):
+        Snapshot.open(snapshot_path, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (np.zeros(299, np.uint32), r"expected integers \[300\], got uint32 \[299\]"),
+        (np.zeros((300, 1), np.uint32), r"got uint32 \[300, 1\]"),
+        (np.zeros(300), r"got float64 \[300\]"),
+        (np.zeros(300, bool), r"got bool \[300\]"),
+        (np.arange(300) - 1, r"row 0 has -1, which is not in \[0, 2\^32\)"),
+        (np.where(np.arange(300) == 7, 2**32, 0), "row 7 has 4294967296, which is not"),
+        (np.full(300, 2**64 - 1, np.uint64), "row 0 has 18446744073709551615"),
+    ],
+)
+def test_what_is_no_count_of_each_row_is_refused_at_export(tmp_path, counts, message):
+    with pytest.raises(ExportError, match=f"table 'items': access counts: .*{message}"):
+        write_snapshot(tmp_path, one_table_spec(300), access_counts={"items": counts})
+
+
+def test_counts_of_an_unknown_table_are_refused_at_export(tmp_path):
+    with pytest.raises(ExportError, match=r"access_counts: .* unknown \['users'\]"):
+        write_snapshot(tmp_path, one_table_spec(300), access_counts={"users": counts_of(300)})
+
+
+@given(counts=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_any_counts_are_kept_as_they_are(counts):
+    tensors = access_count_tensors(one_table_spec(len(counts)).tables[0], np.array(counts))
+    assert tensors["counts"].tolist() == counts
+
+
+def test_a_folder_of_arrays_is_read(tmp_path):
+    np.save(tmp_path / "film.npy", counts_of(777))
+    np.save(tmp_path / "city.npy", np.arange(300))
+    (tmp_path / "notes.txt").write_text("not an array")
+    found = read_access_counts(tmp_path, make_spec())
+    assert sorted(found) == ["city", "film"]
+    np.testing.assert_array_equal(found["film"], counts_of(777))
+
+
+def test_a_file_of_dense_and_sparse_counts_is_read(tmp_path):
+    file = tmp_path / "counts.safetensors"
+    sparse = {"city/rows": np.array([299, 4], np.int64), "city/counts": np.array([7, 2**32 - 1], np.uint32)}
+    safetensors.numpy.save_file({"film": counts_of(777), **sparse}, file)
+    found = read_access_counts(file, make_spec())
+    assert sorted(found) == ["city", "film"]
+    np.testing.assert_array_equal(found["film"], counts_of(777))
+    expected = np.zeros(300, np.uint32)
+    expected[[299, 4]] = 7, 2**32 - 1
+    np.testing.assert_array_equal(found["city"], expected)
+
+
+ROWS, SEEN = np.array([1, 2], np.int64), np.array([5, 6], np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"nobody": SEEN}, r"access counts of \['nobody'\]; the model's tables are"),
+        ({"nobody/rows": ROWS, "nobody/counts": SEEN}, "'nobody', which is no table of the model"),
+        ({"city/counts": SEEN}, "has 'city/counts' without the rows that it is of"),
+        ({"city/rows": ROWS}, "table 'city': rows and counts are not whole numbers"),
+        ({"city/rows": ROWS, "city/counts": SEEN[:1]}, "table 'city': rows and counts are not"),
+        ({"city/rows": ROWS, "city/counts": ROWS}, "table 'city': rows and counts are not"),
+        ({"city/rows": SEEN.astype(np.float32), "city/counts": SEEN}, "table 'city': rows and counts are not"),
+        ({"city/rows": ROWS - 2, "city/counts": SEEN}, "table 'city': rows from -1 to 0; num_embeddings is 300"),
+        ({"city/rows": ROWS + 298, "city/counts": SEEN}, "table 'city': rows from 299 to 300"),
+        ({"city/rows": ROWS * 0 + 4, "city/counts": SEEN}, "table 'city': a row is there twice"),
+        ({"city": np.zeros(1001, np.uint32)}, "a tensor of 1001 numbers; the largest table has 1000 rows"),
+    ],
+)
+def test_a_file_of_counts_that_fit_no_table_is_refused(tmp_path, tensors, message):
+    file = tmp_path / "counts.safetensors"
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(ExportError, match=message):
+        read_access_counts(file, make_spec())
+
+
+def test_a_folder_or_file_without_counts_is_refused(tmp_path):
+    with pytest.raises(ExportError, match=r"no access counts; expected <table>.npy"):
+        read_access_counts(tmp_path, make_spec())
+    for content in (b"nothing", b""):
+        (tmp_path / "film.npy").write_bytes(content)
+        with pytest.raises(ExportError, match=r"film.npy: not an array that can be read: (?!.*pickle)"):
+            read_access_counts(tmp_path, make_spec())
+    (tmp_path / "counts").write_text(json.dumps({"film": 1}))
+    with pytest.raises(ExportError, match="counts: "):
+        read_access_counts(tmp_path / "counts", make_spec())
+
+
+def test_pickles_in_arrays_are_not_read(tmp_path):
+    np.save(tmp_path / "film.npy", np.array([None]), allow_pickle=True)
+    with pytest.raises(ExportError, match=r"film.npy: not an array that can be read"):
+        read_access_counts(tmp_path, make_spec())

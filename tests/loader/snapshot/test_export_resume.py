@@ -1,0 +1,345 @@
+"""An export that dies leaves no version, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from loader.checkpoints.checkpoint import open_checkpoint
+from loader.errors import ExportError
+from loader.snapshot import store
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import SafetensorsRows, rows_from_blocks, rows_of
+from loader.snapshot.store import Store, fsync_path
+from loader.snapshot.writer import export_snapshot
+from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
+
+SPEC = make_spec()
+TABLES = random_tables(SPEC, seed=11)
+# user 4, film 4, genre 1, tag 2, city 2: the order in which they are written
+NUM_ROW_FILES = 13
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+class TrainingDiedError(Exception):
+    """Stands for whatever ends a training job."""
+
+
+class Rows:
+    """A source over an array that can end the export at its n-th request, and remembers what was asked."""
+
+    def __init__(self, rows, requests, fail_at):
+        self.num_embeddings, self.embedding_dim = rows.shape
+        self._rows, self._requests, self._fail_at = rows, requests, fail_at
+
+    def blocks(self, first_row, max_rows):
+        if len(self._requests) == self._fail_at:
+            raise TrainingDiedError
+        self._requests.append(first_row)
+        yield self._rows[first_row : first_row + max_rows]
+
+
+def export(store, fail_at=None, spec=SPEC, dense_value=0.0, clock=lambda: datetime(2024, 1, 1, tzinfo=UTC)):
+    """Exports with files of 256 rows; gives how many files were asked of the sources."""
+    requests = []
+    sources = {name: Rows(rows, requests, fail_at) for name, rows in TABLES.items()}
+    dense = {"weight": torch.full((2,), dense_value)}
+    with contextlib.suppress(TrainingDiedError):
+        export_snapshot(store, spec, rows=sources, dense=dense, version=1, rows_per_file=256, clock=clock)
+    return len(requests)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    store = tmp_path_factory.mktemp("whole")
+    assert export(store) == NUM_ROW_FILES
+    return contents(store)
+
+
+@pytest.mark.parametrize("fail_at", range(NUM_ROW_FILES))
+def test_an_export_interrupted_at_any_file_resumes_and_reads_only_what_is_missing(tmp_path, whole, fail_at):
+    assert export(tmp_path, fail_at) == fail_at
+    assert Store(tmp_path).versions("films") == []
+    assert export(tmp_path) == NUM_ROW_FILES - fail_at
+    assert contents(tmp_path) == whole
+
+
+def test_an_export_interrupted_before_its_manifest_resumes_without_reading_any_row(tmp_path, whole):
+    def dies():
+        raise TrainingDiedError
+
+    assert export(tmp_path, clock=dies) == NUM_ROW_FILES
+    assert Store(tmp_path).versions("films") == []
+    assert export(tmp_path) == 0
+    assert contents(tmp_path) == whole
+
+
+def test_an_interrupted_export_can_be_interrupted_again_and_again(tmp_path, whole):
+    assert [export(tmp_path, fail_at=3) for _ in range(5)] == [3, 3, 3, 3, 1]
+    assert contents(tmp_path) == whole
+
+
+def test_a_finished_file_that_was_damaged_is_written_again_and_others_are_kept(tmp_path, whole, caplog):
+    export(tmp_path, fail_at=10)
+    files = tmp_path / "films" / ".export-1" / "snapshot" / "tables"
+    flipped = bytearray((files / "user" / "rows-00001-of-00004.safetensors").read_bytes())
+    flipped[-5] ^= 4
+    (files / "user" / "rows-00001-of-00004.safetensors").write_bytes(flipped)
+    os.truncate(files / "film" / "rows-00000-of-00004.safetensors", 100)
+    (files / "genre" / "rows-00000-of-00001.safetensors").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert export(tmp_path) == NUM_ROW_FILES - 10 + 3
+    assert len(caplog.records) == 3
+    assert contents(tmp_path) == whole
+
+
+def test_what_a_killed_run_left_in_mid_file_is_overwritten(tmp_path, whole):
+    export(tmp_path, fail_at=2)
+    work = tmp_path / "films" / ".export-1"
+    (work / "snapshot" / "tables" / "user" / "rows-00002-of-00004.safetensors").write_bytes(b"half a fi")
+    (work / "snapshot" / "tables" / "user" / "stray.tmp").write_bytes(b"x")
+    with (work / "export-state.jsonl").open("a") as journal:
+        journal.write('{"path": "tables/user/rows-00002-of-0')
+    assert export(tmp_path) == NUM_ROW_FILES - 2
+    assert contents(tmp_path) == whole
+
+
+@pytest.mark.parametrize("change", ["spec", "dense", "journal"])
+def test_an_export_of_other_inputs_starts_over_and_says_so(tmp_path, caplog, change):
+    export(tmp_path, fail_at=5)
+    spec, dense_value = SPEC, 0.0
+    if change == "spec":
+        spec = SPEC.model_copy(update={"dense_inputs": SPEC.dense_inputs.model_copy(update={"context": 9})})
+    elif change == "dense":
+        dense_value = 1.0
+    else:
+        (tmp_path / "films" / ".export-1" / "export-state.jsonl").write_text("not a journal\n")
+    with caplog.at_level(logging.WARNING):
+        assert export(tmp_path, spec=spec, dense_value=dense_value) == NUM_ROW_FILES
+    assert "starting over" in caplog.text
+    assert Snapshot.open(tmp_path / "films" / "1").spec == spec
+
+
+def as_array(folder, name, rows):
+    return rows_of(rows)
+
+
+def as_memmap(folder, name, rows):
+    rows.tofile(folder / name)
+    return rows_of(np.memmap(folder / name, np.float32, "r", shape=rows.shape))
+
+
+def as_safetensors(folder, name, rows):
+    save_file({"w": torch.from_numpy(rows)}, folder / f"{name}.safetensors")
+    return SafetensorsRows(folder / f"{name}.safetensors", "w")
+
+
+def as_state_dict(folder, name, rows):
+    torch.save({"w": torch.from_numpy(rows)}, folder / f"{name}.pt")
+    return open_checkpoint(folder / f"{name}.pt").rows("w")
+
+
+def as_distributed(folder, name, rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process is what we want
+        dcp.save({"w": torch.from_numpy(rows)}, checkpoint_id=folder / name, no_dist=True)
+    return open_checkpoint(folder / name).rows("w")
+
+
+@pytest.mark.parametrize("make", [as_array, as_memmap, as_safetensors, as_state_dict, as_distributed])
+def test_rows_of_another_training_run_start_over_though_the_dense_model_is_the_same(tmp_path, caplog, make):
+    spec = one_table_spec(5000, 4, dtype="fp32")
+    rows = random_tables(spec, seed=2)["items"]
+    first = make(tmp_path, "first", rows)
+    rows = rows.copy()
+    rows[2500] += 1  # no row that the sample of an array in memory has
+    rows[-1] += 1 if make is as_array else 0
+    second = make(tmp_path, "second", rows)
+
+    def dies():
+        raise TrainingDiedError
+
+    def run(source, clock=lambda: datetime(2024, 1, 1, tzinfo=UTC)):
+        dense = {"weight": torch.zeros(1)}
+        return export_snapshot(tmp_path, spec, rows={"items": source}, dense=dense, version=1, clock=clock)
+
+    for source in (first, first, second):
+        with caplog.at_level(logging.INFO, logger="loader"), pytest.raises(TrainingDiedError):
+            run(source, dies)
+    own = [record.message for record in caplog.records if record.name == "loader.snapshot.store"]
+    assert [("resuming" in message, "starting over" in message) for message in own] == [(True, False), (False, True)]
+    stored = Snapshot.open(run(second)).read_rows("items", 0, 5000)
+    np.testing.assert_array_equal(stored.view("<f4"), rows)
+
+
+def test_rows_that_contain_another_delta_start_over(tmp_path, caplog):
+    def run(last_delta, clock):
+        rows = {name: Rows(rows, [], None) for name, rows in TABLES.items()}
+        export_snapshot(tmp_path, SPEC, rows=rows, dense={}, last_delta=last_delta, clock=clock)
+
+    def dies():
+        raise TrainingDiedError
+
+    for last_delta in (4, 5):
+        with caplog.at_level(logging.WARNING), pytest.raises(TrainingDiedError):
+            run(last_delta, dies)
+    assert "starting over" in caplog.text
+
+
+def test_an_iterator_is_read_through_finished_files_and_the_result_is_the_same(tmp_path):
+    spec = one_table_spec(1000, 4)
+    rows = random_tables(spec, seed=2)["items"]
+
+    def run(store, fail_after=None):
+        def blocks():
+            for start in range(0, 1000, 90):
+                if start == fail_after:
+                    raise TrainingDiedError
+                yield rows[start : start + 90]
+
+        source = rows_from_blocks(blocks(), 1000, 4)
+        clock = lambda: datetime(2024, 1, 1, tzinfo=UTC)  # noqa: E731
+        dense = {"weight": torch.zeros(1)}
+        export_snapshot(store, spec, rows={"items": source}, dense=dense, rows_per_file=256, clock=clock)
+
+    with pytest.raises(TrainingDiedError):
+        run(tmp_path / "a", fail_after=630)
+    journal = (tmp_path / "a" / "small" / ".export-1" / "export-state.jsonl").read_text().splitlines()
+    assert [json.loads(line)["path"] for line in journal[1:]] == [
+        "tables/items/rows-00000-of-00004.safetensors",
+        "tables/items/rows-00001-of-00004.safetensors",
+    ]
+    run(tmp_path / "a")
+    run(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+KILLED_EXPORT = """
+    import os, signal, sys
+    from datetime import UTC, datetime
+    import torch
+    from loader.snapshot.row_source import rows_from_blocks
+    from loader.snapshot.writer import export_snapshot
+    from shardrank_testing.snapshots import one_table_spec, random_tables
+
+    store, kill_at = sys.argv[1], sys.argv[2]
+    spec = one_table_spec(1000, 4)
+    rows = random_tables(spec, seed=2)["items"]
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def blocks():
+        for start in range(0, 1000, 100):
+            if str(start) == kill_at:
+                kill()
+            yield rows[start : start + 100]
+
+    def clock():
+        if kill_at == "manifest":
+            kill()
+        return datetime(2024, 1, 1, tzinfo=UTC)
+
+    export_snapshot(
+        store, spec, rows={"items": rows_from_blocks(blocks(), 1000, 4)}, dense={"weight": torch.zeros(1)},
+        rows_per_file=256, clock=clock,
+    )
+"""
+
+
+def test_a_killed_process_leaves_no_version_and_the_next_one_finishes_its_work(tmp_path):
+    def run(store, kill_at):
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(KILLED_EXPORT), str(store), kill_at],
+            env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+            check=False,
+            timeout=100,
+        ).returncode
+
+    for kill_at in ("0", "300", "700", "manifest"):
+        assert run(tmp_path / "killed", kill_at) == -signal.SIGKILL
+        assert Store(tmp_path / "killed").versions("small") == []
+    assert run(tmp_path / "killed", "never") == 0
+    assert run(tmp_path / "whole", "never") == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    Snapshot.open(tmp_path / "killed" / "small" / "1")
+
+
+def test_every_folder_above_a_first_version_is_durable_before_the_version_is_there(tmp_path, monkeypatch):
+    synced = []
+
+    def record(path):
+        synced.append((path, (tmp_path / "a/b/store/films/1").exists()))
+        fsync_path(path)
+
+    monkeypatch.setattr(store, "fsync_path", record)
+    export(tmp_path / "a" / "b" / "store")
+    made = [tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/store", tmp_path / "a/b/store/films"]
+    assert [path for path, _ in synced[:5]] == made
+    assert synced[-1] == (tmp_path / "a/b/store/films", True)
+    assert not any(published for _, published in synced[:-1])
+    synced.clear()
+    export_snapshot(
+        tmp_path / "a/b/store", SPEC, rows={n: Rows(r, [], None) for n, r in TABLES.items()}, dense={}, version=2
+    )
+    assert tmp_path / "a/b/store" not in [path for path, _ in synced]  # it was durable already
+
+
+def test_two_exports_of_one_version_do_not_mix(tmp_path):
+    export(tmp_path, fail_at=1)
+    with (tmp_path / "films" / ".export-1" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ExportError, match="another export works in"):
+            export(tmp_path)
+    assert export(tmp_path) == NUM_ROW_FILES - 1
+
+
+def test_an_export_that_died_while_cleaning_up_is_cleaned_up_by_the_next(tmp_path):
+    export(tmp_path)
+    leftover = tmp_path / "films" / ".export-1"
+    leftover.mkdir()
+    (leftover / "export-state.jsonl").write_text("")
+    export_snapshot(
+        tmp_path, SPEC, rows={name: Rows(rows, [], None) for name, rows in TABLES.items()}, dense={}, version=2
+    )
+    assert sorted(path.name for path in (tmp_path / "films").iterdir()) == ["1", "2"]
+
+
+def test_a_disk_that_takes_no_more_is_a_typed_error_and_the_export_can_go_on(tmp_path, whole):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))  # a full file of table `user` has more
+    try:
+        with pytest.raises(ExportError, match="export of 'films' version 1"):
+            export(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert Store(tmp_path).versions("films") == []
+    export(tmp_path)
+    assert contents(tmp_path) == whole
+
+
+def test_a_store_that_cannot_be_written_is_a_typed_error(tmp_path):
+    (tmp_path / "films").write_text("a file where the model's folder should be")
+    with pytest.raises(ExportError, match="export of 'films' version 1"):
+        export(tmp_path)

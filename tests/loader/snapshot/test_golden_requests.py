@@ -1,0 +1,95 @@
+"""Golden requests: what fits a spec, and one request cut out of many."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from loader.errors import ExportError
+from loader.snapshot.golden import GoldenRequests
+from shardrank_testing.snapshots import make_spec, random_golden
+
+SPEC = make_spec()
+
+
+def test_requests_that_fit_their_spec_pass_and_survive_being_stored():
+    for seed in range(5):
+        golden = random_golden(SPEC, seed, num_requests=1 + seed)
+        golden.check(SPEC)
+        back = GoldenRequests.from_tensors(golden.to_tensors())
+        back.check(SPEC)
+        assert back.to_tensors().keys() == golden.to_tensors().keys()
+
+
+def test_one_request_is_its_own_bags_and_all_of_them_make_the_whole():
+    golden = random_golden(SPEC, seed=3, num_requests=7)
+    parts = [golden.request(index) for index in range(7)]
+    for part in parts:
+        part.check(SPEC)
+        assert part.num_requests == 1
+    for name, whole in golden.to_tensors().items():
+        np.testing.assert_array_equal(np.concatenate([part.to_tensors()[name] for part in parts]), whole)
+    with pytest.raises(IndexError, match="golden request 7 of 7"):
+        golden.request(7)
+
+
+def test_one_request_is_right_when_every_request_has_one_candidate():
+    golden = random_golden(SPEC, seed=1, num_requests=4)
+    single = GoldenRequests(
+        num_candidates=np.ones(4, np.int32),
+        lengths={f.name: np.array([1, 0, 2, 1], np.int32) for f in SPEC.features},
+        values={f.name: np.arange(4, dtype=np.int64) for f in SPEC.features},
+        weights={f.name: np.arange(4, dtype=np.float32) for f in SPEC.features if f.weighted},
+        context_dense=golden.context_dense[:4],
+        candidate_dense=np.zeros((4, 3), np.float32),
+        scores=np.arange(4, dtype=np.float32),
+    )
+    single.check(SPEC)
+    assert single.request(2).values["user"].tolist() == [1, 2]
+    assert single.request(2).values["film"].tolist() == [1, 2]
+    assert single.request(2).weights["tag"].tolist() == [1.0, 2.0]
+
+
+def change(field, **features):
+    """A function that replaces some features' arrays in one per-feature field."""
+    return lambda golden: {field: {**getattr(golden, field), **{k: make(golden) for k, make in features.items()}}}
+
+
+@pytest.mark.parametrize(
+    ("replace", "message"),
+    [
+        (lambda g: {"num_candidates": g.num_candidates.astype(np.int64)}, "num_candidates"),
+        (lambda g: {"num_candidates": np.array([], np.int32)}, "num_candidates"),
+        (lambda g: {"num_candidates": np.array([0, 1, 1], np.int32)}, "num_candidates"),
+        (lambda g: {"scores": g.scores[:-1]}, "scores: expected float32"),
+        (lambda g: {"scores": np.full_like(g.scores, np.nan)}, "scores: holds NaN"),
+        (lambda g: {"context_dense": g.context_dense[:, :1]}, r"context_dense: expected float32 \[3, 2\]"),
+        (lambda g: {"candidate_dense": g.candidate_dense.astype(np.float64)}, "candidate_dense"),
+        (lambda g: {"values": {k: v for k, v in g.values.items() if k != "user"}}, "values: expected the features"),
+        (change("lengths", extra=lambda g: np.zeros(3, np.int32)), "lengths: expected the features"),
+        (lambda g: {"weights": {}}, "weights: expected the features"),
+        (change("lengths", user=lambda g: g.lengths["user"][:-1]), "'user': lengths: expected int32"),
+        (change("lengths", user=lambda g: np.array([-1, 1, 1], np.int32)), "'user': lengths: -1 is negative"),
+        (change("values", user=lambda g: np.append(g.values["user"], 0)), "'user': values: expected int64"),
+        (change("values", user=lambda g: g.values["user"].astype(np.int32)), "'user': values: expected int64"),
+        (change("values", user=lambda g: g.values["user"] - 10_000), "'user': values: id .* is negative"),
+        (change("values", user=lambda g: g.values["user"] + 1000), "not below num_embeddings 1000"),
+        (change("weights", tag=lambda g: g.weights["tag"][:-1]), "weights of feature 'tag'"),
+        (change("weights", tag=lambda g: g.weights["tag"] * np.float32(np.inf)), "weights of feature 'tag': holds"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_field_and_feature(replace, message):
+    golden = random_golden(SPEC, seed=4)
+    with pytest.raises(ExportError, match=message):
+        dataclasses.replace(golden, **replace(golden)).check(SPEC)
+
+
+def test_unknown_and_missing_tensors_are_refused():
+    tensors = random_golden(SPEC, seed=4).to_tensors()
+    with pytest.raises(ExportError, match="unknown tensor 'scores/user'"):
+        GoldenRequests.from_tensors(tensors | {"scores/user": tensors["scores"]})
+    del tensors["scores"]
+    with pytest.raises(ExportError, match=r"missing tensors \['scores'\]"):
+        GoldenRequests.from_tensors(tensors)

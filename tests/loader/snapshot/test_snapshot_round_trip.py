@@ -1,0 +1,292 @@
+"""What is exported is what is read back, for every dtype, order and odd size."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
+from loader.snapshot import writer
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.layout import bucket_shift, bucket_start_in_file
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_from_blocks, rows_of
+from loader.snapshot.writer import export_snapshot
+from shardrank_testing.snapshots import (
+    make_spec,
+    one_table_spec,
+    random_golden,
+    random_rows,
+    rewrite_manifest,
+    write_snapshot,
+)
+
+DENSE = {"weight": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("num_embeddings", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("bucketing", ["hash", "range"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp16", "fp32"])
+def test_rows_of_every_dtype_order_and_odd_size_come_back_bit_for_bit(tmp_path, dtype, bucketing, num_embeddings):
+    spec = one_table_spec(num_embeddings, 6, dtype=dtype, bucketing=bucketing)
+    path, tables = write_snapshot(tmp_path, spec, rows_per_file=256)
+    snapshot = Snapshot.open(path)
+    expected = codec_for(dtype, 6).encode(tables["items"])
+    np.testing.assert_array_equal(snapshot.read_rows("items", 0, num_embeddings), expected)
+    first, last = num_embeddings // 3, num_embeddings - num_embeddings // 5
+    np.testing.assert_array_equal(snapshot.read_rows("items", first, last - first), expected[first:last])
+    assert len(snapshot.manifest.tables[0].rows) == -(-num_embeddings // 256)
+
+
+@pytest.mark.parametrize("bucketing", ["hash", "range"])
+def test_the_rows_of_one_bucket_are_one_contiguous_run_of_each_file(tmp_path, bucketing):
+    spec = one_table_spec(2500, 4, dtype="fp32", bucketing=bucketing)
+    path, tables = write_snapshot(tmp_path, spec, rows_per_file=1024)
+    snapshot = Snapshot.open(path)
+    shift = bucket_shift(bucketing, 2500)
+    for bucket in (0, 1, 77, 195, 255):
+        runs = []
+        for file_index in range(3):
+            start, stop = (bucket_start_in_file(spec.tables[0], 1024, file_index, bucket + end) for end in (0, 1))
+            runs.append(snapshot.rows_file("items", file_index)[start:stop])
+        expected = tables["items"][(np.arange(2500) >> shift) & 255 == bucket]
+        np.testing.assert_array_equal(np.concatenate(runs).view("<f4"), expected)
+
+
+def test_a_model_with_one_of_everything_comes_back_whole(tmp_path):
+    spec = make_spec()
+    dense = {
+        "top.0.weight": torch.randn(4, 7),
+        "half": torch.randn(3, 2).to(torch.bfloat16),
+        "steps": torch.tensor(9),
+        "transposed": torch.randn(5, 2).T,
+    }
+    dense["tied"] = dense["top.0.weight"]
+    golden = random_golden(spec, seed=5)
+    path, tables = write_snapshot(tmp_path, spec, seed=3, dense=dense, golden=golden)
+    assert path == tmp_path / "films" / "1"
+    snapshot = Snapshot.open(path)
+    assert (snapshot.spec, snapshot.version) == (spec, 1)
+    for table in spec.tables:
+        stored = snapshot.read_rows(table.name, 0, table.num_embeddings)
+        expected = codec_for(table.dtype, table.embedding_dim).encode(tables[table.name])
+        np.testing.assert_array_equal(stored, expected)
+    read = snapshot.dense_tensors()
+    assert set(read) == set(dense)
+    for name, tensor in dense.items():
+        assert read[name].dtype == (torch.int64 if name == "steps" else torch.float32)
+        assert torch.equal(read[name], tensor.to(read[name].dtype))
+    back = snapshot.golden().to_tensors()
+    assert set(back) == set(golden.to_tensors())
+    assert all(np.array_equal(back[name], array) for name, array in golden.to_tensors().items())
+    assert snapshot.float32_bytes == sum(rows.nbytes for rows in tables.values())
+    on_disk = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+    assert snapshot.size_bytes == on_disk
+
+
+def test_mapped_rows_are_the_file_itself_and_cannot_be_written(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(300))
+    rows = Snapshot.open(path).rows_file("items", 0)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    assert len(mapped) == 1
+    assert " r--s " in mapped[0]
+    assert not rows.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        rows[0, 0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        rows.flags.writeable = True
+
+
+def test_mapped_rows_keep_no_file_descriptor_and_are_unmapped_with_their_last_view(tmp_path):
+    def mapped():
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    path, tables = write_snapshot(tmp_path, one_table_spec(5000, dtype="fp32"), rows_per_file=256)
+    snapshot = Snapshot.open(path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    files = [snapshot.rows_file("items", index) for index in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert mapped() == 20
+    view = files[3][7:9]
+    del files
+    gc.collect()
+    assert mapped() == 1
+    np.testing.assert_array_equal(view[0].view("<f4"), tables["items"][3 * 256 + 7])
+    del view
+    gc.collect()
+    assert mapped() == 0
+
+
+def test_the_same_inputs_give_the_same_bytes_and_the_identity_is_that_of_the_manifest_file(tmp_path):
+    def export(store):
+        spec = make_spec()
+        rng = np.random.default_rng(7)
+        rows = {t.name: rows_of(random_rows(rng, t.num_embeddings, t.embedding_dim)) for t in spec.tables}
+        clock = lambda: datetime(2024, 5, 17, 12, 30, tzinfo=UTC)  # noqa: E731
+        return export_snapshot(store, spec, rows=rows, dense=DENSE, metadata={"run": "a"}, clock=clock)
+
+    first, second = export(tmp_path / "a"), export(tmp_path / "b")
+    files = [path.relative_to(first) for path in sorted(first.rglob("*")) if path.is_file()]
+    assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
+    snapshot = Snapshot.open(first)
+    assert snapshot.manifest.created_at == "2024-05-17T12:30:00+00:00"
+    assert snapshot.manifest.metadata == {"run": "a"}
+    assert (first / "manifest.json.sha256").read_text() == f"{snapshot.identity}  manifest.json\n"
+
+
+def test_the_identity_is_the_sha_256_of_the_manifest_as_it_lies_and_not_as_this_release_would_write_it(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(300))
+    # As another release may have written it: without keys that it did not know, in another order.
+    document = json.loads((path / "manifest.json").read_text())
+    del document["last_delta"]
+    rewrite_manifest(path, lambda manifest: (manifest.clear(), manifest.update(reversed(document.items()))))
+    content = (path / "manifest.json").read_bytes()
+    snapshot = Snapshot.open(path)
+    assert snapshot.manifest.last_delta is None
+    assert snapshot.manifest.to_json().encode() != content
+    assert snapshot.identity == hashlib.sha256(content).hexdigest()
+
+
+def test_the_last_delta_that_the_rows_contain_is_kept(tmp_path):
+    spec = one_table_spec(300)
+    for version, last_delta in ((1, None), (2, 0), (3, 41)):
+        path = export_snapshot(tmp_path, spec, rows={"items": zeros()}, dense=DENSE, last_delta=last_delta)
+        snapshot = Snapshot.open(path)
+        assert (snapshot.version, snapshot.manifest.last_delta) == (version, last_delta)
+
+
+class RecordingRows:
+    """A source that remembers what was asked of it."""
+
+    def __init__(self, num_embeddings, embedding_dim):
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.requests = []
+
+    def blocks(self, first_row, max_rows):
+        self.requests.append((first_row, max_rows))
+        yield np.full((max_rows, self.embedding_dim), first_row, np.float32)
+
+
+def test_export_streams_in_blocks_of_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 4 * 64 * 1000)  # 1000 rows of dim 64
+    spec = one_table_spec(10_000, 64)
+    source = RecordingRows(10_000, 64)
+    export_snapshot(tmp_path, spec, rows={"items": source}, dense=DENSE, rows_per_file=4096)
+    assert all(count <= 1000 for _, count in source.requests)
+    # Each row is asked for once, in order.
+    ends = [first + count for first, count in source.requests]
+    assert [first for first, _ in source.requests] == [0, *ends[:-1]]
+    assert ends[-1] == 10_000
+
+
+def test_progress_counts_the_rows_and_the_bytes_to_their_end(tmp_path):
+    seen = []
+    spec = one_table_spec(700)
+    export_snapshot(
+        tmp_path,
+        spec,
+        rows={"items": rows_of(np.zeros((700, 8), np.float32))},
+        dense=DENSE,
+        rows_per_file=256,
+        progress=lambda *step: seen.append(step),
+    )
+    assert seen == [("table items", done, 700) for done in (256, 512, 700)]
+    seen.clear()
+    snapshot = Snapshot.open(tmp_path / "small" / "1", progress=lambda *step: seen.append(step))
+    assert seen[-1] == ("checking SHA-256", snapshot.size_bytes, snapshot.size_bytes)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_inf_are_refused_by_table_and_row(tmp_path, bad):
+    rows = np.zeros((1000, 8), np.float32)
+    rows[777, 3] = bad
+    with pytest.raises(NonFiniteRowError, match="table 'items', row 777: holds NaN or inf"):
+        export_snapshot(tmp_path, one_table_spec(1000), rows={"items": rows_of(rows)}, dense=DENSE, rows_per_file=256)
+    assert not (tmp_path / "small" / "1").exists()
+
+
+def test_a_value_that_float16_cannot_hold_is_refused_by_table_and_row(tmp_path):
+    rows = np.zeros((300, 8), np.float32)
+    rows[299, 0] = 70_000
+    with pytest.raises(NonFiniteRowError, match=r"row 299: values from 0.0 to 70000.0 overflow as fp16"):
+        export_snapshot(tmp_path, one_table_spec(300, dtype="fp16"), rows={"items": rows_of(rows)}, dense=DENSE)
+
+
+def zeros(num_rows=300, dim=8):
+    return rows_of(np.zeros((num_rows, dim), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": {}}, r"rows: missing for tables \['items'\]"),
+        ({"rows": {"items": zeros(), "x": zeros()}}, r"unknown \['x'\]"),
+        ({"rows": {"items": zeros(301)}}, r"rows are \[301, 8\], the spec says \[300, 8\]"),
+        ({"rows": {"items": zeros(dim=9)}}, r"rows are \[300, 9\]"),
+        ({"rows_per_file": 300}, "rows_per_file: 300 is not a power of two"),
+        ({"rows_per_file": 128}, "rows_per_file: 128"),
+        ({"version": 0}, "version: 0 is not in"),
+        ({"golden_tolerance": 0.0}, "golden_tolerance: 0.0"),
+        ({"golden_tolerance": float("nan")}, "golden_tolerance: nan"),
+        ({"last_delta": -1}, "manifest: last_delta: .*greater than or equal to 0"),
+        ({"metadata": {"epoch": 3}}, "manifest: metadata.epoch: .*valid string"),
+        ({"metadata": {"a" * 300: 3}}, r"manifest: metadata\.a+\.\.\. \(309 characters\): "),
+        ({"metadata": {str(key): "" for key in range(5000)}}, "an object of 5000 keys; at most 4096"),
+        ({"metadata": {"log": "x" * (16 << 20)}}, "manifest: 16.* bytes for 2 files; at most 16777216"),
+        ({"rows_per_file": 2**63}, "rows_per_file: 9223372036854775808 is not"),
+        ({"dense": {"w" * (16 << 20): torch.zeros(1)}}, "dense: names and shapes of .* bytes; at most 16777216"),
+        ({"dense": {"w": torch.zeros([1] * 9)}}, "dense tensor 'w': 9 dims; at most 8"),
+        ({"vocabularies": {"items": [1]}}, r"vocabularies: .*unknown \['items'\]"),
+        ({"dense": {"w": torch.tensor([1.0, float("nan")])}}, "dense tensor 'w': holds NaN or inf"),
+        ({"dense": {"w": torch.tensor([1e300], dtype=torch.float64)}}, "dense tensor 'w'.*beyond float32"),
+        ({"dense": {"w": torch.tensor([1j])}}, "dense tensor 'w': torch.complex64"),
+    ],
+)
+def test_what_does_not_fit_the_spec_is_refused_before_anything_is_written(tmp_path, arguments, message):
+    given = {"rows": {"items": zeros()}, "dense": DENSE} | arguments
+    with pytest.raises(ExportError, match=message):
+        export_snapshot(tmp_path / "store", one_table_spec(300), **given)
+    assert not (tmp_path / "store").exists()
+
+
+def test_limits_of_files_that_are_read_whole_are_those_of_the_reader(tmp_path, monkeypatch):
+    spec = make_spec()
+    arguments = {
+        "rows": {t.name: zeros(t.num_embeddings, t.embedding_dim) for t in spec.tables},
+        "dense": {"w": torch.zeros(100)},
+        "golden": random_golden(spec, seed=1),
+    }
+    export_snapshot(tmp_path, spec, **arguments)
+    for name, what in (("MAX_DENSE_BYTES", "dense"), ("MAX_GOLDEN_BYTES", "golden requests")):
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, name, 399)
+            with pytest.raises(ExportError, match=rf"{what}: \d+ bytes; at most 399"):
+                export_snapshot(tmp_path, spec, **arguments)
+    monkeypatch.setattr(writer, "MAX_ROW_FILES", 3)
+    with pytest.raises(ExportError, match="table 'user': rows_per_file 256 makes 4 files; at most 3"):
+        export_snapshot(tmp_path, spec, rows_per_file=256, **arguments)
+
+
+def test_a_source_that_ends_early_is_refused(tmp_path):
+    blocks = [np.zeros((200, 8), np.float32)]
+    with pytest.raises(ExportError, match="end after 200 rows of 300"):
+        export_snapshot(tmp_path, one_table_spec(300), rows={"items": rows_from_blocks(blocks, 300, 8)}, dense=DENSE)
+
+
+def test_a_version_is_written_only_once_and_the_next_one_is_free(tmp_path):
+    spec = one_table_spec(20)
+    path, _ = write_snapshot(tmp_path, spec, version=4)
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises(SnapshotExistsError, match="immutable"):
+        write_snapshot(tmp_path, spec, seed=1, version=4)
+    assert (path / "manifest.json").read_bytes() == before
+    assert write_snapshot(tmp_path, spec, seed=1)[0].name == "5"
+    assert sorted(entry.name for entry in (tmp_path / "small").iterdir()) == ["4", "5"]

@@ -1,0 +1,78 @@
+"""The full check names the table and row of what `Snapshot.open` lets pass."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from loader.errors import SnapshotResourceError
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.layout import row_positions
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.verify import VerifyReport, verify_snapshot
+from shardrank_testing.exhaustion import file_descriptors_exhausted
+from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, rewrite_manifest, write_snapshot
+
+
+def test_a_good_snapshot_passes_with_a_report_of_every_file(tmp_path):
+    spec = make_spec()
+    path, _ = write_snapshot(tmp_path, spec, golden=random_golden(spec, seed=1), rows_per_file=256)
+    report = verify_snapshot(path)
+    assert report.ok
+    assert report.problems == ()
+    assert len(report.files) == len(list(path.rglob("*.safetensors")))
+    assert sum(file.size_bytes for file in report.files) == Snapshot.open(path).size_bytes
+    assert (report.model, report.version) == ("films", 1)
+    assert VerifyReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_a_shortage_of_file_descriptors_is_an_error_and_no_verdict_on_the_snapshot(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(10))
+    with file_descriptors_exhausted(), pytest.raises(SnapshotResourceError, match="Too many open files"):
+        verify_snapshot(path)
+    assert verify_snapshot(path).ok
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp16", "fp32"])
+@pytest.mark.parametrize("bucketing", ["hash", "range"])
+def test_a_stored_row_that_is_not_finite_is_named(tmp_path, dtype, bucketing):
+    spec = one_table_spec(1000, 4, dtype=dtype, bucketing=bucketing)
+    path, _ = write_snapshot(tmp_path, spec, rows_per_file=256)
+    relative = "tables/items/rows-00002-of-00004.safetensors"
+    rows = load_file(path / relative)["rows"]
+    position = row_positions(spec.tables[0], 256, 2, np.array([601 - 512]))[0]
+    bytes_of_nan = np.array([np.nan], "<f4" if dtype in ("int8", "fp32") else "<f2").view(np.uint8)
+    rows[position, codec_for(dtype, 4).row_bytes - len(bytes_of_nan) :] = bytes_of_nan
+    save_file({"rows": rows}, path / relative)
+    digest = hashlib.sha256((path / relative).read_bytes()).hexdigest()
+    rewrite_manifest(path, lambda manifest: manifest["tables"][0]["rows"][2].update(sha256=digest))
+    Snapshot.open(path)
+    report = verify_snapshot(path)
+    assert not report.ok
+    assert report.problems == (f"{relative}: table 'items', row 601: decodes to NaN or inf",)
+
+
+def test_a_dense_tensor_that_is_not_finite_is_named(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(10))
+    save_file({"weight": np.array([np.inf], np.float32)}, path / "dense.safetensors")
+    digest = hashlib.sha256((path / "dense.safetensors").read_bytes()).hexdigest()
+    rewrite_manifest(path, lambda manifest: manifest["dense"].update(sha256=digest))
+    assert verify_snapshot(path).problems == ("dense.safetensors: tensor 'weight' holds NaN or inf",)
+
+
+def test_a_snapshot_that_cannot_be_opened_is_a_report_and_not_an_exception(tmp_path):
+    path, _ = write_snapshot(tmp_path, one_table_spec(10))
+    (path / "dense.safetensors").unlink()
+    report = verify_snapshot(path)
+    assert not report.ok
+    assert report.problems == (f"bad_snapshot: {path / 'dense.safetensors'}: missing",)
+    # The manifest can be read, so the report says of which version it is.
+    assert (report.model, report.version) == ("small", 1)
+    assert "dense.safetensors" in [file.path for file in report.files]
+    assert verify_snapshot(tmp_path / "absent").problems[0].startswith("snapshot_not_found: ")
+    (path / "manifest.json").write_text("{")
+    unreadable = verify_snapshot(path)
+    assert (unreadable.ok, unreadable.model, unreadable.version, unreadable.files) == (False, None, None, ())

@@ -1,0 +1,105 @@
+"""The registry goes away, comes back empty, or with old records: agents go on, and give it back what they know."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+
+from loader.registry.records import FleetRecord, rollout_key
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
+from shardrank_testing.agents import agent_on, published, run, running_node
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.registries import redis_server
+from shardrank_testing.snapshots import make_spec, write_snapshot
+
+ROLLOUT = b'{"epoch": 4, "model": "films", "steps": ["whatever"]}'
+
+
+def test_a_registry_that_is_down_and_comes_back_empty_unloads_nothing_and_is_told_everything_again(tmp_path):
+    division = FleetRecord(num_shards=1, sharding="hash", replicate_bytes=0)
+
+    async def main():
+        with redis_server(tmp_path) as server:
+            async with agent_on(server.url) as under:
+                fleet = under.fleet
+                assert await fleet.join_fleet(division) == division
+                await fleet.put_version(published("films", 1))
+                await fleet.put_spec("films", 1, "{}")
+                await fleet.put_version(published("films", 7))
+                await fleet.registry.put(rollout_key("films"), ROLLOUT, 0)
+                wanted = await under.want("films", hold=(1,), live=1)
+                await under.until(lambda: len(under.actions.ready) == 1)
+                await under.pass_time(1.5)
+                record = await under.record()
+
+                server.kill()
+                await under.pass_time(0.3)
+                assert under.agent.problems()[0].startswith("registry: RegistryUnavailableError")
+                assert under.agent.wanted == {"films": wanted}
+                assert under.actions.held() == {("films", 1)}
+
+                server.start()
+                server.flush()
+                await under.pass_time(2.5)
+                await under.until(lambda: under.agent.problems() == [])
+                await under.pass_time(1.2)
+                assert await fleet.wanted() == {"films": wanted}
+                assert await fleet.fleet() == division
+                assert [one.version for one in await fleet.versions()] == [1]
+                assert await fleet.spec("films", 1) == "{}"
+                assert (await fleet.raw(rollout_key("films"))).value == ROLLOUT
+                assert await under.record() == record
+                assert under.actions.retired == []
+                assert under.actions.begun == [("films", 1)]
+
+    run(main())
+
+
+def test_a_model_whose_record_is_gone_is_not_unloaded(tmp_path):
+    async def main():
+        with redis_server(tmp_path) as server:
+            async with agent_on(server.url) as under:
+                wanted = await under.want("films", hold=(1,), live=1)
+                await under.until(lambda: len(under.actions.ready) == 1)
+                server.flush()
+                await under.pass_time(3.0)
+                assert under.actions.retired == []
+                assert await under.fleet.wanted() == {"films": wanted}
+
+    run(main())
+
+
+def test_lookups_go_on_unharmed_while_the_registry_is_killed_emptied_and_restored(tmp_path):
+    async def main():
+        with redis_server(tmp_path) as server:
+            async with running_node(server.url, tmp_path / "store") as under:
+                folder, _ = write_snapshot(tmp_path / "store", make_spec(), seed=1, version=1)
+                await register(under.fleet, Snapshot.open(folder), clock=time.time)
+                await under.want("films", hold=(1,), live=1)
+                await under.until("films", 1, "ready")
+                bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
+                expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
+                ended = threading.Event()
+                answers: list[list[bytes]] = []
+
+                def look_up() -> None:
+                    while not ended.wait(0.001):
+                        answers.append([block.tobytes() for block in under.node.pool("films", 1, bags)])
+
+                looking = asyncio.create_task(asyncio.to_thread(look_up))
+                for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.restart):
+                    await asyncio.to_thread(disturb)
+                    for _ in range(20):
+                        await asyncio.sleep(0.02)
+                await under.until("films", 1, "ready")
+                ended.set()
+                await looking
+                assert len(answers) > 100
+                assert all(one == expected for one in answers)
+                assert (await under.fleet.wanted())["films"].live == 1
+
+    run(main())

@@ -1,0 +1,142 @@
+"""A shard node whose cards have failed ends; routers ask another one meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loader.snapshot.reader import Snapshot
+from router.errors import ShardUnavailableError
+from router.plan import Plan
+from router.replicas import ReplicatedShard
+from serving.cli.shard_node import _serve
+from shard_node.agent.card_watch import watch_cards
+from shard_node.bags import KeyedBags
+from shard_node.cuda.card_set import CardSet
+from shard_node.engine.loading import load_tables
+from shard_node.errors import CardError
+from shard_node.node import ShardNode
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.server import NodeServer
+from shardrank_testing.card_engines import options_for
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.snapshots import one_table_spec, write_snapshot
+
+FAULT = "device 0: launching pool_int8 with 4 x 1 blocks: cudaErrorIllegalAddress"
+SPEC = one_table_spec(100)
+BAGS = KeyedBags.from_lengths(np.zeros(1, np.int32), np.array([2]), np.array([1, 2]), np.array([5, 6, 7]))
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory) -> Snapshot:
+    path, _ = write_snapshot(tmp_path_factory.mktemp("store"), SPEC, seed=1)
+    return Snapshot.open(path)
+
+
+def plan_of(num_cards: int) -> Plan:
+    return Plan.make(SPEC, cards_per_shard=num_cards)
+
+
+def node_on(cards: EmulatedCards | None, snapshot: Snapshot) -> ShardNode:
+    """A node with the whole snapshot, on two cards or on the CPU."""
+    plan = plan_of(2)
+    card_set = None if cards is None else CardSet(cards, options_for(SPEC, 2, "peers"))
+    node = ShardNode(plan.identity(0))
+    tables = load_tables(snapshot, plan.partition(0), plan.digest, card_set=card_set)
+    node.stage(SPEC.model, snapshot.version, tables)
+    node.flip(SPEC.model, snapshot.version)
+    return node
+
+
+class Looks:
+    """Stands between two looks: at each, the next of `faults` is what the cards answer with; then the watch ends."""
+
+    def __init__(self, cards: EmulatedCards, faults: list[str]) -> None:
+        self._cards, self._faults = cards, faults
+
+    async def sleep(self, seconds: float) -> None:
+        del seconds
+        if not self._faults:
+            raise asyncio.CancelledError
+        self._cards.fault = self._faults.pop(0)
+
+
+def test_cards_that_go_on_failing_end_the_watch_and_a_call_that_failed_once_does_not(snapshot):
+    cards = EmulatedCards(2)
+    node = node_on(cards, snapshot)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(watch_cards(node, None, Looks(cards, ["", FAULT, "", FAULT, ""]).sleep))
+    with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
+        asyncio.run(watch_cards(node, None, Looks(cards, ["", FAULT, FAULT, ""]).sleep))
+    cards.fault = ""
+    node.close()
+
+
+def test_cards_that_fail_before_there_is_a_version_on_them_are_noticed():
+    cards = EmulatedCards(2)
+    node = ShardNode(plan_of(2).identity(0))
+    for asked in (None, cards):
+        ends = CardError if asked else asyncio.CancelledError
+        with pytest.raises(ends):
+            asyncio.run(watch_cards(node, asked, Looks(cards, [FAULT, FAULT, FAULT]).sleep))
+    node.close()
+
+
+def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
+    cards = EmulatedCards(2)
+    node = node_on(cards, snapshot)
+    cards.fault = FAULT
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
+            _serve(node, [Address.parse(f"unix:{tmp_path}/node.sock")], threads=1, tls=None)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_router_asks_another_node_than_one_whose_cards_have_failed(snapshot, tmp_path: Path):
+    cards = [EmulatedCards(2), EmulatedCards(2)]
+    nodes = [node_on(one, snapshot) for one in cards]
+    addresses = [Address.parse(f"unix:{tmp_path}/{number}.sock") for number in range(2)]
+    expected = nodes[0].pool(SPEC.model, snapshot.version, BAGS)[0]
+
+    async def main() -> None:
+        servers = [NodeServer(node) for node in nodes]
+        for server, address in zip(servers, addresses, strict=True):
+            await server.start([address])
+        retries: list[str] = []
+        clients = [ShardClient(address) for address in addresses]
+        shard = ReplicatedShard(plan_of(2), 0, snapshot.identity, clients, retries.append)
+
+        async def ask() -> np.ndarray:
+            return (await shard.pool(SPEC.model, snapshot.version, BAGS, time.monotonic() + 30))[0]
+
+        for _ in range(4):
+            np.testing.assert_array_equal(await ask(), expected)
+        assert retries == []
+        for failed in range(2):
+            cards[failed].fault = FAULT
+            for _ in range(6):
+                np.testing.assert_array_equal(await ask(), expected)
+            assert [address for address, _ in await shard.infos()] == [str(addresses[1 - failed])]
+            cards[failed].fault = ""
+        assert set(retries) == {"card"}
+        for one in cards:
+            one.fault = FAULT
+        with pytest.raises(ShardUnavailableError, match=r"card: .*cudaErrorIllegalAddress"):
+            await ask()
+        for one in cards:
+            one.fault = ""
+        await shard.close()
+        for server in servers:
+            await server.close()
+
+    asyncio.run(main())
+    for node in nodes:
+        node.close()

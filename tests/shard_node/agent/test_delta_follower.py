@@ -1,0 +1,354 @@
+"""Following a stream on real registries: in order, each once, refused with a reason, and away without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.errors import DeltaBaseError, DeltaGapError, RegistryUnavailableError
+from loader.registry.opening import open_registry
+from loader.registry.records import delta_stream
+from loader.registry.registry import StreamBounds, StreamEntry
+from shard_node.agent.delta_follower import FollowerConfig
+from shardrank_testing.deltas import (
+    MODEL,
+    assert_stored,
+    delta_spec,
+    export_state,
+    follow,
+    load_version,
+    make_batch,
+    register_version,
+)
+from shardrank_testing.registries import REGISTRY_KINDS, registry_of
+from shardrank_testing.snapshots import random_rows, random_tables
+
+SPEC = delta_spec(rows=500)
+STREAM = delta_stream(MODEL, 1)
+TIMEOUT_S = 30.0
+FAST = FollowerConfig(poll_s=0.002, retry_s=0.002, look_at_end_s=0.01)
+TABLES = {table.name: table for table in SPEC.tables}
+
+
+class Scene:
+    """A published version on a node, its registry and a publisher."""
+
+    def __init__(self, registry, store):
+        self.registry = registry
+        self.store = store
+        self.state = random_tables(SPEC, 5)
+        self.snapshot = export_state(store, SPEC, self.state, 1)
+        self.tables = load_version(self.snapshot, cards=2)
+        self.publisher = AsyncDeltaPublisher(registry, MODEL, 1)
+        self.rng = np.random.default_rng(1)
+
+    async def publish(self, count: int) -> int:
+        sequence = 0
+        for _ in range(count):
+            table = SPEC.tables[int(self.rng.integers(len(SPEC.tables)))]
+            rows = self.rng.choice(table.num_embeddings, 40, replace=False)
+            values = random_rows(self.rng, 40, table.embedding_dim)
+            self.state[table.name][rows] = values
+            sequence = await self.publisher.publish(table.name, rows, values)
+        return sequence
+
+    def check(self, tables=None) -> None:
+        """The rows are, byte for byte, those of a fresh export of what was published."""
+        fresh = export_state(self.store, SPEC, self.state, len(list((self.store / MODEL).iterdir())) + 1)
+        assert_stored((tables or self.tables).engine, fresh)
+
+
+def play(kind, tmp_path, scenario):
+    async def run(url):
+        registry = open_registry(url)
+        scene = Scene(registry, tmp_path / "store")
+        try:
+            await register_version(registry, scene.snapshot)
+            await asyncio.wait_for(scenario(scene), TIMEOUT_S)
+        finally:
+            await registry.close()
+
+    with registry_of(kind, tmp_path) as url:
+        asyncio.run(run(url))
+
+
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110 - it happens in another thread
+        await asyncio.sleep(0.002)
+
+
+async def cancel(task) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("kind", REGISTRY_KINDS)
+def test_what_is_published_while_it_follows_is_applied(kind, tmp_path):
+    async def scenario(scene):
+        await scene.publish(5)
+        follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.caught_up_to == 5)
+        await scene.publish(25)
+        await until(lambda: follower.caught_up_to == 30 and scene.tables.deltas.behind_since is None)
+        progress = scene.tables.deltas.snapshot()
+        assert (progress.batches, progress.rows, progress.lag, progress.refused) == (30, 30 * 40, 0, 0)
+        await cancel(task)
+        scene.check()
+
+    play(kind, tmp_path, scenario)
+
+
+def test_a_follower_that_begins_anew_goes_on_where_the_rows_are(tmp_path):
+    async def scenario(scene):
+        await scene.publish(40)
+        config = FAST.model_copy(update={"max_entries": 3})
+        for target in (5, 20, 40):
+            follower = follow(scene.registry, scene.snapshot, scene.tables, config=config)
+            task = asyncio.create_task(follower.run())
+            await until(lambda follower=follower, target=target: follower.caught_up_to >= target)
+            await cancel(task)
+        assert scene.tables.deltas.snapshot().batches == 40
+        scene.check()
+
+    play("directory", tmp_path, scenario)
+
+
+def test_a_later_snapshot_of_the_stream_is_brought_up_to_the_same_rows(tmp_path):
+    async def scenario(scene):
+        await scene.publish(10)
+        later = export_state(scene.store, SPEC, scene.state, 2, last_delta=10, delta_base=1)
+        await scene.publish(10)
+        tables = load_version(later)
+        follower = follow(scene.registry, later, tables, config=FAST)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.caught_up_to == 20)
+        await cancel(task)
+        assert tables.deltas.snapshot().batches == 10
+        scene.check(tables)
+
+    play("directory", tmp_path, scenario)
+
+
+def test_a_stream_that_begins_too_late_ends_the_follower_with_a_gap(tmp_path):
+    async def scenario(scene):
+        await scene.publish(5)
+        await scene.registry.trim(STREAM, 3)
+        follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
+        with pytest.raises(
+            DeltaGapError, match=f"version 1 of model '{MODEL}' needs delta 1, but {STREAM} begins with 3"
+        ):
+            await follower.run()
+        assert follower.caught_up_to == 0
+        assert "begins with 3" in scene.tables.deltas.snapshot().reason
+
+    play("directory", tmp_path, scenario)
+
+
+def damaged(scene, **changes) -> bytes:
+    return replace(make_batch(SPEC, "int8", 2, [1], np.ones((1, 4), np.float32)), **changes).encode()
+
+
+BAD = {
+    "a flipped bit": (lambda scene: damaged(scene)[:-1] + b"\xff", "does not have the checksum"),
+    "no delta at all": (lambda scene: b"hello", "are no delta"),
+    "another model's": (lambda scene: damaged(scene, model="other"), "in which delta 2 of 'other' from 1 must not be"),
+    "another stream's": (lambda scene: damaged(scene, delta_base=9), "must not be"),
+    "another number's": (lambda scene: damaged(scene, sequence=3), f"lies at 2 of {STREAM}"),
+    "an unknown table's": (lambda scene: damaged(scene, table="nope"), "for table 'nope', which it does not have"),
+    "another table's": (
+        lambda scene: damaged(scene, table="fp32"),
+        "table 'fp32' has fp32 rows of 10, the delta int8 of 4",
+    ),
+    "a row outside": (lambda scene: damaged(scene, rows=np.array([500])), r"row 500 is not in 0\.\.499"),
+}
+
+
+@pytest.mark.parametrize("bad", list(BAD))
+def test_a_delta_that_is_wrong_is_refused_with_a_reason_and_nothing_after_it_is_applied(bad, tmp_path, caplog):
+    make, message = BAD[bad]
+
+    async def scenario(scene):
+        await scene.publish(1)
+        await scene.registry.append(STREAM, 2, make(scene))
+        good = make_batch(SPEC, "int8", 3, [1], np.ones((1, 4), np.float32))
+        await scene.registry.append(STREAM, 3, good.encode())
+        follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: scene.tables.deltas.snapshot().refused >= 3)
+        progress = scene.tables.deltas.snapshot()
+        assert (progress.sequence, progress.batches) == (1, 1)
+        assert progress.behind_since is not None
+        assert message.replace("\\", "") in progress.reason
+        assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
+        await cancel(task)
+        scene.check()
+
+    play("directory", tmp_path, scenario)
+
+
+def entries_of(count: int) -> list[StreamEntry]:
+    batches = [make_batch(SPEC, "int8", one, [one], np.full((1, 4), one, np.float32)) for one in range(1, count + 1)]
+    return [StreamEntry(batch.sequence, batch.encode()) for batch in batches]
+
+
+def test_duplicates_are_passed_over_and_what_is_out_of_order_is_not_applied(tmp_path):
+    async def scenario(scene):
+        follower = follow(scene.registry, scene.snapshot, scene.tables)
+        one, two, three, four = entries_of(4)
+        follower.apply([one, one, two])
+        with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
+            follower.apply([two, four, three])
+        assert follower.caught_up_to == 2
+        follower.apply([one, two, three, two, four])
+        assert follower.caught_up_to == 4
+        assert scene.tables.deltas.snapshot().batches == 4
+
+    play("directory", tmp_path, scenario)
+
+
+class Unsteady:
+    """A registry that can be made silent, or say that it lost what it had."""
+
+    def __init__(self, registry):
+        self._registry = registry
+        self.silent = False
+        self.lost = False
+
+    def __getattr__(self, name):
+        return getattr(self._registry, name)
+
+    async def read(self, *arguments):
+        if self.silent:
+            raise RegistryUnavailableError("nobody there")
+        return await self._registry.read(*arguments)
+
+    async def bounds(self, stream):
+        found = await self._registry.bounds(stream)
+        return StreamBounds(1, 1) if self.lost else found
+
+
+def test_a_registry_that_is_silent_is_waited_for_and_logged_once(tmp_path, caplog):
+    async def scenario(scene):
+        registry = Unsteady(scene.registry)
+        registry.silent = True
+        await scene.publish(2)
+        follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
+        with caplog.at_level(logging.INFO, logger="shard_node"):
+            task = asyncio.create_task(follower.run())
+            await until(lambda: "until the registry answers: nobody there" in caplog.text)
+            registry.silent = False
+            await until(lambda: follower.caught_up_to == 2)
+        assert caplog.text.count("nobody there") == 1
+        assert "the registry answers again" in caplog.text
+        await cancel(task)
+
+    play("directory", tmp_path, scenario)
+
+
+def test_a_stream_that_has_gone_back_is_not_followed_until_it_is_whole_again(tmp_path):
+    async def scenario(scene):
+        registry = Unsteady(scene.registry)
+        await scene.publish(3)
+        follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.caught_up_to == 3)
+        registry.lost = True
+        await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.tables.deltas.snapshot().reason)
+        await scene.publish(1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert follower.caught_up_to == 3
+        registry.lost = False
+        await until(lambda: follower.caught_up_to == 4)
+        assert scene.tables.deltas.snapshot().reason == ""
+        await cancel(task)
+        scene.check()
+
+    play("directory", tmp_path, scenario)
+
+
+def test_what_was_published_and_is_lost_is_still_missing(tmp_path):
+    class LosesItsStream(Unsteady):
+        """Tells of three deltas, gives two, and is emptied after that."""
+
+        emptied = False
+
+        async def read(self, stream, after, *limits):
+            return [] if self.emptied else (await super().read(stream, after, *limits))[: 2 - after]
+
+        async def bounds(self, stream):
+            return StreamBounds(0, 0) if self.emptied else await super().bounds(stream)
+
+    async def scenario(scene):
+        registry = LosesItsStream(scene.registry)
+        await scene.publish(3)
+        looks = iter(range(1, 10**9))
+        follower = follow(registry, scene.snapshot, scene.tables, config=FAST, clock=lambda: 2e9 + next(looks))
+        task = asyncio.create_task(follower.run())
+        position = scene.tables.deltas
+        await until(lambda: position.sequence == 2)
+        assert (position.snapshot().stream_last, position.snapshot().lag) == (3, 1)
+        registry.emptied = True
+        fresh, now = position.snapshot().fresh_at, next(looks)
+        await until(lambda: next(looks) > now + 50)
+        # Nobody says that there is a delta 3 any more, but its rows were changed, and not here.
+        assert (position.snapshot().lag, position.snapshot().fresh_at) == (1, fresh)
+        registry.emptied = False
+        registry.read = scene.registry.read
+        await until(lambda: position.sequence == 3)
+        await until(lambda: position.snapshot().fresh_at > 2e9)
+        assert position.snapshot().lag == 0
+        await cancel(task)
+
+    play("directory", tmp_path, scenario)
+
+
+def test_a_follower_that_is_cancelled_has_stopped_writing_when_it_ends(tmp_path):
+    async def scenario(scene):
+        await scene.publish(3)
+        entered, go_on = threading.Event(), threading.Event()
+        engine = scene.tables.engine
+        finished = []
+
+        class Slow:
+            layout = engine.layout
+
+            def write_rows(self, table, rows, stored):
+                entered.set()
+                assert go_on.wait(TIMEOUT_S)
+                finished.append(table)
+                return engine.write_rows(table, rows, stored)
+
+        follower = follow(scene.registry, scene.snapshot, replace(scene.tables, engine=Slow()), config=FAST)
+        task = asyncio.create_task(follower.run())
+        await until(entered.is_set)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # The delta that was being written is whole; no other one was begun.
+        assert len(finished) == 1
+        assert follower.caught_up_to == 1
+
+    play("directory", tmp_path, scenario)
+
+
+def test_tables_that_follow_one_stream_can_not_follow_another(tmp_path):
+    async def scenario(scene):
+        follow(scene.registry, scene.snapshot, scene.tables)
+        later = export_state(scene.store, SPEC, scene.state, 2)
+        with pytest.raises(DeltaBaseError, match="the tables follow 1 after 0"):
+            follow(scene.registry, later, scene.tables)
+
+    play("directory", tmp_path, scenario)

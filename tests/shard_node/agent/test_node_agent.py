@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.errors import SnapshotNotFoundError
+from loader.registry.records import FleetRecord, WantedModel, delta_stream
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
+from shard_node.agent.node_agent import join_fleet
+from shard_node.bags import KeyedBags
+from shard_node.engine.arena import row_bytes_of
+from shard_node.errors import FleetMismatchError
+from shardrank_testing.agents import NodeUnderTest, run, running_node
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.deltas import make_batch
+from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return str(tmp_path / "registry")
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    return tmp_path / "store"
+
+
+async def publish(under: NodeUnderTest, store: Path, version: int, model: str = "films") -> Snapshot:
+    folder, _ = write_snapshot(store, make_spec(model), seed=version, version=version)
+    snapshot = Snapshot.open(folder)
+    await register(under.fleet, snapshot, clock=time.time)
+    return snapshot
+
+
+def some_bags(under: NodeUnderTest, version: int, model: str = "films") -> KeyedBags:
+    return random_table_bags(np.random.default_rng(5), under.node.table_layout(model, version), 200, 5)
+
+
+def answer(under: NodeUnderTest, version: int, model: str = "films") -> list[np.ndarray]:
+    bags = some_bags(under, version, model)
+    return under.node.pool(model, version, bags)
+
+
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert [one.tobytes() for one in actual] == [one.tobytes() for one in expected]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_a_node_stages_what_is_wanted_tells_what_it_is_and_retires_the_rest(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            first, second = await publish(under, store, 1), await publish(under, store, 2)
+            await under.want("films", hold=(1,), live=1)
+            await under.until("films", 1, "ready")
+            await under.want("films", hold=(1, 2))
+            report = await under.until("films", 2, "ready")
+            assert report.identity == second.identity
+            assert report.memory_bytes == sum(use.size_bytes for use in under.node.info().memory if use.version == 2)
+            await under.want("films", hold=(2,), live=2)
+            assert (await under.until("films", 1, "draining")).identity == first.identity
+            await under.until("films", 1, None)
+            assert [(one.version, one.state) for one in under.node.info().versions] == [(2, "live")]
+            record = (await under.fleet.nodes())[0]
+            assert (record.kind, record.shard_index, record.num_shards) == ("shard", 0, 1)
+            assert 0 < record.memory_available_bytes <= record.memory_total_bytes
+
+    run(main())
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = sorted((folder / "tables" / "user").iterdir())[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut_off(folder: Path) -> None:
+    path = sorted((folder / "tables" / "film").iterdir())[0]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_a_table(folder: Path) -> None:
+    shutil.rmtree(folder / "tables" / "tag")
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_off, lose_a_table])
+def test_a_damaged_version_is_refused_while_the_live_one_and_other_models_are_served(url, store, damage):
+    async def main():
+        async with running_node(url, store) as under:
+            await publish(under, store, 1)
+            await under.want("films", hold=(1,), live=1)
+            await under.until("films", 1, "ready")
+            before = answer(under, 1)
+            await publish(under, store, 2)
+            damage(store / "films" / "2")
+            await publish(under, store, 1, "songs")
+            await under.want("films", hold=(1, 2))
+            await under.want("songs", hold=(1,), live=1)
+            report = await under.until("films", 2, "refused")
+            assert report.reason.startswith("SnapshotCorruptError: ")
+            await under.until("songs", 1, "ready")
+            assert_same(answer(under, 1), before)
+            assert [(one.model, one.version) for one in under.node.info().versions] == [("films", 1), ("songs", 1)]
+
+    run(main())
+
+
+def test_a_version_that_was_not_published_is_refused_until_it_is(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            folder, _ = write_snapshot(store, make_spec(), seed=1, version=1)
+            await under.want("films", hold=(1,))
+            report = await under.until("films", 1, "refused")
+            assert SnapshotNotFoundError.__name__ in report.reason
+            await register(under.fleet, Snapshot.open(folder), clock=time.time)
+            await under.until("films", 1, "ready")
+
+    run(main())
+
+
+def test_two_versions_that_do_not_fit_are_refused_and_one_after_the_other_is_not(url, store):
+    async def main():
+        size = sum(table.num_embeddings * row_bytes for table, row_bytes in _tables())
+        async with running_node(url, store, memory_cap_bytes=2 * size - 1) as under:
+            await publish(under, store, 1)
+            await publish(under, store, 2)
+            await under.want("films", hold=(1,), live=1)
+            await under.until("films", 1, "ready")
+            await under.want("films", hold=(1, 2))
+            report = await under.until("films", 2, "refused")
+            assert f"rows take {size} bytes beside {size} of the versions that are here" in report.reason
+            assert f"at most {2 * size - 1} are allowed" in report.reason
+            await under.want("films", hold=(1,))
+            await under.until("films", 2, None)
+            await under.want("films", node_hold={"node": (2,)})
+            await under.until("films", 2, "ready")
+            await under.until("films", 1, None)
+
+    run(main())
+
+
+def _tables():
+    return [(table, row_bytes_of(table.dtype, table.embedding_dim)) for table in make_spec().tables]
+
+
+async def append(under: NodeUnderTest, sequence: int) -> None:
+    """A delta that makes all of user 3's row the sequence number."""
+    batch = make_batch(make_spec(), "user", sequence, [3], np.full((1, 16), float(sequence), np.float32))
+    await under.fleet.registry.append(delta_stream("films", 1), sequence, batch.encode())
+
+
+def user_3(under: NodeUnderTest) -> list[float]:
+    layout = under.node.table_layout("films", 1)
+    key, one = np.array([layout.index["user"]], np.int32), np.ones(1, np.int64)
+    blocks = under.node.pool("films", 1, KeyedBags.from_lengths(key, one, one, np.array([3])))
+    return next(block for block in blocks if block.size)[0].tolist()
+
+
+def test_deltas_are_applied_to_versions_that_follow_and_to_no_other(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            await publish(under, store, 1)
+            await under.want("films", hold=(1,), live=1)
+            await under.until("films", 1, "ready")
+            await append(under, 1)
+            assert user_3(under) != [1.0] * 16
+            await under.want("films", follow=(1,))
+            await reached(under, 1)
+            assert user_3(under) == [1.0] * 16
+            await under.want("films", follow=())
+            await until(lambda: "deltas films 1" not in {task.get_name() for task in asyncio.all_tasks()})
+            await append(under, 2)
+            assert (await under.until("films", 1, "ready")).delta_sequence == 1
+            assert user_3(under) == [1.0] * 16
+            # It goes on where it was.
+            await under.want("films", follow=(1,))
+            await reached(under, 2)
+            assert user_3(under) == [2.0] * 16
+
+    run(main())
+
+
+def test_a_version_that_is_followed_already_is_asked_for_only_with_the_deltas_published_by_then(url, store):
+    """A node that comes back, or whose turn comes late in a rollout by replica, must not answer with old rows."""
+
+    async def main():
+        async with running_node(url, store) as under:
+            under.agent_runs.cancel()
+            await asyncio.wait([under.agent_runs])
+            await publish(under, store, 1)
+            for sequence in (1, 2, 3):
+                await append(under, sequence)
+            wanted = WantedModel(model="films", epoch=1, live=1, hold=(1,), follow=(1,))
+            await under.actions.stage("films", 1, wanted, lambda share: None)
+            assert under.actions.reports()[0].delta_sequence == 3
+            assert user_3(under) == [3.0] * 16
+            # From here on it follows as any other does.
+            await under.actions.settle(wanted)
+            await append(under, 4)
+            await reached(under, 4)
+
+    run(main())
+
+
+def test_a_version_whose_deltas_are_lost_is_staged_without_them_for_its_node_may_be_the_only_one(url, store, caplog):
+    async def main():
+        async with running_node(url, store) as under:
+            under.agent_runs.cancel()
+            await asyncio.wait([under.agent_runs])
+            await publish(under, store, 1)
+            for sequence in (1, 2, 3):
+                await append(under, sequence)
+            await under.fleet.registry.trim(delta_stream("films", 1), 3)
+            wanted = WantedModel(model="films", epoch=1, live=1, hold=(1,), follow=(1,))
+            await under.actions.stage("films", 1, wanted, lambda share: None)
+            report = under.actions.reports()[0]
+            assert (report.state, report.delta_sequence) == ("ready", 0)
+
+    run(main())
+    assert "version 1 of films is staged without deltas 1 to 3" in caplog.text
+
+
+async def reached(under: NodeUnderTest, sequence: int) -> None:
+    await until(lambda: under.actions.reports()[0].delta_sequence == sequence)
+
+
+@pytest.mark.parametrize(("live", "state"), [(None, "refused"), (1, "ready")])
+def test_a_version_with_a_gap_is_refused_before_it_is_live_and_goes_on_once_it_is(url, store, live, state):
+    async def main():
+        async with running_node(url, store) as under:
+            await publish(under, store, 1)
+            for sequence in (1, 2, 3):
+                await append(under, sequence)
+            await under.fleet.registry.trim(delta_stream("films", 1), 3)
+            await under.want("films", hold=(1,), live=live)
+            await under.until("films", 1, "ready")
+            before = answer(under, 1)
+            await under.want("films", follow=(1,))
+            report = await under.until("films", 1, state, lambda report: bool(report.reason))
+            assert "needs delta 1, but deltas/films/1 begins with 3" in report.reason
+            assert report.delta_sequence == 0
+            assert_same(answer(under, 1), before)
+
+    run(main())
+
+
+def test_rows_are_freed_only_after_the_last_lease_on_them(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            await publish(under, store, 1)
+            await under.want("films", hold=(1,))
+            await under.until("films", 1, "ready")
+            before = answer(under, 1)
+            bags = some_bags(under, 1)
+            with under.node.generations.lease("films", 1) as lease:
+                await under.want("films", hold=())
+                await under.until("films", 1, "draining")
+                await until(lambda: under.node.generations.all()[0].state == "draining")
+                assert_same(lease.payload.engine.pool(bags), before)
+            await under.until("films", 1, None)
+
+    run(main())
+
+
+def test_a_version_that_is_being_retired_follows_no_deltas_any_more_whatever_is_wanted_to_follow(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            await publish(under, store, 1)
+            await under.want("films", hold=(1,), live=1, follow=(1,))
+            await under.until("films", 1, "ready")
+            # By replica: this node's turn has come, and the others go on following what is live.
+            wanted = WantedModel(model="films", epoch=9, live=1, hold=(1,), follow=(1,), node_hold={"node": (2,)})
+            under.agent_runs.cancel()
+            await asyncio.wait([under.agent_runs])
+            retiring = asyncio.create_task(under.actions.retire("films", 1))
+            await asyncio.sleep(0)
+            assert ("films", 1) in under.actions.held()
+            await under.actions.settle(wanted)
+            await retiring
+            assert "deltas films 1" not in {task.get_name() for task in asyncio.all_tasks()}
+
+    run(main())
+
+
+def test_a_node_that_divides_rows_otherwise_than_its_fleet_is_refused(url, store):
+    async def main():
+        async with running_node(url, store) as under:
+            await join_fleet(under.fleet, FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0))
+            with pytest.raises(FleetMismatchError, match=r"num_shards 3, .* its fleet in .* has 2, 'hash', 0"):
+                await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0))
+
+    run(main())
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from loader.snapshot.reader import Snapshot
+from loader.registry.records import PublishedVersion
+from shard_node.node import NodeIdentity, ShardNode
+from shard_node.engine.row_memory import RowMemory
+from shard_node.agent.stager import stage_tables
+from router.plan import Plan
+
+def plan_of(spec):
+    plan = Plan.make(spec, cards_per_shard=2)
+    return plan.partition(0), plan.digest
+
+def rss_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+folder, memory = Path(sys.argv[1]), RowMemory()
+identity = Snapshot.open(folder, verify=False).identity
+record = PublishedVersion(
+    model="small", version=1, identity=identity, delta_base=1, last_delta=0, rows_bytes=0, published_at=0.0)
+node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=2, sharding="hash"))
+seen = []
+for version in range(1, 9):
+    node.stage("small", version, stage_tables(folder, record, plan_of, memory=memory))
+    node.flip("small", version)
+    both = rss_mb()
+    if version > 1:
+        assert node.retire("small", version - 1).retired.wait(30)
+    seen.append((both, rss_mb()))
+print(*(f"{both:.1f},{one:.1f}" for both, one in seen))
+node.close()
+"""
+
+
+def test_memory_is_back_to_one_versions_worth_after_each_swap(tmp_path):
+    spec = one_table_spec(400_000, 64)
+    folder, _ = write_snapshot(tmp_path, spec, seed=1, version=1)
+    size_mb = 400_000 * 72 / 1e6
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, check=True, timeout=120
+    )
+    seen = [tuple(map(float, pair.split(","))) for pair in done.stdout.split()]
+    first = seen[0][1]
+    for both, one in seen[1:]:
+        assert both > first + 0.8 * size_mb
+        assert one < first + 0.2 * size_mb

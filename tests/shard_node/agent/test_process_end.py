@@ -1,0 +1,31 @@
+"""A process that closes its node ends cleanly, however soon: freeing rows must not race the interpreter's end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from shardrank_testing.snapshots import make_spec, write_snapshot
+
+PROGRAM = """
+import sys
+from loader.snapshot.reader import Snapshot
+from router.plan import Plan
+from shard_node.engine.loading import load_tables
+from shard_node.node import ShardNode
+
+snapshot = Snapshot.open(sys.argv[1])
+plan = Plan.make(snapshot.spec, sharding="table", cards_per_shard=4)
+node = ShardNode(plan.identity(0))
+for version in range(1, 20):
+    node.stage("films", version, load_tables(snapshot, plan.partition(0), plan.digest))
+node.close()
+"""
+
+
+def test_closing_a_node_at_the_very_end_of_a_process_never_aborts_it(tmp_path: Path):
+    path, _ = write_snapshot(tmp_path, make_spec(), seed=1)
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,172 @@
+"""Staging takes nothing on trust: what is not exactly the published version is refused before it could be pooled."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader.errors import SnapshotCorruptError, SnapshotError
+from loader.registry.records import PublishedVersion
+from loader.snapshot.reader import Snapshot
+from shard_node.agent.stager import share_of, stage_tables
+from shard_node.engine.loading import load_tables
+from shard_node.engine.row_memory import RowMemory
+from shard_node.errors import MemoryBudgetError
+from shardrank_testing.agents import plan_of
+from shardrank_testing.bags import assert_blocks_equal, random_table_bags
+from shardrank_testing.snapshots import make_spec, restate_file, rewrite_manifest, write_snapshot
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    path, _ = write_snapshot(tmp_path_factory.mktemp("store"), make_spec(), seed=3, rows_per_file=256)
+    return path
+
+
+@pytest.fixture
+def copy(pristine, tmp_path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "films" / "1"))
+
+
+def record_of(folder: Path) -> PublishedVersion:
+    snapshot = Snapshot.open(folder, verify=False, files="rows")
+    return PublishedVersion(
+        model="films", version=1, identity=snapshot.identity, delta_base=1, last_delta=0, rows_bytes=0, published_at=0.0
+    )
+
+
+def stage(folder: Path, published: PublishedVersion | None = None, memory: RowMemory | None = None, **options):
+    return stage_tables(folder, published or record_of(folder), plan_of, memory=memory or RowMemory(), **options)
+
+
+def a_row_file(folder: Path, table: str = "user") -> Path:
+    return sorted((folder / "tables" / table).iterdir())[0]
+
+
+@pytest.mark.parametrize("budget", [None, 0, 20_000])
+def test_a_sound_version_is_staged_as_it_would_be_loaded(pristine, budget):
+    shares: list[float] = []
+    memory = RowMemory()
+    tables = stage(pristine, memory=memory, memory_budget_bytes=budget, progress=share_of(shares.append))
+    snapshot = Snapshot.open(pristine)
+    bags = random_table_bags(np.random.default_rng(1), tables.engine.layout, 50, 5)
+    expected = load_tables(snapshot, *plan_of(snapshot.spec)).engine.pool(bags)
+    assert_blocks_equal(tables.engine.pool(bags), expected, scale=1.0)
+    assert tables.manifest_identity == snapshot.identity
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert memory.held_bytes == sum(use.size_bytes for use in tables.engine.memory() if use.tier == "ram")
+    tables.close()
+    assert memory.held_bytes == 0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_bit_flip_anywhere_in_a_row_file_is_refused(copy, data):
+    files = sorted((copy / "tables").rglob("rows-*"))
+    path = data.draw(st.sampled_from(files))
+    content = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    published = record_of(copy)
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(changed)
+    memory = RowMemory()
+    try:
+        with pytest.raises(SnapshotError):
+            stage(copy, published, memory)
+    finally:
+        path.write_bytes(content)
+    assert memory.held_bytes == 0
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_row_file_cut_off_anywhere_is_refused(copy, data):
+    files = sorted((copy / "tables").rglob("rows-*"))
+    path = data.draw(st.sampled_from(files))
+    content = path.read_bytes()
+    published = record_of(copy)
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    try:
+        with pytest.raises(SnapshotError, match=re.escape(path.name)):
+            stage(copy, published)
+    finally:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("budget", [None, 0], ids=["in ram", "left in mapped files"])
+def test_a_row_with_a_scale_that_is_not_a_number_is_refused_by_table_and_row(copy, budget):
+    # Of table film, dim 16 in int8: the scale is bytes 16 to 20 of a row of 24, and row 700 lies in its third file.
+    path = sorted((copy / "tables" / "film").iterdir())[2]
+    content = bytearray(path.read_bytes())
+    rows = Snapshot.open(copy).rows_file("film", 2)
+    position = 700 // 256 * 0 + int(np.flatnonzero(np.arange(rows.shape[0]) == (700 - 512))[0])
+    start = len(content) - rows.nbytes + position * 24
+    content[start + 16 : start + 20] = np.float32(np.nan).tobytes()
+    path.write_bytes(content)
+    restate_file(copy, str(path.relative_to(copy)))
+    memory = RowMemory()
+    with pytest.raises(SnapshotCorruptError, match=r"table 'film', row 700: decodes to NaN or inf"):
+        stage(copy, memory=memory, memory_budget_bytes=budget)
+    assert memory.held_bytes == 0
+
+
+def without_files(folder: Path) -> None:
+    shutil.rmtree(folder / "tables" / "city")
+
+
+def without_entry(folder: Path) -> None:
+    rewrite_manifest(folder, lambda manifest: manifest["tables"].pop())
+
+
+@pytest.mark.parametrize("remove", [without_files, without_entry])
+def test_a_version_without_one_of_its_tables_is_refused(copy, remove: Callable[[Path], None]):
+    published = record_of(copy)
+    remove(copy)
+    with pytest.raises(SnapshotError):
+        stage(copy, published)
+
+
+def test_another_snapshot_than_the_one_that_was_published_is_refused(copy):
+    published = record_of(copy)
+    rewrite_manifest(copy, lambda manifest: manifest["metadata"].update(changed="later"))
+    with pytest.raises(SnapshotCorruptError, match=f"published was {published.identity}"):
+        stage(copy, published)
+
+
+def test_a_version_that_does_not_fit_is_refused_with_the_numbers_before_a_file_is_read(pristine):
+    tables = stage(pristine)
+    size = sum(use.size_bytes for use in tables.engine.memory())
+    seen: list[tuple[object, ...]] = []
+    memory = RowMemory(cap_bytes=2 * size - 1)
+    memory.take(size).filled()
+    with pytest.raises(MemoryBudgetError, match=f"take {size} bytes beside {size} .* {2 * size}, .* {2 * size - 1} "):
+        stage(pristine, memory=memory, progress=lambda *step: seen.append(step))
+    assert seen == []
+    assert memory.held_bytes == size
+
+
+def test_what_is_being_staged_counts_before_the_system_sees_it():
+    memory = RowMemory(available=lambda: 10 * GIB, reserve_bytes=GIB)
+    first = memory.take(5 * GIB)
+    with pytest.raises(MemoryBudgetError, match=f"rows take {5 * GIB} bytes, but {10 * GIB} are available and {GIB} "):
+        memory.take(5 * GIB)
+    memory.take(4 * GIB).give_back()
+    first.give_back()
+    first.give_back()
+    memory.take(9 * GIB).filled()
+    assert memory.held_bytes == 9 * GIB
+
+
+def test_a_version_whose_rows_all_stay_in_files_needs_no_memory():
+    assert RowMemory(available=lambda: 0).take(0).size_bytes == 0

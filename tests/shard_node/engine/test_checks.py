@@ -1,0 +1,145 @@
+"""Whatever an engine could not pool safely is refused first, by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shard_node.bags import CheckedBags, KeyedBags, TableLimits
+from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.nodes import reference_engine
+
+LAYOUT = reference_engine().layout
+NUM_ROWS = [table.num_embeddings for table in LAYOUT.tables]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
+def test_the_first_row_outside_its_table_is_named(seed, num_wrong, negative):
+    rng = np.random.default_rng(seed)
+    bags = random_table_bags(rng, LAYOUT, 5, 6)
+    wrong = rng.integers(0, bags.num_values, min(num_wrong, bags.num_values)) if bags.num_values else []
+    limits = np.repeat([NUM_ROWS[key] for key in bags.keys], bags.values_per_key())
+    bags.values[wrong] = -1 - limits[wrong] if negative else limits[wrong]
+    expected = [position for position in range(bags.num_values) if not 0 <= bags.values[position] < limits[position]]
+    if not expected:
+        TableLimits(LAYOUT).check(bags)
+        return
+    with pytest.raises(InvalidBagsError, match=rf"row {bags.values[expected[0]]} \(value {expected[0]}\) is not in 0"):
+        TableLimits(LAYOUT).check(bags)
+
+
+def is_right_by_definition(bags: KeyedBags) -> bool:
+    try:
+        bags.validate()
+    except InvalidBagsError:
+        return False
+    if any(not 0 <= key < len(NUM_ROWS) for key in bags.keys):
+        return False
+    limits = np.repeat([NUM_ROWS[key] for key in bags.keys], bags.values_per_key())
+    return all(0 <= value < limit for value, limit in zip(bags.values, limits, strict=True))
+
+
+def with_a_row_too_high(layout: TableLayout) -> CheckedBags:
+    bags = random_table_bags(np.random.default_rng(5), LAYOUT, 5, 6)
+    bags.values[-1] = max(NUM_ROWS)
+    return CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, bags.weights, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, TableLayout(LAYOUT.tables, LAYOUT.groups)], ids=["the same", "an equal one"]
+)
+def test_values_that_were_checked_against_this_layout_are_not_looked_at_again(layout):
+    limits = TableLimits(LAYOUT)
+    for _ in range(2):
+        limits.check(with_a_row_too_high(layout))
+
+
+def test_values_that_were_checked_against_another_layout_are_checked():
+    grown = LAYOUT.tables[-1].model_copy(update={"num_embeddings": 10 * max(NUM_ROWS)})
+    other = TableLayout((*LAYOUT.tables[:-1], grown), LAYOUT.groups)
+    limits = TableLimits(LAYOUT)
+    limits.check(with_a_row_too_high(LAYOUT))
+    for _ in range(2):
+        with pytest.raises(InvalidBagsError, match="is not in 0"):
+            limits.check(with_a_row_too_high(other))
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused_even_as_checked_bags():
+    bags = with_a_row_too_high(LAYOUT)
+    half = bags.values.size // 2
+    shorter = CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values[:half], layout=LAYOUT)
+    strided = CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, np.repeat(bags.values, 2)[::2], layout=LAYOUT)
+    fewer = CheckedBags(bags.keys, bags.bags_per_key - 1, bags.offsets, bags.values, layout=LAYOUT)
+    for wrong, said in ((shorter, "offsets ends at"), (strided, "flat and contiguous"), (fewer, "add up to")):
+        with pytest.raises(InvalidBagsError, match=said):
+            TableLimits(LAYOUT).check(wrong)
+
+
+small = st.integers(-1, 4)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(small, max_size=4),
+    st.lists(small, max_size=4),
+    st.lists(small, max_size=6),
+    st.lists(small, max_size=5),
+    st.one_of(st.none(), st.lists(st.floats(width=32), max_size=5)),
+)
+def test_the_check_refuses_exactly_what_are_no_bags_of_the_tables(keys, counts, offsets, values, weights):
+    bags = KeyedBags(
+        np.array(keys, np.int32),
+        np.array(counts, np.int64),
+        np.array(offsets, np.int64),
+        np.array(values, np.int64),
+        None if weights is None else np.array(weights, np.float32),
+    )
+    if is_right_by_definition(bags):
+        TableLimits(LAYOUT).check(bags)
+    else:
+        with pytest.raises(InvalidBagsError):
+            TableLimits(LAYOUT).check(bags)
+
+
+def one_bag(**changes) -> KeyedBags:
+    arrays = {
+        "keys": np.array([0], np.int32),
+        "bags_per_key": np.array([1], np.int64),
+        "offsets": np.array([0, 3], np.int64),
+        "values": np.array([0, 0, 0], np.int64),
+        "weights": np.ones(3, np.float32),
+    }
+    return KeyedBags(**(arrays | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": np.broadcast_to(np.float32(1), 3)}, "weights must be flat and contiguous float32"),
+        ({"weights": np.ones(6, np.float32)[::2]}, "weights must be flat and contiguous float32"),
+        ({"weights": np.ones(3)}, "weights must be flat and contiguous float32, got float64"),
+        ({"weights": np.ones(2, np.float32)}, "2 weights for 3 values"),
+        ({"values": np.zeros(6, np.int64)[::2]}, "values must be flat and contiguous int64"),
+        ({"values": np.zeros(3, np.int32)}, "values must be flat and contiguous int64, got int32"),
+        ({"offsets": np.array([0, 9, 3, 9])[::2]}, "offsets must be flat and contiguous int64"),
+        ({"offsets": np.array([0, 2**63 - 1, -(2**63), -1, 3]), "bags_per_key": np.array([4])}, "must not descend"),
+        ({"keys": np.array([-1], np.int32)}, "keys must be non-negative"),
+        ({"keys": np.array([99], np.int32)}, f"key 99 is no table, tables are 0..{len(NUM_ROWS) - 1}"),
+    ],
+)
+def test_arrays_that_would_be_read_out_of_bounds_are_refused(changes, message):
+    TableLimits(LAYOUT).check(one_bag())
+    with pytest.raises(InvalidBagsError, match=message):
+        TableLimits(LAYOUT).check(one_bag(**changes))
+
+
+def test_answer_bytes_are_those_of_the_blocks():
+    engine = reference_engine()
+    bags = random_table_bags(np.random.default_rng(1), engine.layout, 7, 3)
+    counted = TableLimits(engine.layout).answer_bytes(bags.keys, bags.bags_per_key, bags.num_bags)
+    assert counted == sum(block.nbytes for block in engine.pool(bags))

@@ -1,0 +1,210 @@
+"""One suite for every engine: whatever holds the rows, and however they are divided, the sums are the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
+from router.plan import Plan
+from shard_node.bags import KeyedBags
+from shard_node.engine.base import Engine
+from shard_node.engine.loading import load_tables
+from shard_node.engine.reference import ReferenceEngine
+from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError
+from shardrank_testing.bags import assert_blocks_equal, random_table_bags
+from shardrank_testing.card_engines import OnCards, engine_params
+from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.topologies import decoded_tables
+
+DTYPES = ["int8", "int4", "fp16", "fp32"]
+ROWS_PER_FILE = 256
+
+
+def spec_of(dtypes: list[str], bucketing: str = "hash", rows: tuple[int, ...] = (1, 255, 700, 1500)) -> ModelSpec:
+    tables = [
+        TableSpec(
+            name=f"{dtype}_{dim}_{count}",
+            num_embeddings=count,
+            embedding_dim=dim,
+            feature_names=(f"f_{dtype}_{dim}_{count}",),
+            dtype=dtype,
+            bucketing=bucketing,
+        )
+        for dtype in dtypes
+        for dim, count in zip((4, 16, 4, 64), rows, strict=True)
+    ]
+    return ModelSpec(
+        model="m",
+        tables=tuple(tables),
+        features=tuple(FeatureSpec(name=table.feature_names[0], side="candidate") for table in tables),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+
+
+def load(snapshot: Snapshot, cards: int, sharding: str | None = None, budget: int | None = None) -> Engine:
+    plan = Plan.make(snapshot.spec, sharding=sharding or snapshot.spec.tables[0].bucketing, cards_per_shard=cards)
+    return load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget).engine
+
+
+ENGINES: dict[str, Callable[[Snapshot], Engine]] = {
+    "one card": lambda snapshot: load(snapshot, 1),
+    "three cards": lambda snapshot: load(snapshot, 3),
+    "more cards than most tables have buckets": lambda snapshot: load(snapshot, 40),
+    "two cards, whole tables": lambda snapshot: load(snapshot, 2, sharding="table"),
+    "mapped": lambda snapshot: load(snapshot, 1, budget=0),
+    "partly mapped, two cards": lambda snapshot: load(snapshot, 2, budget=snapshot.float32_bytes // 8),
+}
+
+
+@pytest.fixture(scope="module", params=["hash", "range"])
+def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
+    spec = spec_of(DTYPES, request.param)
+    path, tables = write_snapshot(tmp_path_factory.mktemp("store"), spec, seed=1, rows_per_file=ROWS_PER_FILE)
+    return Snapshot.open(path), ReferenceEngine(spec, decoded_tables(spec, tables))
+
+
+@pytest.fixture(scope="module", params=[*ENGINES, *engine_params()])
+def engines(request, stored) -> Iterator[tuple[Engine, ReferenceEngine]]:
+    snapshot, reference = stored
+    param = request.param
+    engine = param.load(snapshot) if isinstance(param, OnCards) else ENGINES[param](snapshot)
+    yield engine, reference
+    engine.close()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("max_bags", "max_hotness"), [(1, 1), (8, 1), (6, 20), (2, 1000), (0, 0)])
+def test_pooled_bags_are_the_references(engines, weighted, max_bags, max_hotness):
+    engine, reference = engines
+    rng = np.random.default_rng(max_bags * 7919 + max_hotness)
+    for _ in range(3):
+        bags = random_table_bags(rng, reference.layout, max_bags, max_hotness, weighted)
+        assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=3.0 * max(1, max_hotness))
+
+
+def test_a_batch_of_2048_bags_is_the_references(engines):
+    engine, reference = engines
+    bags = random_table_bags(np.random.default_rng(5), reference.layout, 2048, 2)
+    assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=3.0)
+
+
+def test_every_single_row_is_found_where_it_belongs(engines):
+    engine, reference = engines
+    layout = reference.layout
+    rows = [np.arange(table.num_embeddings, dtype=np.int64) for table in layout.tables]
+    bags = KeyedBags.from_lengths(
+        np.arange(len(rows), dtype=np.int32),
+        np.array([one.size for one in rows], np.int64),
+        np.ones(sum(one.size for one in rows), np.int64),
+        np.concatenate(rows),
+    )
+    assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=1.0)
+
+
+@pytest.mark.parametrize("row", [-1, 1, 2**40, -(2**63), 2**63 - 1])
+def test_a_row_outside_its_table_is_refused_by_name_and_reads_nothing(engines, row):
+    engine, _ = engines
+    table = next(number for number, one in enumerate(engine.layout.tables) if one.num_embeddings == 1)
+    bags = KeyedBags.from_lengths(
+        np.array([table], np.int32), np.array([2], np.int64), np.array([1, 1]), np.array([0, row], np.int64)
+    )
+    with pytest.raises(
+        InvalidBagsError, match=rf"row {row} \(value 1\) is not in 0\.\.0 of table '{engine.layout.tables[table].name}'"
+    ):
+        engine.pool(bags)
+
+
+def test_lookups_are_counted_by_table(engines):
+    engine, _ = engines
+    before = {one.table: one.rows for one in engine.rows_looked_up()}
+    bags = KeyedBags.from_lengths(
+        np.array([0, 3], np.int32), np.array([2, 1], np.int64), np.array([2, 0, 3]), np.zeros(5, np.int64)
+    )
+    engine.pool(bags)
+    after = {one.table: one.rows for one in engine.rows_looked_up()}
+    names = [table.name for table in engine.layout.tables]
+    assert after[names[0]] - before[names[0]] == 2
+    assert after[names[3]] - before[names[3]] == 3
+    assert after[names[1]] == before[names[1]]
+
+
+def test_a_partition_refuses_rows_of_another_node(stored):
+    snapshot, _ = stored
+    sharding = snapshot.spec.tables[0].bucketing
+    plan = Plan.make(snapshot.spec, num_shards=2, sharding=sharding, replicate_bytes=0)
+    engine = load_tables(snapshot, plan.partition(1), plan.digest).engine
+    table = next(number for number, one in enumerate(engine.layout.tables) if one.num_embeddings == 1500)
+    bags = KeyedBags.from_lengths(np.array([table], np.int32), np.array([1]), np.array([1]), np.array([0], np.int64))
+    with pytest.raises(InvalidBagsError, match=r"row 0 of table '.*_1500' is not on this node"):
+        engine.pool(bags)
+
+
+def test_memory_is_reported_by_card_and_tier(tmp_path: Path):
+    spec = spec_of(["int8"], rows=(10, 300, 512, 1024))
+    path, _ = write_snapshot(tmp_path, spec, seed=2, rows_per_file=ROWS_PER_FILE)
+    snapshot = Snapshot.open(path)
+    whole = 10 * 12 + 300 * 24 + 512 * 12 + 1024 * 72
+    assert sum(use.size_bytes for use in load(snapshot, 2).memory()) == whole
+    kept = load(snapshot, 1, budget=whole - 1)
+    assert {(use.card, use.tier): use.size_bytes for use in kept.memory()} == {
+        (0, "ram"): whole - 1024 * 72,
+        (0, "mapped"): 1024 * 72,
+    }
+
+
+def test_sums_do_not_overflow_in_fp16(tmp_path: Path):
+    table = TableSpec(name="t", num_embeddings=4, embedding_dim=4, feature_names=("f",), dtype="fp16")
+    spec = ModelSpec(
+        model="m",
+        tables=(table,),
+        features=(FeatureSpec(name="f", side="candidate"),),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+    rows = {"t": rows_of(np.full((4, 4), 60000.0, np.float32))}
+    path = export_snapshot(tmp_path, spec, rows=rows, dense={"weight": torch.zeros(1)})
+    engine = load(Snapshot.open(path), 1)
+    bags = KeyedBags.from_lengths(
+        np.array([0], np.int32), np.array([1]), np.array([1000]), np.arange(1000, dtype=np.int64) % 4
+    )
+    assert engine.pool(bags)[0].tolist() == [[6.0e7] * 4]
+
+
+def test_keys_of_other_groups_without_bags_change_nothing(engines):
+    engine, reference = engines
+    layout = reference.layout
+    for group in layout.groups:
+        keys = np.arange(len(layout.tables), dtype=np.int32)
+        bags_per_key = np.where((keys >= group.first_table) & (keys < group.end_table), 2, 0).astype(np.int64)
+        count = int(bags_per_key.sum())
+        bags = KeyedBags.from_lengths(keys, bags_per_key, np.ones(count, np.int64), np.zeros(count, np.int64))
+        assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=1.0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fp16_rows_gathered_in_several_chunks_are_the_references(stored, weighted, monkeypatch):
+    snapshot, reference = stored
+    monkeypatch.setattr("shard_node.engine.arena.FP16_GATHER_BYTES", 7 * 16)
+    table = next(number for number, one in enumerate(reference.layout.tables) if one.dtype == "fp16")
+    rows = reference.layout.tables[table].num_embeddings
+    rng = np.random.default_rng(3)
+    lengths = np.array([5, 0, 40, 1, 13])
+    weights = rng.normal(size=59).astype(np.float32) if weighted else None
+    bags = KeyedBags.from_lengths(
+        np.array([table], np.int32), np.array([5], np.int64), lengths, rng.integers(0, rows, 59), weights
+    )
+    assert_blocks_equal(load(snapshot, 1).pool(bags), reference.pool(bags), scale=40.0)
+
+
+def test_the_layout_keeps_tables_of_one_width_and_dtype_together():
+    layout = TableLayout.of(spec_of(["int8", "fp32"]))
+    seen = [(group.embedding_dim, group.dtype, group.end_table - group.first_table) for group in layout.groups]
+    assert seen == [(4, "fp32", 2), (4, "int8", 2), (16, "fp32", 1), (16, "int8", 1), (64, "fp32", 1), (64, "int8", 1)]

@@ -1,0 +1,219 @@
+"""Bytes of lookups: the textbook's figures, brute force over places and offsets, and what no plan may change."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from math import gcd
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shard_node.cuda
+from shard_node.cuda.placer import Placer
+from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.row_format import RowFormat
+from shard_node.errors import InvalidBagsError
+from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.cost_model import (
+    ROWS_IN_FLIGHT,
+    BagLoad,
+    Traffic,
+    line_bytes,
+    mean_pieces,
+    moved_bytes,
+    sector_bytes,
+    table_sizes,
+    tier_shares,
+)
+from shard_node.planning.hotness import Hotness
+from shardrank_testing.card_plans import (
+    DTYPES,
+    layout_of,
+    layouts,
+    make_plan,
+    one_table_layout,
+    plan_inputs,
+    round_robin,
+)
+
+H100 = SYSTEMS["h100"]
+BILLIONS = 2_000_000_000
+AMPLE = 1 << 40
+
+
+def loads_of(layout, values=1000.0, bags=100.0, longest=20.0):
+    return [BagLoad(values, bags, longest)] * len(layout.tables)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "terabytes", "gigabytes_a_host"),
+    [("fp32", 1.024, 64.0), ("fp16", 0.512, 32.0), ("int8", 0.256, 16.0), ("int4", 0.128, 8.0)],
+)
+def test_two_billion_rows_of_128_have_the_textbooks_bytes(dtype, terabytes, gigabytes_a_host):
+    codes = table_sizes(BILLIONS, 128, dtype).codes
+    assert codes == terabytes * 1e12
+    assert codes / 16 == gigabytes_a_host * 1e9
+
+
+def test_what_rows_really_take_has_scale_and_bias_and_padding():
+    assert table_sizes(BILLIONS, 128, "int8")[1:] == (272e9, 288e9, 8e9)
+    assert table_sizes(BILLIONS, 128, "int4")[1:] == (136e9, 160e9, 8e9)
+    assert table_sizes(BILLIONS, 128, "fp32")[1:] == (1024e9, 1024e9, 8e9)
+
+
+@pytest.mark.parametrize(
+    ("hit_rate", "printed", "megabytes"),
+    [(0.0, "0.000", 1342.2), (0.57621, "0.576", 568.8), (0.75137, "0.751", 333.7), (0.85032, "0.850", 200.9)],
+)
+def test_a_step_of_the_textbook_moves_its_megabytes(hit_rate, printed, megabytes):
+    row_bytes = RowFormat.of("fp32", 128).row_bytes
+    assert f"{hit_rate:.3f}" == printed
+    assert round(moved_bytes(65_536 * 40, row_bytes, hit_rate) / 1e6, 1) == megabytes
+
+
+@given(
+    stride=st.integers(1, 64).map(lambda chunks: 16 * chunks),
+    shorter=st.integers(0, 15),
+    piece=st.sampled_from([32, 64, 128]),
+)
+def test_pieces_of_a_row_are_those_that_its_bytes_lie_in(stride, shorter, piece):
+    size = stride - shorter
+    rows = piece // gcd(stride, piece) * 3
+    touched = [len({byte // piece for byte in range(row * stride, row * stride + size)}) for row in range(rows)]
+    assert mean_pieces(stride, size, piece) == pytest.approx(np.mean(touched))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "sectors", "packets"),
+    # int8 of dim 64 has a stride of 80: every second row begins in the middle of a sector.
+    [("int8", 128, 5, 2), ("int8", 64, 3, 1.5), ("int4", 16, 1, 1), ("fp16", 128, 8, 2), ("fp32", 128, 16, 4)],
+)
+def test_a_row_is_read_in_whole_sectors_and_packets(dtype, dim, sectors, packets):
+    row = RowFormat.of(dtype, dim)
+    assert sector_bytes(row) == 32 * sectors
+    assert line_bytes(row, H100.peer) == 32 * sectors + 32 * packets
+    assert line_bytes(row, H100.host) == 32 * sectors + 20 * packets
+
+
+@settings(deadline=None)
+@given(layout=layouts(max_rows=600), data=st.data())
+def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
+    num_cards = data.draw(st.integers(1, 5))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    # Counts below 64 are levels of their own, so that nothing is averaged.
+    counts = {one.name: rng.integers(0, 64, one.num_embeddings, np.uint32) for one in layout.tables}
+    partition = round_robin(len(layout.tables), num_cards)
+    partition.card_of_bucket[:, ::7] = -1
+    total = sum(table_sizes(one.num_embeddings, one.embedding_dim, one.dtype).on_cards for one in layout.tables)
+    room = 4 * sum(one.num_embeddings for one in layout.tables)
+    budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total // 8, total // 20)
+    plan = CardPlan.make(layout, partition, budget, Hotness.from_counts(counts))
+    shares = tier_shares(plan)
+    placer = Placer(plan)
+    for number, table in enumerate(layout.tables):
+        owners = owners_of(placer.places(number), num_cards)
+        of_owner = np.bincount(owners, weights=counts[table.name], minlength=num_cards + 3)
+        all_counts = max(1, counts[table.name].sum())
+        if not counts[table.name].any():
+            continue
+        tiers = shares[number].sum(axis=0) * all_counts
+        assert tiers[HOT] == pytest.approx(of_owner[hot_owner(num_cards)])
+        assert tiers[HOST] == pytest.approx(of_owner[pinned_owner(num_cards)])
+        np.testing.assert_allclose(shares[number, :, CARD] * all_counts, of_owner[:num_cards], atol=1e-6)
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs(), item_bytes=st.sampled_from([2, 4]))
+def test_every_lookup_is_counted_once_and_so_are_its_bytes(inputs, item_bytes):
+    plan = make_plan(inputs)
+    layout = plan.layout
+    loads = loads_of(layout)
+    traffic = Traffic.of(plan, loads, H100, item_bytes)
+    here = tier_shares(plan).sum(axis=(1, 2))
+    counted = traffic.hot + traffic.own + traffic.peer + traffic.host + traffic.mapped
+    np.testing.assert_allclose(counted, 1000.0 * here.sum())
+    sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
+    mapped = 1000.0 * (tier_shares(plan)[:, :, MAPPED_TIER].sum(axis=1) @ sectors)
+    beyond = traffic.peer_bytes.sum(axis=1) + traffic.host_bytes + mapped
+    np.testing.assert_allclose(traffic.off_card_bytes, beyond, atol=1e-3)
+    assert (traffic.peer_line_bytes >= traffic.peer_bytes.sum(axis=1) - 1e-6).all()
+    assert (np.diag(traffic.peer_bytes) == 0).all()
+    dims = sum(one.embedding_dim for one in layout.tables)
+    ids = 4 * 1000.0 * here.sum() + 4 * 100 * len(layout.tables)
+    rows = 1000.0 * (here @ sectors)
+    np.testing.assert_allclose(
+        traffic.hbm_bytes + beyond, rows + ids + 32 * 1000.0 * here.sum() + item_bytes * 100 * dims
+    )
+
+
+@settings(deadline=None)
+@given(zipf=st.sampled_from([0.0, 0.6, 1.05, 2.0]), num_cards=st.integers(2, 8), rows=st.integers(1000, 100_000))
+def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
+    layout = one_table_layout(rows, 64)
+    moved = []
+    for share in (0.0, 0.01, 0.1, 0.5, 1.0):
+        budget = CardBudget((AMPLE,) * num_cards, 0, int(share * rows * 80))
+        plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness.by_table(layout, zipf=zipf))
+        moved.append(Traffic.of(plan, loads_of(layout), H100).off_card_bytes.sum())
+    assert all(after <= before + 1e-6 for before, after in pairwise(moved))
+    assert moved[-1] == pytest.approx(0, abs=1e-6)
+
+
+def test_uniform_ids_over_cards_are_at_peers_but_for_one_of_n():
+    layout = one_table_layout(256 * 100, 128)
+    plan = CardPlan.make(layout, round_robin(1, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness.by_table(layout))
+    traffic = Traffic.of(plan, [BagLoad(8000.0, 400.0, 20.0)], H100)
+    np.testing.assert_allclose(traffic.own, 1000)
+    np.testing.assert_allclose(traffic.peer, 7000)
+    np.testing.assert_allclose(traffic.peer_bytes.sum(axis=1), 7000 * 160)
+    np.testing.assert_allclose(traffic.peer_line_bytes, 7000 * 224)
+    np.testing.assert_allclose(traffic.hbm_bytes, 1000 * 160 + 8000 * (32 + 4) + 400 * (4 + 2 * 128))
+    assert traffic.upload_bytes == 4 * 8000 + 4 * 400
+    # Five waits of four rows each, all but surely with one at a peer among them, after the ids and places.
+    wait = 0.7 + (1 - (1 / 8) ** 4) * 0.8
+    np.testing.assert_allclose(traffic.chain_us, 2 * 0.7 + 5 * wait)
+
+
+def test_a_shard_is_asked_only_for_its_own_rows():
+    layout = one_table_layout(256 * 10, 16)
+    partition = round_robin(1, 2)
+    partition.card_of_bucket[:, 64:] = -1
+    plan = CardPlan.make(layout, partition, CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout))
+    traffic = Traffic.of(plan, loads_of(layout), H100)
+    np.testing.assert_allclose(traffic.hot + traffic.own + traffic.peer, 250)
+    assert traffic.upload_bytes == 4 * 250 + 4 * 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_table_that_nobody_looks_up_costs_nothing(dtype):
+    layout = one_table_layout(1000, 16, dtype)
+    plan = CardPlan.make(layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout, {"items": 0}))
+    traffic = Traffic.of(plan, [BagLoad(0, 0, 0)], H100)
+    assert traffic.hbm_bytes.sum() == traffic.off_card_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
+    assert traffic.chain_us.sum() == 0
+
+
+def test_a_launch_is_counted_for_each_arena_that_is_read():
+    tables = [one_table_layout(100, dim, dtype).tables[0] for dim, dtype in [(8, "int8"), (8, "int8"), (16, "fp16")]]
+    tables = [one.model_copy(update={"name": f"t{i}", "feature_names": (f"f{i}",)}) for i, one in enumerate(tables)]
+    layout = layout_of(tables)
+    plan = CardPlan.make(layout, round_robin(3, 1), CardBudget((AMPLE,), 0), Hotness.by_table(layout))
+    assert Traffic.of(plan, loads_of(layout), H100).launches == 2
+
+
+def test_a_load_is_needed_for_every_table():
+    layout = one_table_layout(100)
+    plan = CardPlan.make(layout, round_robin(1, 1), CardBudget((AMPLE,), 0), Hotness.by_table(layout))
+    with pytest.raises(InvalidBagsError, match="2 loads for 1 tables"):
+        Traffic.of(plan, loads_of(layout) * 2, H100)
+
+
+def test_rows_in_flight_are_those_of_the_kernel():
+    source = (Path(shard_node.cuda.__file__).parent / "kernels.cu").read_text(encoding="utf-8")
+    (number,) = re.findall(r"ROWS_IN_FLIGHT = (\d+);", source)
+    assert int(number) == ROWS_IN_FLIGHT

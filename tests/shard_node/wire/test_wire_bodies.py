@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from loader.errors import SnapshotNotFoundError
+from shard_node import errors
+from shard_node.bags import KeyedBags
+from shard_node.errors import InvalidBagsError, RemoteError, ShardNodeError, WireError
+from shard_node.wire import messages as wire
+from shard_node.wire.frame import MAX_BUDGET_US, Frame, FrameHeader, FrameType
+from shardrank_testing.bags import keyed_bags
+from shardrank_testing.nodes import film_bags, received, small_node
+
+DECODERS = {
+    FrameType.POOL: wire.decode_pool,
+    FrameType.POOLED: wire.decode_pooled,
+    FrameType.INFO_ANSWER: wire.decode_info_answer,
+    FrameType.ERROR: wire.decode_error,
+}
+
+
+def frame_of(frame_type: int, body: bytes) -> Frame:
+    return Frame(FrameHeader(1, frame_type, 1, len(body), 0), np.frombuffer(bytearray(body), np.uint8))
+
+
+def assert_same_bags(actual: KeyedBags, expected: KeyedBags) -> None:
+    for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@given(keyed_bags(), st.integers(0, 2**64 - 1), st.text(max_size=60), st.integers(1, 2**64 - 1), st.integers(0, 2**40))
+def test_any_bags_come_back_as_they_were_sent(bags, version, model, request_id, budget_us):
+    frame = received(wire.encode_pool(request_id, budget_us, model, version, bags))
+    request = wire.decode_pool(frame)
+    assert (request.model, request.version) == (model, version)
+    assert frame.header.request_id == request_id
+    assert frame.header.budget_us == min(budget_us, MAX_BUDGET_US)
+    assert_same_bags(request.bags(), bags)
+    # What came over a socket is checked by whoever pools it, whatever the sender says.
+    assert type(request.bags()) is KeyedBags
+
+
+@given(
+    hnp.arrays(
+        np.int64,
+        st.integers(0, 40),
+        elements=st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 2**31 - 1, 2**31, -1, -(2**63), 2**63 - 1])),
+    ),
+    st.booleans(),
+)
+def test_values_of_any_size_come_back_and_long_arrays_are_narrow_exactly_when_they_fit(values, long):
+    values = np.tile(values, 50) if long else values
+    bags = KeyedBags.from_lengths(np.array([3], np.int32), np.array([1], np.int64), np.array([values.size]), values)
+    request = wire.decode_pool(received(wire.encode_pool(1, 0, "m", 1, bags)))
+    assert_same_bags(request.bags(), bags)
+    narrow = values.nbytes > wire.SMALL_ARRAY_BYTES and values.min() >= 0 and values.max() < 2**31
+    assert request.values.dtype == (np.int32 if narrow else np.int64)
+
+
+blocks_strategy = st.lists(
+    hnp.arrays(np.float32, st.tuples(st.integers(0, 30), st.integers(1, 70)), elements=st.floats(width=32)), max_size=5
+)
+
+
+@given(blocks_strategy)
+def test_any_blocks_come_back_bit_by_bit_as_aligned_views_of_the_frame(blocks):
+    frame = received(wire.encode_pooled(9, blocks))
+    decoded = wire.decode_pooled(frame)
+    assert [block.shape for block in decoded] == [block.shape for block in blocks]
+    for ours, theirs in zip(decoded, blocks, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+        assert ours.ctypes.data % 8 == 0 or not ours.size
+        assert np.shares_memory(ours, frame.body) or not ours.size
+
+
+def test_large_arrays_are_written_from_their_own_memory():
+    block = np.ones((100, 64), np.float32)
+    views = [buffer for buffer in wire.encode_pooled(1, [block]) if isinstance(buffer, memoryview)]
+    assert len(views) == 1
+    assert np.shares_memory(np.frombuffer(views[0], np.float32), block)
+
+
+def test_a_block_that_is_a_strided_view_is_written_right():
+    block = np.arange(600, dtype=np.float32).reshape(30, 20)[::2, 3:9]
+    decoded = wire.decode_pooled(received(wire.encode_pooled(1, [block])))
+    np.testing.assert_array_equal(decoded[0], block)
+
+
+def test_node_info_comes_back():
+    info = small_node().info()
+    assert wire.decode_info_answer(received(wire.encode_info_answer(5, info))) == info
+
+
+KINDS = [
+    found
+    for found in vars(errors).values()
+    if isinstance(found, type) and issubclass(found, ShardNodeError) and found is not ShardNodeError
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_comes_back_as_its_own_class(kind):
+    error = wire.decode_error(received(wire.encode_error(3, kind("row 7 of 5, ключ"))))
+    assert type(error) is kind
+    assert str(error) == "row 7 of 5, ключ"
+
+
+def test_an_error_of_an_unknown_kind_becomes_a_remote_error_that_names_it():
+    error = wire.decode_error(received(wire.encode_error(3, SnapshotNotFoundError("no version 3"))))
+    assert type(error) is RemoteError
+    assert str(error) == "snapshot_not_found: no version 3"
+
+
+def test_a_long_message_is_cut_even_within_a_character():
+    error = wire.decode_error(received(wire.encode_error(3, InvalidBagsError("ü" * 5000 + "\ud800"))))
+    assert str(error) == "ü" * 2048
+    cut = wire.decode_error(received(wire.encode_error(3, InvalidBagsError("x" + "ü" * 5000))))
+    assert str(cut).startswith("x" + "ü" * 2047)
+
+
+def valid_body(frame_type: FrameType) -> bytes:
+    weighted = film_bags([1, 2], [], [3])
+    weighted = KeyedBags(
+        weighted.keys, weighted.bags_per_key, weighted.offsets, weighted.values, np.array([0.5, 1, 2], np.float32)
+    )
+    buffers = {
+        FrameType.POOL: wire.encode_pool(1, 0, "films", 7, weighted),
+        FrameType.POOLED: wire.encode_pooled(1, [np.ones((3, 5), np.float32), np.zeros((0, 8), np.float32)]),
+        FrameType.INFO_ANSWER: wire.encode_info_answer(1, small_node().info()),
+        FrameType.ERROR: wire.encode_error(1, InvalidBagsError("row")),
+    }[frame_type]
+    return b"".join(buffers)[24:]
+
+
+@pytest.mark.parametrize("frame_type", DECODERS)
+def test_every_truncation_and_every_addition_is_refused(frame_type):
+    body = valid_body(frame_type)
+    DECODERS[frame_type](frame_of(frame_type, body))
+    for size in range(len(body)):
+        with pytest.raises(WireError):
+            DECODERS[frame_type](frame_of(frame_type, body[:size]))
+    with pytest.raises(WireError, match="8 bytes after its last array"):
+        DECODERS[frame_type](frame_of(frame_type, body + bytes(8)))
+
+
+@pytest.mark.parametrize("frame_type", DECODERS)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_damaged_bodies_raise_nothing_but_wire_errors_and_take_no_memory(frame_type, data):
+    if data.draw(st.booleans()):
+        body = bytearray(data.draw(st.binary(max_size=200)))
+    else:
+        body = bytearray(valid_body(frame_type))
+        for _ in range(data.draw(st.integers(1, 4))):
+            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    frame = frame_of(frame_type, bytes(body))
+    tracemalloc.start()
+    try:
+        decoded = DECODERS[frame_type](frame)
+        if frame_type == FrameType.POOL:
+            # The widening to int64 is all that is allocated, twice the frame at most.
+            decoded.bags()
+    except WireError:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    # The constant is what Python's own objects and the text of the error take.
+    assert peak < 2 * len(body) + 200_000
+
+
+def array_header(code: int = 1, width: int = 0, rows: int = 1) -> bytes:
+    return struct.pack("<HHIQ", code, 0, width, rows)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "POOL body has 0 bytes, at least 8"),
+        (struct.pack("<II", 8, 2**32 - 1), "num_arrays is 4294967295, at most 4096"),
+        (struct.pack("<II", 8, 4096), "num_arrays is 4096, their headers do not fit"),
+        (struct.pack("<II", 2**32 - 1, 0), "fields_bytes is 4294967295, they do not fit"),
+        (struct.pack("<II", 0, 1) + array_header(code=9), "array 0: dtype 9 is none of"),
+        (struct.pack("<II", 0, 1) + array_header(rows=2**64 - 1), "array 0: 18446744073709551615 rows of width 0 do"),
+        (struct.pack("<II", 0, 1) + array_header(width=2**31, rows=2**31), "do not fit"),
+        (struct.pack("<II", 0, 0), "POOL fields have 0 bytes"),
+        (struct.pack("<II", 8, 0) + bytes(8), "num_arrays is 0, allowed are 4"),
+        (struct.pack("<II", 272, 0) + bytes(272), "POOL model has 264 bytes, at most 256"),
+    ],
+)
+def test_a_malformed_body_is_refused_naming_its_field(body, message):
+    with pytest.raises(WireError, match=message):
+        wire.decode_pool(frame_of(FrameType.POOL, body))
+
+
+def pool_body(model: bytes, *arrays: np.ndarray) -> Frame:
+    joined = b"".join(wire._encode(FrameType.POOL, 1, struct.pack("<Q", 1) + model, arrays))
+    return frame_of(FrameType.POOL, joined[24:])
+
+
+def test_arrays_of_the_wrong_kind_are_refused_by_name():
+    narrow, wide, real = (np.zeros(2, dtype) for dtype in (np.int32, np.int64, np.float32))
+    for arrays, message in [
+        ((wide, narrow, narrow, narrow), "POOL keys is 1-d int64, it must be 1-d int32"),
+        ((narrow, real, narrow, narrow), "POOL bags_per_key is 1-d float32"),
+        ((narrow, narrow, narrow.reshape(1, 2), narrow), "POOL offsets is 2-d int32"),
+        ((narrow, narrow, narrow, real), "POOL values is 1-d float32"),
+        ((narrow, narrow, narrow, narrow, narrow), "POOL weights is 1-d int32"),
+    ]:
+        with pytest.raises(WireError, match=message):
+            wire.decode_pool(pool_body(b"m", *arrays))
+    with pytest.raises(WireError, match="POOL model is not UTF-8"):
+        wire.decode_pool(pool_body(b"\xff", narrow, narrow, narrow, narrow))
+    flat = frame_of(FrameType.POOLED, b"".join(wire._encode(FrameType.POOLED, 1, b"", [real]))[24:])
+    with pytest.raises(WireError, match="POOLED block 0 is 1-d float32, it must be 2-d float32"):
+        wire.decode_pooled(flat)
+
+
+def test_what_can_not_be_sent_is_refused_before_it_is():
+    with pytest.raises(WireError, match="version -1"):
+        wire.encode_pool(1, 0, "m", -1, film_bags([1]))
+    with pytest.raises(WireError, match="model has 257 bytes, at most 256"):
+        wire.encode_pool(1, 0, "m" * 257, 1, film_bags([1]))
+    with pytest.raises(WireError, match="not Unicode"):
+        wire.encode_pool(1, 0, "\ud800", 1, film_bags([1]))
