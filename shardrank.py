@@ -1,0 +1,107 @@
+"""The public names of shardrank. Whatever is not here may change without notice.
+
+Each name is imported when it is first used, so a client of a server loads no PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loader.deltas.publisher import AsyncDeltaPublisher as AsyncDeltaPublisher
+    from loader.deltas.publisher import DeltaPublisher as DeltaPublisher
+    from loader.errors import CheckpointError as CheckpointError
+    from loader.errors import DeltaBaseError as DeltaBaseError
+    from loader.errors import DeltaError as DeltaError
+    from loader.errors import DeltaFormatError as DeltaFormatError
+    from loader.errors import ExportError as ExportError
+    from loader.errors import NonFiniteRowError as NonFiniteRowError
+    from loader.errors import RegistryError as RegistryError
+    from loader.errors import RegistryUnavailableError as RegistryUnavailableError
+    from loader.errors import ShardrankError as ShardrankError
+    from loader.errors import SnapshotCorruptError as SnapshotCorruptError
+    from loader.errors import SnapshotError as SnapshotError
+    from loader.errors import SnapshotExistsError as SnapshotExistsError
+    from loader.errors import SnapshotNotFoundError as SnapshotNotFoundError
+    from loader.registry.opening import open_registry as open_registry
+    from loader.registry.registry import Registry as Registry
+    from loader.snapshot.golden import GoldenRequests as GoldenRequests
+    from loader.snapshot.manifest import DenseInputs as DenseInputs
+    from loader.snapshot.manifest import DenseModelSpec as DenseModelSpec
+    from loader.snapshot.manifest import FeatureSpec as FeatureSpec
+    from loader.snapshot.manifest import HashMapping as HashMapping
+    from loader.snapshot.manifest import IdentityMapping as IdentityMapping
+    from loader.snapshot.manifest import ModelSpec as ModelSpec
+    from loader.snapshot.manifest import TableSpec as TableSpec
+    from loader.snapshot.manifest import VocabularyMapping as VocabularyMapping
+    from loader.snapshot.row_source import ArrayRows as ArrayRows
+    from loader.snapshot.row_source import IteratorRows as IteratorRows
+    from loader.snapshot.row_source import SafetensorsRows as SafetensorsRows
+    from loader.snapshot.row_source import TensorRows as TensorRows
+    from loader.snapshot.verify import verify_snapshot as verify_snapshot
+    from loader.snapshot.writer import export_snapshot as export_snapshot
+    from router.hashing import hashed_rows as hashed_rows
+    from serving.client.client import AsyncClient as AsyncClient
+    from serving.client.client import Client as Client
+    from serving.client.client import RetryPolicy as RetryPolicy
+    from serving.client.errors import ClientConfigError as ClientConfigError
+    from serving.client.errors import ClientError as ClientError
+    from serving.client.errors import DeadlineExceededError as DeadlineExceededError
+    from serving.client.errors import InternalError as InternalError
+    from serving.client.errors import InvalidRequestError as InvalidRequestError
+    from serving.client.errors import NotFoundError as NotFoundError
+    from serving.client.errors import OverloadedError as OverloadedError
+    from serving.client.errors import PermissionDeniedError as PermissionDeniedError
+    from serving.client.errors import UnauthenticatedError as UnauthenticatedError
+    from serving.client.errors import UnavailableError as UnavailableError
+    from serving.client.features import LookupResult as LookupResult
+    from serving.client.features import Ragged as Ragged
+    from serving.client.features import RankResult as RankResult
+    from serving.embedded import Ranker as Ranker
+    from serving.limits import RequestLimits as RequestLimits
+    from serving.models.factory import build_model as build_model
+    from shard_node.cuda.card_set import CardOptions as CardOptions
+
+_NAMES = {
+    "loader.deltas.publisher": "AsyncDeltaPublisher DeltaPublisher",
+    "loader.errors": (
+        "CheckpointError DeltaBaseError DeltaError DeltaFormatError ExportError NonFiniteRowError RegistryError "
+        "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
+        "SnapshotNotFoundError"
+    ),
+    "loader.registry.opening": "open_registry",
+    "loader.registry.registry": "Registry",
+    "loader.snapshot.golden": "GoldenRequests",
+    "loader.snapshot.manifest": (
+        "DenseInputs DenseModelSpec FeatureSpec HashMapping IdentityMapping ModelSpec TableSpec VocabularyMapping"
+    ),
+    "loader.snapshot.row_source": "ArrayRows IteratorRows SafetensorsRows TensorRows",
+    "loader.snapshot.verify": "verify_snapshot",
+    "loader.snapshot.writer": "export_snapshot",
+    "router.hashing": "hashed_rows",
+    "serving.client.client": "AsyncClient Client RetryPolicy",
+    "serving.client.errors": (
+        "ClientConfigError ClientError DeadlineExceededError InternalError InvalidRequestError NotFoundError "
+        "OverloadedError PermissionDeniedError UnauthenticatedError UnavailableError"
+    ),
+    "serving.client.features": "LookupResult Ragged RankResult",
+    "serving.embedded": "Ranker",
+    "serving.limits": "RequestLimits",
+    "serving.models.factory": "build_model",
+    "shard_node.cuda.card_set": "CardOptions",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'shardrank' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__
