@@ -66,7 +66,7 @@ def test_every_link_on_a_page_leads_to_a_file(page: str) -> None:
 def test_readme_has_the_two_set_up_commands_on_lines_of_their_own() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert "pip install -c constraints.txt . && shardrank demo" in lines
-    assert "pip install -c constraints.txt '.[test]' && pytest -n 3 --dist loadfile" in lines
+    assert "pip install -c constraints.txt '.[test]' && scripts/test" in lines
 
 
 def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -> None:
