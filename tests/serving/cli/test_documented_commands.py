@@ -31,6 +31,7 @@ PAGES = [
     "deploy/README.md",
     "docs/serving-your-own-model.md",
     "docs/nvlink.md",
+    "docs/plan.md",
     "docs/tls-and-tokens.md",
 ]
 GUIDE = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8")

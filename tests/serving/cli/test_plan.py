@@ -160,7 +160,7 @@ def test_names_in_the_help_are_those_that_there_are() -> None:
 
 
 def test_readmes_plan_is_what_the_command_prints() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     shown = re.search(r"^```\n(shardrank plan .*?)\n```\n\n```\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert shown is not None
     result = run(*shlex.split(shown[1])[2:])
