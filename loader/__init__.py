@@ -7,6 +7,8 @@ versions, the importers from checkpoints, the registry of versions and nodes (`l
 Must not know: who serves a snapshot. No cards, no sharding plan, no ranking model, no request, no socket but the
 registry's: it imports none of the other packages. It checks that golden requests fit the spec, not what a model
 answers to them, and moves versions without knowing what a node does with one.
+
+ARCHITECTURE.md shows how it works with the other packages.
 """
 
 from __future__ import annotations

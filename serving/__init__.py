@@ -6,4 +6,6 @@ ids become rows; of the shard node it uses only keyed bags and generations, and,
 cards, lanes: they pool straight into a ranking model's input.
 
 One request: `api` (bytes) -> `formats` (a plain request) -> `rank.answer` (admit, lease, wait, rank) -> `formats`.
+
+ARCHITECTURE.md shows how it works with the other packages.
 """

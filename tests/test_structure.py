@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,28 @@ def test_nothing_is_pickled():
     # The metadata of torch.distributed.checkpoint is a pickle; it is read by an unpickler with a fixed list of classes.
     reader = "loader/checkpoints/named_tensors.py"
     assert [user for user in users if not user.startswith("tests") and user != reader] == []
+
+
+def named_in_architecture() -> list[str]:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    return sorted(set(re.findall(rf"`((?:{'|'.join(ORDER)})(?:\.\w+)+)`", text)))
+
+
+@pytest.mark.parametrize("name", named_in_architecture())
+def test_what_the_architecture_names_exists(name):
+    parts = name.split(".")
+    folder = ROOT.joinpath(*parts)
+    if folder.is_dir() or folder.with_suffix(".py").exists():
+        return
+    # The module is the longest beginning that is a file; what follows is found in it.
+    depth = next(n for n in range(len(parts) - 1, 0, -1) if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists())
+    found = import_module(".".join(parts[:depth]))
+    for part in parts[depth:]:
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_points_to_the_architecture(package):
+    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    assert docstring is not None
+    assert "ARCHITECTURE.md" in docstring
