@@ -20,7 +20,7 @@ from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
 from serving.errors import ServingError
-from serving.models.factory import DtypeChoice
+from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel, ShardsFactory
 from shard_node.cuda.card_set import CardSet

@@ -19,15 +19,13 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
-from serving.cards.ranking import CardRanking
-from serving.cards.scorer import scorer_on_card
+from serving.cards.ranking import CardRanking, scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import GoldenMismatchError, NotReadyError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.models.factory import DtypeChoice, choose_dtype, load_model
 from serving.models.inputs import InputAssembler
-from serving.models.ranking_models import DeviceCopies
+from serving.models.ranking_models import DeviceCopies, DtypeChoice, choose_dtype, load_model
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher

@@ -55,22 +55,22 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    `expected_models` are configured, loaded or not. `on_freed` is told each version that has been freed, on a thread of
-    its own.
+    `expected_models` are those that must be live; None if `expect` will say. `on_freed` is told each version that has
+    been freed, on a thread of its own.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
         self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
         self._on_freed = on_freed
-        self._expected = frozenset(expected_models or ())
+        self.expected = None if expected_models is None else tuple(expected_models)
         self._lock = threading.Lock()
         # Replaced as a whole, so that a request reads it without the lock.
         self._canaries: dict[str, CanaryChoice] = {}
         self._keyless = itertools.count()
 
     def expect(self, models: Sequence[str]) -> None:
-        """Says which models are configured."""
-        self._expected = frozenset(models)
+        """Say which models must be live before the process is ready. A model that comes later does not count."""
+        self.expected = tuple(models)
 
     def install(self, served: ServedModel) -> None:
         """Makes a loaded version the live one of its model, and retires the others when their requests have ended."""
@@ -141,7 +141,7 @@ class ServedVersions:
         try:
             return self.generations.lease(model, version)
         except GenerationNotFoundError as error:
-            if version is None and model in self._expected:
+            if version is None and model in (self.expected or ()):
                 raise NotReadyError(f"model: {model!r} is not loaded yet") from error
             here = [f"{one.model} {one.version}" for one in self.generations.all()]
             wanted = repr(model[:128]) + ("" if version is None else f" version {version}")

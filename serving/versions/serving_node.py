@@ -32,7 +32,7 @@ from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
 from router.replica_set import ReplicaSource
 from serving.errors import NotReadyError
-from serving.models.factory import DtypeChoice
+from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from serving.cards.scorer import MAX_FAILED_CAPTURES
+from serving.cards.ranking import MAX_FAILED_CAPTURES
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService

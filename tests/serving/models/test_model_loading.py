@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from serving.errors import RankingModelError
-from serving.models.factory import bfloat16_is_native, build_model, choose_dtype, load_model
 from serving.models.inputs import RankingInputs
+from serving.models.ranking_models import bfloat16_is_native, build_model, choose_dtype, load_model
 from shardrank_testing.ranking import CONFIGS, compare_dtypes, converted, random_inputs, random_tensors, ranking_spec
 
 KINDS = sorted(CONFIGS)
