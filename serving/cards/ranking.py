@@ -1,8 +1,7 @@
-"""Ranking where rows lie on cards: ids go up once, scores come down once, and all between stays on one card.
+"""Rank where rows lie on cards: ids go up once, scores come down once, and all between stays on one card.
 
-Rows of this process that are on cards are not asked for through a shard. The router only maps ids to rows; the
-replica's own lane pools them straight into the ranking model's input, on the card that scores. Lookups of the API go
-the usual way: they end on the host anyway.
+The router only maps ids to rows; the replica's own lane pools them straight into the ranking model's input, on the card
+that scores, in a bounded set of buffers and graphs by batch sizes. Lookups of the API go the usual way.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class CardBatch:
     """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the thread of its lane.
 
     Attributes:
-        size_bytes: of its buffers on the card.
         num_uses: batches so far.
         can_capture: whether its work may be recorded; False once that failed.
 
@@ -101,7 +99,7 @@ class CardBatch:
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags) -> None:
-        """Packs a batch into pinned memory; its bags have rows for ids. Nothing of the last one may be under way.
+        """Pack a batch, whose bags have rows for ids, into pinned memory. Nothing of the last one may be under way.
 
         Raises InvalidBagsError for a row outside its table.
         """
@@ -119,10 +117,7 @@ class CardBatch:
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
     def run_empty(self) -> None:
-        """Runs the work of the whole class without a batch, so that what it needs once is there.
-
-        Raises MemoryBudgetError: the card has no room for the dense model's work.
-        """
+        """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
         num_keys = self._layout.num_features
         nothing = np.zeros(0, np.int64)
         keys = np.arange(num_keys, dtype=np.int32)
@@ -134,10 +129,10 @@ class CardBatch:
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
-        """Records its work as graphs, after it has run once.
+        """Record its work as graphs, after it has run once.
 
         Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
-        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError:
+        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError if
         it can't be recorded; batches are scored as before.
         """
         stream = self._lane.stream
@@ -150,9 +145,9 @@ class CardBatch:
         self._ranking = ranking
 
     def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
-        """Scores what was filled in: float32 [N], a copy. Blocks, without the interpreter lock, until they are here.
+        """Score what was filled in: float32 [N], a copy. Blocks, without the interpreter lock.
 
-        Raises MemoryBudgetError: the card has no room for the dense model's work.
+        Raises MemoryBudgetError if the dense model's work has no room.
         """
         stream = self._lane.stream
         self._lane.launch(partial(self._pool, bags))
@@ -165,7 +160,7 @@ class CardBatch:
         return self._host_scores[: batch.candidate_dense.shape[0]].copy()
 
     def free(self) -> None:
-        """Gives the buffers back; nothing may be under way. Idempotent."""
+        """Give the buffers back; nothing may be under way. Idempotent."""
         self._pooling = self._ranking = None
         self._slot.close()
         self._scores.free()
@@ -179,7 +174,7 @@ class CardBatch:
         self._slot.add_mapped(bags)
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
-        """Puts the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
+        """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
         count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
@@ -205,7 +200,7 @@ class CardBatch:
         torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
 
     def _inputs_of(self, batch: MergedBatch) -> RankingInputs:
-        """Lays ragged rows side by side, [R, longest, D], ending in zeros."""
+        """Lay ragged rows side by side, [R, longest, D], ending in zeros."""
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
         sequences = {}
         for number, (_, name, dim) in enumerate(self._layout.sequences):
@@ -225,7 +220,7 @@ class CardBatch:
         )
 
     def _views(self) -> None:
-        """Tensors over the buffers; they live as long as these."""
+        """Make tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
         output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
         out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
@@ -251,28 +246,16 @@ USES_BEFORE_CAPTURE = 1
 """A class that came once may be the only one of its kind; one that comes again is worth a graph."""
 
 
-@dataclass(slots=True)
-class ScorerCounts:
-    """What a scorer has done: classes that were recorded, could not be, or were given up, and batches of recorded ones.
-
-    Only its own thread adds to it.
-    """
-
-    graphs: int = 0
-    failed_captures: int = 0
-    replays: int = 0
-    evicted: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class CardScorer:
     """Scores batches on one card. Belongs to one thread; the least recently used buffers go first.
 
     Attributes:
         lane: of the engine; closed by `close`, which then calls `on_close`.
-        limits: of batches; one beyond them gets buffers, but no graph.
+        limits: a batch beyond them gets buffers, but no graph.
         max_batches, max_bytes: how many classes' buffers are kept, and of what size together.
         use_graphs: whether work that is the same for all batches of a class is recorded.
+        failed_captures: classes that could not be recorded.
     """
 
     engine: CardEngine
@@ -282,7 +265,7 @@ class CardScorer:
     max_batches: int = MAX_BATCHES
     max_bytes: int = MAX_BYTES
     use_graphs: bool = True
-    counts: ScorerCounts = field(default_factory=ScorerCounts)
+    failed_captures: int = 0
     _batches: OrderedDict[tuple[CardModel, BatchClass], CardBatch] = field(default_factory=OrderedDict)
 
     @property
@@ -296,7 +279,7 @@ class CardScorer:
         return [most for _, most in self._batches]
 
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags) -> CardBatch:
-        """Finds or makes the buffers for a batch, and packs it with bags of all features that have rows for ids.
+        """Find or make the buffers for a batch, and pack it with bags of all features that have rows for ids.
 
         Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
         """
@@ -306,14 +289,13 @@ class CardScorer:
         if found.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(found):
             self._capture(found)
         found.fill(batch, bags)
-        self.counts.replays += found.is_captured
         return found
 
     def warm(self, model: CardModel, context_ids: float, candidate_ids: float) -> None:
-        """Makes buffers and graphs for all classes of one request, and lets go of those of other models.
+        """Make buffers and graphs for all classes of one request, and let go of those of other models.
 
-        A request's context, and one candidate, usually have as many ids as is said. Raises MemoryBudgetError: not even
-        the smallest class has room.
+        Arguments are how many ids a request's context, and one candidate, usually have. Raises MemoryBudgetError if not
+        even the smallest class has room.
         """
         for key in [key for key in self._batches if key[0] is not model]:
             self._batches.pop(key).free()
@@ -330,7 +312,7 @@ class CardScorer:
                 return
 
     def close(self) -> None:
-        """Frees all buffers and the lane, once."""
+        """Free all buffers and the lane, once."""
         try:
             while self._batches:
                 self._batches.popitem()[1].free()
@@ -359,16 +341,12 @@ class CardScorer:
             if not self._batches:
                 raise
             logger.warning("buffers of %d classes of batches are given up: %s", len(self._batches), error)
-            self._evict(len(self._batches))
+            while self._batches:
+                self._batches.popitem()[1].free()
             made = self._make(model, most)
         while len(self._batches) > 1 and (len(self._batches) > self.max_batches or self._size_bytes() > self.max_bytes):
-            self._evict(1)
-        return made
-
-    def _evict(self, count: int) -> None:
-        for _ in range(count):
             self._batches.popitem(last=False)[1].free()
-            self.counts.evicted += 1
+        return made
 
     def _deserves_graph(self, batch: CardBatch) -> bool:
         if not self.use_graphs or batch.is_captured or not batch.can_capture:
@@ -378,16 +356,14 @@ class CardScorer:
         return batch.most.num_candidates <= most and batch.most.num_values <= 2 * self.limits.max_batch_ids
 
     def _capture(self, batch: CardBatch) -> None:
-        """Records a class's work. A class that can't be is scored without a graph: slower, and as right."""
+        """Record a class's work. A class that can't be is scored without a graph: slower, and as right."""
         try:
             batch.capture()
         except (CardError, MemoryBudgetError) as error:
-            self.counts.failed_captures += 1
-            self.use_graphs = self.counts.failed_captures < MAX_FAILED_CAPTURES
+            self.failed_captures += 1
+            self.use_graphs = self.failed_captures < MAX_FAILED_CAPTURES
             others = "" if self.use_graphs else ", and so are all that come from now on"
             logger.warning("%s are ranked without a CUDA graph, which is slower%s: %s", batch.most, others, error)
-        else:
-            self.counts.graphs += 1
 
     def _size_bytes(self) -> int:
         return sum(batch.size_bytes for batch in self._batches.values())
@@ -396,10 +372,10 @@ class CardScorer:
 def scorer_on_card(
     shards: Sequence[Shard], model: str, version: int, replica: int, limits: RequestLimits, use_graphs: bool = True
 ) -> CardScorer | None:
-    """A scorer for one replica of a version, if its rows are all in this process and on cards; else None.
+    """Make a scorer for one replica of a version, if its rows are all in this process and on cards; else None.
 
     The rows are leased until it is closed. Replicas, by number, take turns over the cards. Raises
-    GenerationNotFoundError: the rows are not here.
+    GenerationNotFoundError if the rows are not here.
     """
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
@@ -416,7 +392,7 @@ class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
     The stage `lookup` is the host's share of a batch: ids to rows, and packing. The stage `rank` is the time from there
-    until the scores are back: pooling and the dense model. Arguments as of `Ranking`; the scorer is closed by `close`.
+    until the scores are back: pooling and the dense model. The scorer is closed by `close`.
     """
 
     def __init__(
@@ -434,19 +410,14 @@ class CardRanking(Ranking):
         self._model = self._on_card(parts)
 
     def use(self, parts: RankingParts) -> None:
-        """Goes on with another dense model."""
+        """Go on with another dense model."""
         super().use(parts)
         self._model = self._on_card(parts)
 
     async def score(
         self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
     ) -> tuple[Float32Array, RejectedIds]:
-        """As `Ranking.score`.
-
-        Raises:
-            DeadlineExceededError: if nobody could take the scores any more: they are not worked out.
-            MemoryBudgetError: the card has no room for a batch of that size.
-        """
+        """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
         began = self._clock()
         mapped = self.router.map(batch.bags)
         packed = self.scorer.pack(self._model, batch, mapped.bags)
@@ -460,12 +431,12 @@ class CardRanking(Ranking):
         return scores, mapped.rejected
 
     def warm(self, golden: GoldenRequests | None) -> None:
-        """Makes buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
+        """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
         context_ids, candidate_ids = usual_ids(self.parts, golden)
         self.scorer.warm(self._model, context_ids, candidate_ids)
 
     async def close(self) -> None:
-        """Frees the lane, gives the rows back, and closes the router."""
+        """Free the lane, give the rows back, and close the router."""
         try:
             self.scorer.close()
         finally:
@@ -478,7 +449,7 @@ class CardRanking(Ranking):
 
 
 def usual_ids(parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:
-    """Ids of one request's context, and of one candidate, on average over golden requests."""
+    """Count the ids of one request's context, and of one candidate, on average over golden requests."""
     features = parts.schema.features
     is_context = features.is_context
     if golden is None:

@@ -1,8 +1,7 @@
-"""Joins the requests of a batch into one feature-major batch, in a fixed number of vector operations.
+"""Join the requests of a batch into one feature-major batch, in a fixed number of vector operations.
 
 Each request is feature-major by itself: the segments (one feature's bags) of request b are (0, b), (1, b), ... In the
-batch the segments of one feature are neighbours: (0, 0), (0, 1), ..., (1, 0), (1, 1), ... So segments are transposed,
-and every id moves with its segment.
+batch the segments of one feature are neighbours, (0, 0), (0, 1), ..., (1, 0), ..., so segments are transposed.
 
 Where neighbouring features have as many ids as each other in every request, as with a fixed number of ids in a bag,
 their segments of one request are a matrix, and the batch's are these matrices side by side: blocks are copied, and no
@@ -51,7 +50,7 @@ class MergedBatch:
 
 
 def merge(requests: Sequence[RankRequest]) -> MergedBatch:
-    """Joins requests of one model version. A single request is not copied."""
+    """Join requests of one model version. A single request is not copied."""
     if len(requests) == 1:
         one = requests[0]
         count = one.num_candidates
@@ -68,7 +67,7 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
 
 
 def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
-    """Joins B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ..."""
+    """Join B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ..."""
     num_requests, num_keys = len(batch), batch[0].keys.size
     # [B, S]: how many bags and values each key has in each request.
     bags_per_segment = np.concatenate([bags.bags_per_key for bags in batch]).reshape(num_requests, num_keys)
@@ -96,7 +95,7 @@ def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
 
 
 def _joins(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> tuple[Join, Join]:
-    """What joins arrays with an element for each bag, and for each value: by blocks where there are few."""
+    """Choose what joins arrays with an element for each bag, and for each value: by blocks where there are few."""
     runs = _runs_alike(bags_per_segment, values_per_segment)
     num_blocks = len(runs) * len(bags_per_segment)
     if len(runs) > FEW_RUNS and num_blocks * BLOCK_COST_VALUES > int(values_per_segment.sum()):

@@ -1,8 +1,7 @@
 """A serving process as a member of a fleet: it discovers shard nodes, does what is wanted, and tells what it is.
 
 A load is in a thread of its own and reads only what a router needs; rows are on shard nodes, or staged into this
-process first, at a lower priority. A version is ready when its golden requests have gone through every ranking replica,
-over connections that requests will use. Flip, canary and retirement are pointers of the service.
+process first, at a lower priority. Flip, canary and retirement are pointers of the service.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class ServingConfig(Frozen):
 
     Attributes:
         node_id: its name, stable over restarts.
-        verify: compare the SHA-256 of the files that it reads.
-        num_replicas: ranking replicas of each version, each a thread.
         stage_cpu_share: of one core, at most, that checking files takes.
-        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
     """
 
     node_id: NodeId
@@ -88,14 +84,8 @@ class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
     If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
-    is not ready. Without `local` rows they are on shard nodes.
-
-    Raises:
-        TlsConfigError: a file of `config.node_tls` can't be read or does not fit.
-
-    Attributes:
-        address: where it is asked, HTTP; to be set before `load`.
-        directory: the shard nodes of the fleet.
+    is not ready. Without `local` rows they are on shard nodes. `address` is where it is asked, HTTP; to be set before
+    `load`. Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit.
     """
 
     def __init__(
@@ -119,7 +109,7 @@ class ServingNode:
         self.agent = Agent(fleet, self, agent_config, service.clock)
 
     async def load(self) -> None:
-        """Begins, and returns once each expected model is live. The process is in the fleet until `leave`."""
+        """Begin, and return once each expected model is live. The process is in the fleet until `leave`."""
         self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
         if self._local is None:
             self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
@@ -127,10 +117,7 @@ class ServingNode:
             await asyncio.sleep(LIVE_POLL_S)
 
     async def leave(self) -> None:
-        """Tells the fleet that the process ends, and that it is not ready any more. What it serves stays live.
-
-        A registry that is down does not keep it from leaving.
-        """
+        """Tell the fleet, unless the registry is down, that the process ends. What it serves stays live."""
         self._service.watch.begin_shutdown()
         if self._tasks:
             await self.agent.leave()
@@ -142,20 +129,19 @@ class ServingNode:
         await self._fleet.registry.close()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """The live version, those to be flipped to, and the one that answers here until the pointer has moved."""
+        """List the live version, those to be flipped to, and the one that answers here until the pointer has moved."""
         versions = (wanted.live, *wanted.serve, self._service.live(wanted.model))
         return tuple(dict.fromkeys(version for version in versions if version is not None))
 
     def held(self) -> set[tuple[str, int]]:
-        """(model, version) of what could answer requests."""
+        """List (model, version) of what could answer requests."""
         return self._here() if self._local is None else self._here() & set(self._local.actions.held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads, checks and warms a version, and puts it beside the live one.
+        """Load, check and warm a version, and put it beside the live one.
 
-        Raises:
-            NotReadyError: it is not published, or a shard has no node that has it ready.
-            ShardrankError: with status 503 or 504 if its shards can't be asked now; others if it must not be served.
+        Raises NotReadyError if it is not published, or a shard has no node that has it ready; another ShardrankError
+        with status 503 or 504 if its shards can't be asked now, else if it must not be served.
         """
         published = await self._fleet.version(model, version)
         if published is None:
@@ -178,7 +164,7 @@ class ServingNode:
             raise
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Points to the live version and the canary as far as they are here. True if both are as wanted."""
+        """Point to the live version and the canary as far as they are here. True if both are as wanted."""
         model, is_settled = wanted.model, True
         if self._local is not None:
             await self._local.actions.settle(wanted)
@@ -197,7 +183,7 @@ class ServingNode:
         return is_settled
 
     async def retire(self, model: str, version: int) -> None:
-        """Withdraws a version; returns when its last request has ended and it is freed."""
+        """Withdraw a version; return when its last request has ended and it is freed."""
         if (model, version) in self._here():
             generation = self._service.retire(model, version)
             deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
@@ -210,7 +196,7 @@ class ServingNode:
             await self._local.actions.retire(model, version)
 
     def reports(self) -> list[VersionReport]:
-        """Of each version that could answer requests."""
+        """Report each version that could answer requests."""
         rows: dict[tuple[str, int], VersionReport] = {}
         if self._local is not None:
             rows = {(one.model, one.version): one for one in self._local.actions.reports()}
@@ -233,7 +219,7 @@ class ServingNode:
         return found
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """What is announced."""
+        """Make the record that is announced."""
         topology, now = self.directory.topology(), self._service.clock()
         if now - self._memory[0] >= MEMORY_EVERY_S:
             self._memory = (now, available_memory_bytes())
@@ -253,7 +239,7 @@ class ServingNode:
         )
 
     async def _topology(self, model: str, version: int) -> FleetRecord:
-        """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
+        """Find how the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
         self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self._fleet.fleet() or self.directory.topology()
@@ -318,7 +304,7 @@ class ServingNode:
         )
 
     def _discard(self, served: ServedModel) -> None:
-        """Frees a version that nobody used, in a thread of its own."""
+        """Free a version that nobody used, in a thread of its own."""
 
         def discard() -> None:
             served.close()
@@ -331,12 +317,12 @@ class ServingNode:
         return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
 
     def _replicas(self, snapshot: Snapshot, index: int) -> ReplicaSource:
-        """The nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
+        """Find the nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
         current = partial(self.directory.current, snapshot.spec.model, snapshot.version, index)
         return ReplicaSource(current, partial(ShardClient, clock=self._service.clock, tls=self._node_tls))
 
     def _is_live(self) -> bool:
-        """Whether each expected model has a live version."""
+        """Tell whether each expected model has a live version."""
         wanted = self.agent.wanted.values()
         expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
         if not expected:
