@@ -90,12 +90,12 @@ class CardBatch:
 
     @property
     def is_captured(self) -> bool:
-        """Whether its work is recorded, as far as it can be."""
+        """Tell whether its work is recorded, as far as it can be."""
         return self._pooling is not None
 
     @property
     def is_graph(self) -> bool:
-        """Whether all of its work is recorded."""
+        """Tell whether all of its work is recorded."""
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags) -> None:
@@ -270,7 +270,7 @@ class CardScorer:
 
     @property
     def device(self) -> torch.device:
-        """Where torch sees the card's memory."""
+        """Say where torch sees the card's memory."""
         return self.lane.card.torch_device
 
     @property

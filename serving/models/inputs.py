@@ -126,12 +126,12 @@ class RankingInputs:
 
     @property
     def dense(self) -> Tensor:
-        """[N, Kc + Kd], a view."""
+        """View the dense inputs, [N, Kc + Kd]."""
         return self.columns[:, : self.dense_width]
 
     @property
     def embeddings(self) -> Tensor:
-        """[N, W], a view."""
+        """View the embeddings, [N, W]."""
         return self.columns[:, self.dense_width : self.dense_width + self.embedding_width]
 
     def on(self, device: torch.device) -> RankingInputs:

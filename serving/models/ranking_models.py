@@ -97,7 +97,7 @@ class Mlp(nn.Module):
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The layers."""
+        """List the layers."""
         return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
 
 
@@ -155,7 +155,7 @@ class RankingModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of the weights, which the inputs must share."""
+        """Tell the number format of the weights, which the inputs must share."""
         return next(self.parameters()).dtype
 
     @abstractmethod
@@ -187,7 +187,7 @@ class MlpRanking(RankingModel):
         self.mlp = LogitHead(shapes.width, config.hidden)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         return self.mlp.forward(inputs.columns[:, : self.columns_read])
 
     def pad_inputs(self) -> None:
@@ -216,7 +216,7 @@ class Dlrm(RankingModel):
         self.top = LogitHead(width, config.top_mlp)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         vectors = inputs.embeddings.view(inputs.columns.shape[0], self.num_features, self.dim)
         bottom = None if self.bottom is None else self.bottom(inputs.dense)
         if bottom is not None:
@@ -277,7 +277,7 @@ class DcnV2(RankingModel):
         self.deep = LogitHead(width, config.deep)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         if self.bottom is None:
             x0 = inputs.columns[:, : self.columns_read]
         else:
@@ -358,7 +358,7 @@ class TargetAttention(RankingModel):
         self.mlp = LogitHead(shapes.width + dim, config.hidden)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         queries = inputs.embeddings[:, self.target_columns]
         attended = self.attention(queries, inputs.sequences[self.history_feature], inputs.request_of_candidate)
         return self.mlp.forward(torch.cat([inputs.columns[:, : self.shapes.width], attended], dim=1))

@@ -85,14 +85,14 @@ class NodeWatch:
         self._cards_failed = asyncio.Event()
 
     def nodes(self) -> list[tuple[str, str, NodeInfo]]:
-        """What the nodes of all shards last said: of which model, the node's address (`local` here), and what.
+        """Tell what the nodes of all shards last said: of which model, the node's address (`local` here), and what.
 
         A node may hold other models too; these are told by those who ask for them.
         """
         return [(model, address, info) for model, told in self._told.items() for address, info in told.nodes]
 
     def problems(self) -> dict[str, str]:
-        """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
+        """Say why the process is not ready, by model ("" for the process itself); empty if it is ready."""
         if self._card_error is not None:
             return {"": f"{self._card_error.kind}: {self._card_error}"}
         if self._shutting_down:
@@ -109,7 +109,7 @@ class NodeWatch:
         return missing | unasked | {model: one.problem for model, one in told.items() if one.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Why the rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
+        """Say why rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
 
         Such a process is ready: it answers, from rows that lag behind.
         """
@@ -169,7 +169,7 @@ class NodeWatch:
 
 
 def staleness_s(told: ServedVersion, now: float) -> float | None:
-    """How old the newest change may be that a node has not applied, in seconds; None while it does not know.
+    """Tell how old the newest change may be that a node lacks, in seconds; None while it does not know.
 
     It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
     while nothing is published, and grows while the registry can't be reached.
@@ -178,7 +178,7 @@ def staleness_s(told: ServedVersion, now: float) -> float | None:
 
 
 def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
-    """Why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
+    """Say why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
     version = told[0].version
     ages = [age for one in told if (age := staleness_s(one, now)) is not None]
     if len(ages) < len(told):
@@ -199,7 +199,7 @@ class StateCollector(Collector):
         self._watch = watch
 
     def collect(self) -> Iterable[Metric]:
-        """All families; what has been freed is not told any more."""
+        """Collect all families; what has been freed is not told any more."""
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (told, labels) in described.items():

@@ -88,7 +88,7 @@ class Batcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Count the requests in the queue."""
         return len(self._queue)
 
     def submit(self, pending: Pending) -> None:

@@ -104,7 +104,7 @@ def _joins(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> tupl
 
 
 def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> list[tuple[int, int]]:
-    """Runs [first, end) of keys that have equal numbers of bags, and of values, in each request."""
+    """Find runs [first, end) of keys that have equal numbers of bags, and of values, in each request."""
     changes = (bags_per_segment[:, 1:] != bags_per_segment[:, :-1]) | (
         values_per_segment[:, 1:] != values_per_segment[:, :-1]
     )
@@ -113,7 +113,7 @@ def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) ->
 
 
 def _join_by_blocks(per_segment: Int64Array, runs: list[tuple[int, int]]) -> Join:
-    """Joins segments that have equal sizes, in each request, within a run of keys: block by block."""
+    """Join segments that have equal sizes, in each request, within a run of keys: block by block."""
 
     def join(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         if len(runs) == 1:
@@ -136,7 +136,7 @@ def _join_by_blocks(per_segment: Int64Array, runs: list[tuple[int, int]]) -> Joi
 
 
 def _join_by_index(per_segment: Int64Array) -> Join:
-    """Joins segments of any sizes: every element's position is worked out."""
+    """Join segments of any sizes: every element's position is worked out."""
     num_requests, num_keys = per_segment.shape
     # Segment s of the batch is request s % B's feature s // B.
     order = np.arange(num_requests * num_keys).reshape(num_requests, num_keys).T.reshape(-1)
@@ -154,14 +154,14 @@ def _weights(bags: KeyedBags) -> Float32Array:
 
 
 def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
-    """int64 [n + 1], the first position of each run, then the total."""
+    """Find the first position of each run, then the total: int64 [n + 1]."""
     starts = np.zeros(sizes.size + 1, dtype=np.int64)
     np.add.accumulate(sizes, out=starts[1:])
     return starts
 
 
 def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_candidate: Int64Array) -> Int64Array:
-    """int64 [N], positions within each request by descending score, then position; arguments as in `MergedBatch`."""
+    """Order positions within each request by descending score, then position: int64 [N]. Arguments as `MergedBatch`."""
     counts = candidate_starts[1:] - candidate_starts[:-1]
     if counts.size == 1 or (counts == counts[0]).all():
         return (-scores).reshape(counts.size, -1).argsort(axis=1, kind="stable").reshape(-1)

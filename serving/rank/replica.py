@@ -51,7 +51,7 @@ class _OnLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still takes work."""
+        """Tell whether it still takes work."""
         return not self._loop.is_closed()
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:

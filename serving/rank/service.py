@@ -192,7 +192,7 @@ class RankingService(ServedVersions):
 
     @property
     def in_flight(self) -> int:
-        """Calls being received or handled."""
+        """Count the calls being received or handled."""
         return self._receiving + self._admitted
 
     def _forget(self, model: str, version: int) -> None:
@@ -204,10 +204,10 @@ class Caller(Protocol):
 
     @property
     def owner(self) -> str:
-        """Its address; "" for one that stands for many, or has none."""
+        """Tell its address; "" for one that stands for many, or has none."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until its own deadline; None if it set none."""
+        """Tell the seconds until its own deadline; None if it set none."""
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when it leaves: at once, if it has left already."""

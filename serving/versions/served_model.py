@@ -60,16 +60,11 @@ class ServedModel:
         counter: VersionCounter,
         checked: CheckedVersion,
     ) -> None:
-        self.model = description.model
-        self.version = description.version
-        self.schema = schema
-        self.description = description
-        self.counter = counter
-        self.checked = checked
-        self._batcher = batcher
+        self.model, self.version = description.model, description.version
+        self.schema, self.description = schema, description
+        self.counter, self.checked = counter, checked
         self.submit = batcher.submit
-        self._replicas = replicas
-        self._on_close = on_close
+        self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
 
     @classmethod
     def load(
@@ -133,7 +128,7 @@ class ServedModel:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a replica."""
+        """Count the requests that wait for a replica."""
         return self._batcher.num_waiting
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
@@ -313,7 +308,7 @@ class _GoldenCheck:
         return False
 
     def why_not(self, parts: RankingParts) -> str:
-        """Why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
+        """Say why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
         difference = self.difference(self.replicas[0], parts)
         if difference > self.tolerance and self.has_deltas():
             difference = self.difference(self.replicas[0], parts, to_own=True)

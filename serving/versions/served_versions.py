@@ -98,7 +98,7 @@ class ServedVersions:
         return self.generations.retire(model, version)
 
     def live(self, model: str) -> int | None:
-        """The version that answers requests; None if there is none."""
+        """Tell the version that answers requests; None if there is none."""
         return self.generations.live_versions().get(model)
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
@@ -114,7 +114,7 @@ class ServedVersions:
             self._canaries = {**self._canaries, model: choice}
 
     def canary(self, model: str) -> CanaryChoice | None:
-        """The model's canary; None if there is none."""
+        """Tell the model's canary; None if there is none."""
         return self._canaries.get(model)
 
     def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:

@@ -44,7 +44,6 @@ from shard_node.wire.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
 
-
 MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
@@ -97,9 +96,7 @@ class ServingNode:
         local: LocalRows | None = None,
     ) -> None:
         self.address = ""
-        self._fleet = fleet
-        self._service = service
-        self._config = config
+        self._fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
@@ -165,22 +162,18 @@ class ServingNode:
 
     async def settle(self, wanted: WantedModel) -> bool:
         """Point to the live version and the canary as far as they are here. True if both are as wanted."""
-        model, is_settled = wanted.model, True
+        model, live, canary = wanted.model, wanted.live, wanted.canary
         if self._local is not None:
             await self._local.actions.settle(wanted)
         here = {version for name, version in self.held() if name == model}
-        if wanted.live is not None and wanted.live not in here:
-            is_settled = False
-        elif wanted.live is not None and self._service.live(model) != wanted.live:
-            before = self._service.live(model)
-            self._service.flip(model, wanted.live)
-            logger.info("version %d of %s is live, after %s", wanted.live, model, before)
-        canary = wanted.canary
+        if live is not None and live in here and (before := self._service.live(model)) != live:
+            self._service.flip(model, live)
+            logger.info("version %d of %s is live, after %s", live, model, before)
         if canary is None or canary.version not in here:
             self._service.set_canary(model, None)
-            return is_settled and canary is None
-        self._service.set_canary(model, canary.version, canary.share)
-        return is_settled
+        else:
+            self._service.set_canary(model, canary.version, canary.share)
+        return (live is None or live in here) and (canary is None or canary.version in here)
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraw a version; return when its last request has ended and it is freed."""
@@ -197,16 +190,13 @@ class ServingNode:
 
     def reports(self) -> list[VersionReport]:
         """Report each version that could answer requests."""
-        rows: dict[tuple[str, int], VersionReport] = {}
-        if self._local is not None:
-            rows = {(one.model, one.version): one for one in self._local.actions.reports()}
+        of_rows = () if self._local is None else self._local.actions.reports()
+        rows = {(one.model, one.version): one for one in of_rows}
         held, found = self.held(), []
         for one in self._service.generations.all():
-            key = (one.model, one.version)
-            if key not in held:
+            if (key := (one.model, one.version)) not in held:
                 continue
-            served: ServedModel = one.payload
-            report = rows.get(key, VersionReport(model=one.model, version=one.version, state="ready"))
+            served, report = one.payload, rows.get(key, VersionReport(model=key[0], version=key[1], state="ready"))
             told = {
                 "progress": 1.0,
                 "identity": served.description.identity,
@@ -246,9 +236,8 @@ class ServingNode:
         if topology is None:
             raise NotReadyError("no shard node has joined the fleet yet")
         count = topology.num_shards
-        missing = [str(index) for index in range(count) if not self.directory.replicas(model, version, index)]
-        if missing:
-            shards = ", ".join(missing)
+        if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
+            shards = ", ".join(map(str, missing))
             raise NotReadyError(f"no node of shard {shards} of {count} has version {version} of model {model!r} ready")
         return topology
 
@@ -338,8 +327,8 @@ class ServingNode:
                 is_silent = False
             except Exception as error:  # a fault of ours must not leave this process with the nodes of today for good
                 if not is_silent:
-                    is_ours = not isinstance(error, RegistryError)
-                    logger.warning("nodes are those that are known: %s", error, exc_info=is_ours)
+                    trace = not isinstance(error, RegistryError)
+                    logger.warning("nodes are those that are known: %s", error, exc_info=trace)
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
 
