@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from serving.client.features import RankResult as RankResult
     from serving.embedded import Ranker as Ranker
     from serving.limits import RequestLimits as RequestLimits
-    from serving.models.factory import build_model as build_model
+    from serving.models.ranking_models import build_model as build_model
     from shard_node.cuda.card_set import CardOptions as CardOptions
 
 _NAMES = {
@@ -88,7 +88,7 @@ _NAMES = {
     "serving.client.features": "LookupResult Ragged RankResult",
     "serving.embedded": "Ranker",
     "serving.limits": "RequestLimits",
-    "serving.models.factory": "build_model",
+    "serving.models.ranking_models": "build_model",
     "shard_node.cuda.card_set": "CardOptions",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -5,7 +5,7 @@ It asks the router for pooled embeddings and must not know which shard or card h
 ids become rows; of the shard node it uses only keyed bags and generations, and, where rows of this process are on
 cards, lanes: they pool straight into a ranking model's input.
 
-One request: `api` (bytes) -> `formats` (a plain request) -> `rank.answer` (admit, lease, wait, rank) -> `formats`.
+One request: `api` (bytes) -> `formats` (a plain request) -> `rank.service.answer` (lease, wait, rank) -> `formats`.
 
 ARCHITECTURE.md shows how it works with the other packages.
 """

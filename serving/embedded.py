@@ -19,9 +19,8 @@ from serving.formats.json_reader import JsonCodec, encode_request, rank_document
 from serving.formats.json_text import lookup_pieces
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
-from serving.models.factory import DtypeChoice
-from serving.rank.answer import answer_in_thread
-from serving.rank.service import RankingService
+from serving.models.ranking_models import DtypeChoice
+from serving.rank.service import RankingService, answer_in_thread
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import Sharding

@@ -31,7 +31,7 @@ from router.feature_schema import FeatureSchema
 from serving.cli.model_catalog import catalog_model
 from serving.formats.requests import Answer, RankAnswer, RankRequest
 from serving.limits import RequestLimits
-from serving.models.factory import DtypeChoice, build_model
+from serving.models.ranking_models import DtypeChoice, build_model
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService

@@ -11,7 +11,7 @@ from loader.snapshot.manifest import Frozen
 from loadtest.peers.catalog import PEERS
 from loadtest.serving_cost.shape import Shape
 from loadtest.workloads.payloads import Api
-from serving.models.factory import choose_dtype
+from serving.models.ranking_models import choose_dtype
 
 SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
 """shardrank's one server, by the name that each of its measured APIs has."""

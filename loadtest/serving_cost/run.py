@@ -24,7 +24,7 @@ from loadtest.serving_cost.servers import HOST, Mode, Server, serving
 from loadtest.serving_cost.shape import Head, Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.payloads import Api
-from serving.models.factory import choose_dtype
+from serving.models.ranking_models import choose_dtype
 
 CHECKED_REQUESTS = 2
 # Scores are between 0 and 1. The server's batches are of other sizes, so sums are rounded otherwise.

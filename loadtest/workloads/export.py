@@ -16,7 +16,7 @@ from loader.snapshot.row_source import ShapedRows
 from loader.snapshot.store import WORK_FOLDER_PREFIX
 from loader.snapshot.writer import export_snapshot
 from loadtest.workloads.errors import PrepareError
-from serving.models.factory import build_model
+from serving.models.ranking_models import build_model
 from shard_node.bags import Float32Array
 from shard_node.engine.arena import row_bytes_of
 

@@ -16,9 +16,7 @@ from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
-from serving.rank.answer import Client as WaitingClient
-from serving.rank.answer import answer
-from serving.rank.service import RankingService
+from serving.rank.service import Caller, RankingService, answer
 
 PROTOBUF = b"application/x-protobuf"
 _REQUEST_ID = b"x-request-id"
@@ -31,7 +29,7 @@ _ROUTE = re.compile(
 Headers = dict[bytes, bytes]
 
 
-class Client(WaitingClient, Protocol):
+class Client(Caller, Protocol):
     """The connection that a request came by: a gate, which is in the state of its scope."""
 
     def answered(self) -> None:

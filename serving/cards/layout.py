@@ -32,8 +32,7 @@ MIN_VALUES: Final = 1024
 class BatchClass:
     """Sizes that batches are rounded up to, so that a few sets of buffers and graphs serve all of them.
 
-    Candidates in steps of a quarter, for they are what the dense model multiplies; the others, which cost next to
-    nothing where they are not used, in powers of four and of two.
+    Candidates, which the dense model multiplies, go in steps of a quarter; the others in powers of four and of two.
     """
 
     num_candidates: int
@@ -42,7 +41,7 @@ class BatchClass:
 
     @classmethod
     def of(cls, num_candidates: int, num_requests: int, num_values: int) -> BatchClass:
-        """The smallest class for a batch."""
+        """Find the smallest class for a batch."""
         return cls(
             rounded_candidates(num_candidates),
             4 ** ((max(1, num_requests) - 1).bit_length() + 1 >> 1),
@@ -51,13 +50,13 @@ class BatchClass:
 
 
 def rounded_candidates(count: int) -> int:
-    """The next of 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, ...: from 128 on at most a quarter more."""
+    """Round up to 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, ...: from 128 on at most a quarter more."""
     step = max(MIN_CANDIDATES, (1 << (max(1, count) - 1).bit_length()) >> 3)
     return -(-max(1, count) // step) * step
 
 
 def candidate_classes(most: int) -> list[int]:
-    """All values of `rounded_candidates` up to that of `most`, ascending."""
+    """List the values of `rounded_candidates` up to that of `most`, ascending."""
     classes = [rounded_candidates(1)]
     while classes[-1] < most:
         classes.append(rounded_candidates(classes[-1] + 1))
@@ -65,7 +64,7 @@ def candidate_classes(most: int) -> list[int]:
 
 
 class Expansion(NamedTuple):
-    """Columns that all candidates of a request share, from `source` of the request's row to `column` of the input."""
+    """Columns that a request's candidates share, from `source` of the request's row to `column` of the input."""
 
     source: int
     column: int
@@ -73,10 +72,7 @@ class Expansion(NamedTuple):
 
 
 class OutputPlaces(NamedTuple):
-    """Where the parts of the output begin, in elements, behind the input matrix [N, padded width].
-
-    The context is [R, context stride], each sequence feature [values, dim].
-    """
+    """Where the context [R, stride] and sequences [values, dim] begin, in elements, behind the input matrix."""
 
     context: int
     sequences: tuple[int, ...]
@@ -99,9 +95,8 @@ class CardLayout:
     """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
-        context_width: columns of a request's row that carry something: its pooled features, then its dense inputs.
-        context_stride: columns of a request's row.
-        context_dense_column: the first of its dense inputs.
+        context_stride: columns of a request's row: its pooled features, its dense inputs from `context_dense_column`
+            on, and padding.
         expansions: from a request's row to the input matrix.
         sequences: (flat index, name, dim) of each sequence feature.
     """
@@ -124,8 +119,7 @@ class CardLayout:
                 self._in_row[name] = width
                 width += dim
         self.context_dense_column = width
-        self.context_width = width + self.shapes.context_dense_width
-        self.context_stride = padded_width(self.context_width)
+        self.context_stride = padded_width(width + self.shapes.context_dense_width)
         self.expansions = self._find_expansions()
         self._tables = schema.table_index.astype(np.int64)
         self._modes = np.where(
@@ -133,12 +127,12 @@ class CardLayout:
         ).astype(np.int64)
 
     def size(self, most: BatchClass) -> BatchSize:
-        """What the largest batch of a class takes."""
+        """Say what the largest batch of a class takes."""
         bags = np.where(self._schema.is_context, most.num_requests, most.num_candidates).astype(np.int64)
         return BatchSize(bags, most.num_values, self.weighted, self.extra_bytes(most))
 
     def runs(self, most: BatchClass) -> OutputRuns:
-        """Where each feature's bags go."""
+        """Say where each feature's bags go."""
         places, dense = self.output_places(most), self.shapes.dense_width
         number = {index: place for (index, _, _), place in zip(self.sequences, places.sequences, strict=True)}
         offsets, strides = [], []
@@ -157,7 +151,7 @@ class CardLayout:
         return OutputRuns(self._tables, self._modes, starts, steps, out_dtype, places.total)
 
     def output_places(self, most: BatchClass) -> OutputPlaces:
-        """Places for the largest batch of a class."""
+        """Place the parts of the output for the largest batch of a class."""
         context = _round_up(most.num_candidates * self.shapes.padded_width, ALIGNED_ELEMENTS)
         end = context + _round_up(most.num_requests * self.context_stride, ALIGNED_ELEMENTS)
         sequences = []
@@ -167,12 +161,12 @@ class CardLayout:
         return OutputPlaces(context, tuple(sequences), end)
 
     def extra_bytes(self, most: BatchClass) -> int:
-        """What the section takes that is sent along with the largest batch of a class."""
+        """Count the bytes that are sent along with the largest batch of a class."""
         sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(most))
         return sum(_round_up(size, ALIGNED_BYTES) for size in sizes)
 
     def extra(self, most: BatchClass, sent: Tensor) -> Extra:
-        """The parts of the section as views of its bytes, uint8 [extra bytes]."""
+        """View the parts of what is sent along in its bytes, uint8 [extra bytes]."""
         views, first = [], 0
         for dtype, shape in self._extra_parts(most):
             size = math.prod(shape) * dtype.itemsize

@@ -1,36 +1,398 @@
-"""Ranking where rows lie on cards: ids go up once, scores come down once, and all between stays on one card.
+"""Rank where rows lie on cards: ids go up once, scores come down once, and all between stays on one card.
 
-Rows of this process that are on cards are not asked for through a shard. The router only maps ids to rows; the
-replica's own lane pools them straight into the ranking model's input, on the card that scores. Lookups of the API go
-the usual way: they end on the host anyway.
+The router only maps ids to rows; the replica's own lane pools them straight into the ranking model's input, on the card
+that scores, in a bounded set of buffers and graphs by batch sizes. Lookups of the API go the usual way.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
+import torch
 
 from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from router.router import Router
-from serving.cards.layout import CardLayout
-from serving.cards.scorer import CardModel, CardScorer
+from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
+from serving.limits import RequestLimits
+from serving.models.inputs import RankingInputs, SequenceInput
+from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.merge import MergedBatch
 from serving.rank.ranking import Ranking, RankingParts
-from shard_node.bags import Float32Array
-from shard_node.errors import DeadlineExceededError
-from shard_node.node import Shard
+from shard_node.bags import Float32Array, KeyedBags
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.cards import Graph
+from shard_node.cuda.lane import Lane
+from shard_node.errors import CardError, DeadlineExceededError, MemoryBudgetError
+from shard_node.node import LocalShard, Shard
+
+logger = logging.getLogger(__name__)
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CardModel:
+    """A dense model on a card's device, in the dtype of its layout."""
+
+    layout: CardLayout
+    model: RankingModel
+
+
+class CardBatch:
+    """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the thread of its lane.
+
+    Attributes:
+        num_uses: batches so far.
+        can_capture: whether its work may be recorded; False once that failed.
+
+    Raises:
+        MemoryBudgetError: the card or the host has no room; nothing is kept then.
+    """
+
+    def __init__(self, lane: Lane, model: CardModel, most: BatchClass) -> None:
+        self.most = most
+        self.num_uses = 0
+        self.can_capture = True
+        self._lane = lane
+        self._card = lane.card
+        self._layout = layout = model.layout
+        self._model = model.model
+        self._pooling: Graph | None = None
+        self._ranking: Graph | None = None
+        with ExitStack() as undo:
+            self._slot = lane.prepare(layout.runs(most), layout.size(most))
+            undo.callback(self._slot.close)
+            self._scores = self._card.allocate(FLOAT_BYTES * most.num_candidates)
+            undo.callback(self._scores.free)
+            self._down = lane.rows.cards.allocate_pinned(self._scores.size_bytes)
+            undo.callback(self._down.free)
+            self._host_scores: Float32Array = self._down.array.view(np.float32)
+            # Candidates behind a batch's last are of some request too.
+            self._slot.extra.fill(0)
+            self._host_extra = tuple(one.numpy() for one in layout.extra(most, torch.from_numpy(self._slot.extra)))
+            self._views()
+            with self._card.torch_stream(lane.stream), torch.inference_mode():
+                # Columns of padding must be zeros, and no other may ever hold NaN.
+                self._out.zero_()
+            undo.pop_all()
+        self.size_bytes = self._slot.batch.size_bytes + self._slot.out.size_bytes + self._scores.size_bytes
+
+    @property
+    def is_captured(self) -> bool:
+        """Tell whether its work is recorded, as far as it can be."""
+        return self._pooling is not None
+
+    @property
+    def is_graph(self) -> bool:
+        """Tell whether all of its work is recorded."""
+        return self._ranking is not None
+
+    def fill(self, batch: MergedBatch, bags: KeyedBags) -> None:
+        """Pack a batch, whose bags have rows for ids, into pinned memory. Nothing of the last one may be under way.
+
+        Raises InvalidBagsError for a row outside its table.
+        """
+        self._slot.fill(bags)
+        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
+        owner, context_dense, candidate_dense, sequences = self._host_extra
+        # What lies behind the batch stays as it was: candidates that nobody reads, each of some request.
+        owner[:num_candidates] = batch.request_of_candidate
+        context_dense[:num_requests] = batch.context_dense
+        candidate_dense[:num_candidates] = batch.candidate_dense
+        bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
+        for target, (index, _, _) in zip(sequences, self._layout.sequences, strict=True):
+            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
+            np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
+            np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
+
+    def run_empty(self) -> None:
+        """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
+        num_keys = self._layout.num_features
+        nothing = np.zeros(0, np.int64)
+        keys = np.arange(num_keys, dtype=np.int32)
+        bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
+        self._slot.fill(bags)
+        self._lane.launch(partial(self._pool, bags))
+        if not self._layout.sequences:
+            self._rank()
+        self._lane.stream.synchronize()
+
+    def capture(self) -> None:
+        """Record its work as graphs, after it has run once.
+
+        Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
+        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError if
+        it can't be recorded; batches are scored as before.
+        """
+        stream = self._lane.stream
+        try:
+            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank)
+            self._pooling = self._card.capture(stream, self._slot.enqueue)
+        except BaseException:
+            self.can_capture = False
+            raise
+        self._ranking = ranking
+
+    def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
+        """Score what was filled in: float32 [N], a copy. Blocks, without the interpreter lock.
+
+        Raises MemoryBudgetError if the dense model's work has no room.
+        """
+        stream = self._lane.stream
+        self._lane.launch(partial(self._pool, bags))
+        if self._ranking is not None:
+            self._ranking.replay(stream)
+        else:
+            self._rank(batch if self._layout.sequences else None)
+        stream.synchronize()
+        self.num_uses += 1
+        return self._host_scores[: batch.candidate_dense.shape[0]].copy()
+
+    def free(self) -> None:
+        """Give the buffers back; nothing may be under way. Idempotent."""
+        self._pooling = self._ranking = None
+        self._slot.close()
+        self._scores.free()
+        self._down.free()
+
+    def _pool(self, bags: KeyedBags) -> None:
+        if self._pooling is None:
+            self._slot.enqueue()
+        else:
+            self._pooling.replay(self._lane.stream)
+        self._slot.add_mapped(bags)
+
+    def _rank(self, batch: MergedBatch | None = None) -> None:
+        """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
+        count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
+        try:
+            with self._card.torch_stream(self._lane.stream), torch.inference_mode():
+                self._score(self._inputs if batch is None else self._inputs_of(batch))
+        except torch.OutOfMemoryError as error:
+            raise MemoryBudgetError(
+                f"card {self._card.number} has no room for the dense model's work on {count} candidates: {error}"
+            ) from error
+        self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
+
+    def _score(self, inputs: RankingInputs) -> None:
+        shapes, columns, owner = self._layout.shapes, inputs.columns, inputs.request_of_candidate
+        num_candidates = columns.shape[0]
+        if shapes.context_dense_width:
+            first = self._layout.context_dense_column
+            self._context[:, first : first + shapes.context_dense_width].copy_(self._extra.context_dense)
+        if shapes.candidate_dense_width:
+            target = columns[:, shapes.context_dense_width : shapes.dense_width]
+            target.copy_(self._extra.candidate_dense[:num_candidates])
+        for one in self._layout.expansions:
+            shared = self._context[:, one.source : one.source + one.width]
+            torch.index_select(shared, 0, owner, out=columns[:, one.column : one.column + one.width])
+        torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
+
+    def _inputs_of(self, batch: MergedBatch) -> RankingInputs:
+        """Lay ragged rows side by side, [R, longest, D], ending in zeros."""
+        num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
+        sequences = {}
+        for number, (_, name, dim) in enumerate(self._layout.sequences):
+            longest = int(self._host_extra[3][number, 1, :num_requests].max(initial=0))
+            starts, lengths = self._extra.sequences[number, :, :num_requests].unbind(0)
+            within = torch.arange(longest, device=starts.device)
+            mask = within < lengths[:, None]
+            # Behind the end of a sequence any row may be read: it is overwritten.
+            rows = (starts[:, None] + within).clamp_(max=self.most.num_values - 1).flatten()
+            padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
+            sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
+        return replace(
+            self._inputs,
+            columns=self._inputs.columns[:num_candidates],
+            sequences=sequences,
+            request_of_candidate=self._extra.owner[:num_candidates],
+        )
+
+    def _views(self) -> None:
+        """Make tensors over the buffers; they live as long as these."""
+        card, layout, most, slot = self._card, self._layout, self.most, self._slot
+        output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
+        out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
+        columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
+        context = out[output.context : output.context + most.num_requests * layout.context_stride]
+        self._context = context.view(most.num_requests, layout.context_stride)
+        self._sequence_rows = [
+            out[first : first + most.num_values * dim].view(most.num_values, dim)
+            for first, (_, _, dim) in zip(output.sequences, layout.sequences, strict=True)
+        ]
+        sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
+        self._extra = layout.extra(most, sent)
+        self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
+        self._inputs = RankingInputs(columns, shapes.dense_width, shapes.embedding_width, {}, self._extra.owner)
+
+
+MAX_BATCHES = 64
+MAX_BYTES = 512 << 20
+"""Of a replica's buffers. Its card's replicas share what is left of rows: 1/8 of the device, and 1/32 at the least."""
+MAX_FAILED_CAPTURES = 8
+"""After so many a replica records nothing any more: each may keep some memory of the card for ever."""
+USES_BEFORE_CAPTURE = 1
+"""A class that came once may be the only one of its kind; one that comes again is worth a graph."""
+
+
+@dataclass(slots=True, eq=False)
+class CardScorer:
+    """Scores batches on one card. Belongs to one thread; the least recently used buffers go first.
+
+    Attributes:
+        lane: of the engine; closed by `close`, which then calls `on_close`.
+        limits: a batch beyond them gets buffers, but no graph.
+        max_batches, max_bytes: how many classes' buffers are kept, and of what size together.
+        use_graphs: whether work that is the same for all batches of a class is recorded.
+        failed_captures: classes that could not be recorded.
+    """
+
+    engine: CardEngine
+    lane: Lane
+    on_close: Callable[[], None]
+    limits: RequestLimits
+    max_batches: int = MAX_BATCHES
+    max_bytes: int = MAX_BYTES
+    use_graphs: bool = True
+    failed_captures: int = 0
+    _batches: OrderedDict[tuple[CardModel, BatchClass], CardBatch] = field(default_factory=OrderedDict)
+
+    @property
+    def device(self) -> torch.device:
+        """Say where torch sees the card's memory."""
+        return self.lane.card.torch_device
+
+    @property
+    def classes(self) -> list[BatchClass]:
+        """Those that have buffers, the least recently used first."""
+        return [most for _, most in self._batches]
+
+    def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags) -> CardBatch:
+        """Find or make the buffers for a batch, and pack it with bags of all features that have rows for ids.
+
+        Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
+        """
+        most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], bags.num_values)
+        found = self._batches.get((model, most)) or self._make_room_for(model, most)
+        self._batches.move_to_end((model, most))
+        if found.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(found):
+            self._capture(found)
+        found.fill(batch, bags)
+        return found
+
+    def warm(self, model: CardModel, context_ids: float, candidate_ids: float) -> None:
+        """Make buffers and graphs for all classes of one request, and let go of those of other models.
+
+        Arguments are how many ids a request's context, and one candidate, usually have. Raises MemoryBudgetError if not
+        even the smallest class has room.
+        """
+        for key in [key for key in self._batches if key[0] is not model]:
+            self._batches.pop(key).free()
+        for count in candidate_classes(self.limits.max_batch_candidates):
+            most = BatchClass.of(count, 1, math.ceil(context_ids + candidate_ids * count))
+            if len(self._batches) >= self.max_batches or self._size_bytes() >= self.max_bytes:
+                return
+            try:
+                self._warm_class(model, most)
+            except MemoryBudgetError as error:
+                if not self._batches:
+                    raise
+                logger.warning("batches of %d candidates and more find room when they come, or none: %s", count, error)
+                return
+
+    def close(self) -> None:
+        """Free all buffers and the lane, once."""
+        try:
+            while self._batches:
+                self._batches.popitem()[1].free()
+            self.lane.close()
+        finally:
+            self.on_close()
+
+    def _warm_class(self, model: CardModel, most: BatchClass) -> None:
+        found = self._batches.get((model, most)) or self._make(model, most)
+        if self._deserves_graph(found):
+            try:
+                found.run_empty()
+            except MemoryBudgetError:
+                self._batches.pop((model, most)).free()
+                raise
+            self._capture(found)
+
+    def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
+        made = self._batches[model, most] = CardBatch(self.lane, model, most)
+        return made
+
+    def _make_room_for(self, model: CardModel, most: BatchClass) -> CardBatch:
+        try:
+            made = self._make(model, most)
+        except MemoryBudgetError as error:
+            if not self._batches:
+                raise
+            logger.warning("buffers of %d classes of batches are given up: %s", len(self._batches), error)
+            while self._batches:
+                self._batches.popitem()[1].free()
+            made = self._make(model, most)
+        while len(self._batches) > 1 and (len(self._batches) > self.max_batches or self._size_bytes() > self.max_bytes):
+            self._batches.popitem(last=False)[1].free()
+        return made
+
+    def _deserves_graph(self, batch: CardBatch) -> bool:
+        if not self.use_graphs or batch.is_captured or not batch.can_capture:
+            return False
+        most = rounded_candidates(self.limits.max_batch_candidates)
+        # Ids are rounded up to a power of two: the class of the largest batch holds at most twice as many.
+        return batch.most.num_candidates <= most and batch.most.num_values <= 2 * self.limits.max_batch_ids
+
+    def _capture(self, batch: CardBatch) -> None:
+        """Record a class's work. A class that can't be is scored without a graph: slower, and as right."""
+        try:
+            batch.capture()
+        except (CardError, MemoryBudgetError) as error:
+            self.failed_captures += 1
+            self.use_graphs = self.failed_captures < MAX_FAILED_CAPTURES
+            others = "" if self.use_graphs else ", and so are all that come from now on"
+            logger.warning("%s are ranked without a CUDA graph, which is slower%s: %s", batch.most, others, error)
+
+    def _size_bytes(self) -> int:
+        return sum(batch.size_bytes for batch in self._batches.values())
+
+
+def scorer_on_card(
+    shards: Sequence[Shard], model: str, version: int, replica: int, limits: RequestLimits, use_graphs: bool = True
+) -> CardScorer | None:
+    """Make a scorer for one replica of a version, if its rows are all in this process and on cards; else None.
+
+    The rows are leased until it is closed. Replicas, by number, take turns over the cards. Raises
+    GenerationNotFoundError if the rows are not here.
+    """
+    if len(shards) != 1 or not isinstance(shards[0], LocalShard):
+        return None
+    with ExitStack() as undo:
+        lease = undo.enter_context(shards[0].node.generations.lease(model, version))
+        engine = lease.payload.engine
+        if not isinstance(engine, CardEngine):
+            return None
+        lane = engine.lane(replica % len(engine.card_set.cards.cards))
+        return CardScorer(engine, lane, undo.pop_all().close, limits, use_graphs=use_graphs)
 
 
 class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
     The stage `lookup` is the host's share of a batch: ids to rows, and packing. The stage `rank` is the time from there
-    until the scores are back: pooling and the dense model. Arguments as of `Ranking`; the scorer is closed by `close`.
+    until the scores are back: pooling and the dense model. The scorer is closed by `close`.
     """
 
     def __init__(
@@ -48,19 +410,14 @@ class CardRanking(Ranking):
         self._model = self._on_card(parts)
 
     def use(self, parts: RankingParts) -> None:
-        """Goes on with another dense model."""
+        """Go on with another dense model."""
         super().use(parts)
         self._model = self._on_card(parts)
 
     async def score(
         self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
     ) -> tuple[Float32Array, RejectedIds]:
-        """As `Ranking.score`.
-
-        Raises:
-            DeadlineExceededError: if nobody could take the scores any more: they are not worked out.
-            MemoryBudgetError: the card has no room for a batch of that size.
-        """
+        """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
         began = self._clock()
         mapped = self.router.map(batch.bags)
         packed = self.scorer.pack(self._model, batch, mapped.bags)
@@ -74,12 +431,12 @@ class CardRanking(Ranking):
         return scores, mapped.rejected
 
     def warm(self, golden: GoldenRequests | None) -> None:
-        """Makes buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
+        """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
         context_ids, candidate_ids = usual_ids(self.parts, golden)
         self.scorer.warm(self._model, context_ids, candidate_ids)
 
     async def close(self) -> None:
-        """Frees the lane, gives the rows back, and closes the router."""
+        """Free the lane, give the rows back, and close the router."""
         try:
             self.scorer.close()
         finally:
@@ -92,7 +449,7 @@ class CardRanking(Ranking):
 
 
 def usual_ids(parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:
-    """Ids of one request's context, and of one candidate, on average over golden requests."""
+    """Count the ids of one request's context, and of one candidate, on average over golden requests."""
     features = parts.schema.features
     is_context = features.is_context
     if golden is None:

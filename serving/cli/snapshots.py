@@ -247,7 +247,7 @@ def _check_dense_model(
     """
     from loader.errors import CheckpointError
     from serving.errors import RankingModelError
-    from serving.models.factory import load_model
+    from serving.models.ranking_models import load_model
 
     try:
         load_model(spec, tensors)
@@ -259,7 +259,7 @@ def _suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str 
     """End a message: which `--dense-prefix` would find every tensor; "" if none would, or it was given."""
     import torch
 
-    from serving.models.factory import build_model
+    from serving.models.ranking_models import build_model
 
     with torch.device("meta"):
         names = list(build_model(spec).state_dict())

@@ -23,6 +23,12 @@ class ClientError(Exception):
     http_status: int = 500
     grpc_status: str = "INTERNAL"
 
+    def __init_subclass__(cls, kind: str = "", http: int = 0, grpc: str = "") -> None:
+        super().__init_subclass__()
+        cls.kind = kind or cls.kind
+        cls.http_status = http or cls.http_status
+        cls.grpc_status = grpc or cls.grpc_status
+
     def __init__(
         self,
         message: str,
@@ -41,52 +47,36 @@ class ClientError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class ClientConfigError(ClientError):
+class ClientConfigError(ClientError, kind="client_config", http=400, grpc="INVALID_ARGUMENT"):
     """An address, a certificate or an option that can't be used."""
 
-    kind, http_status, grpc_status = "client_config", 400, "INVALID_ARGUMENT"
 
-
-class InvalidRequestError(ClientError):
+class InvalidRequestError(ClientError, kind="bad_request", http=400, grpc="INVALID_ARGUMENT"):
     """A request that can't be answered as it is, now or later."""
 
-    kind, http_status, grpc_status = "bad_request", 400, "INVALID_ARGUMENT"
 
-
-class UnauthenticatedError(ClientError):
+class UnauthenticatedError(ClientError, kind="unauthenticated", http=401, grpc="UNAUTHENTICATED"):
     """No token, or one that the server does not know."""
 
-    kind, http_status, grpc_status = "unauthenticated", 401, "UNAUTHENTICATED"
 
-
-class PermissionDeniedError(ClientError):
+class PermissionDeniedError(ClientError, kind="permission_denied", http=403, grpc="PERMISSION_DENIED"):
     """A token that may not do this."""
 
-    kind, http_status, grpc_status = "permission_denied", 403, "PERMISSION_DENIED"
 
-
-class NotFoundError(ClientError):
+class NotFoundError(ClientError, kind="not_found", http=404, grpc="NOT_FOUND"):
     """No such model, version or route."""
 
-    kind, http_status, grpc_status = "not_found", 404, "NOT_FOUND"
 
-
-class OverloadedError(ClientError):
+class OverloadedError(ClientError, kind="overloaded", http=503, grpc="RESOURCE_EXHAUSTED"):
     """The server had too much to do. Nothing was started."""
 
-    kind, http_status, grpc_status = "overloaded", 503, "RESOURCE_EXHAUSTED"
 
-
-class UnavailableError(ClientError):
+class UnavailableError(ClientError, kind="unavailable", http=503, grpc="UNAVAILABLE"):
     """The server was not reached, was not ready, or is ending."""
 
-    kind, http_status, grpc_status = "unavailable", 503, "UNAVAILABLE"
 
-
-class DeadlineExceededError(ClientError):
+class DeadlineExceededError(ClientError, kind="deadline_exceeded", http=504, grpc="DEADLINE_EXCEEDED"):
     """There was no answer in time."""
-
-    kind, http_status, grpc_status = "deadline_exceeded", 504, "DEADLINE_EXCEEDED"
 
 
 class InternalError(ClientError):

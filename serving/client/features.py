@@ -294,7 +294,7 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
 
 
 def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
-    """Integers as an array, or strings as a list. Nothing is converted: a float or a boolean is no id."""
+    """Read integers as an array, or strings as a list. Nothing is converted: a float or a boolean is no id."""
     if not isinstance(values, list | tuple):
         array = np.asarray(values)
         if array.ndim != 1:
@@ -321,7 +321,7 @@ def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
 
 
 def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
-    """float32 of one or two dimensions."""
+    """Read float32 of one or two dimensions."""
     try:
         array = np.asarray(values)
     except ValueError:

@@ -27,9 +27,8 @@ class MlpConfig(Frozen):
 class DlrmConfig(Frozen):
     """DLRM (Naumov et al., 2019, arXiv:1906.00091) with dot interaction.
 
-    `bottom_mlp` has the layer sizes of the MLP over the dense inputs (ReLU after each), the last of which is the
-    embedding_dim; empty if, and only if, there are no dense inputs. `top_mlp` has those of the hidden layers over the
-    interactions.
+    `bottom_mlp` has the layer sizes over the dense inputs (ReLU after each), the last of which is the embedding_dim;
+    empty if, and only if, there are none. `top_mlp` has those of the hidden layers over the interactions.
     """
 
     kind: Literal["dlrm"] = "dlrm"
@@ -71,9 +70,9 @@ _ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig
 
 
 def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
-    """Validates `spec.dense_model` and its fit with the model's features and dense inputs.
+    """Validate `spec.dense_model` and its fit with the model's features and dense inputs.
 
-    Raises RankingModelError: naming the model, the option, its value and what is allowed.
+    Raises RankingModelError, naming the model, the option, its value and what is allowed.
     """
     described = spec.dense_model
     if "kind" in described.config:
@@ -95,7 +94,7 @@ def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
 
 
 def _problems(spec: ModelSpec, config: DenseModelConfig) -> Iterator[str]:
-    """Why a config does not fit a model; what follows the first may rest on what that denies."""
+    """Say why a config does not fit a model; what follows the first may rest on what that denies."""
     pooled = {
         feature.name: spec.table_of(feature.name).embedding_dim
         for feature in spec.features

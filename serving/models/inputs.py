@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ COLUMN_MULTIPLE = 32
 
 
 def padded_width(width: int) -> int:
-    """`width` rounded up to a multiple of 32."""
+    """Round up to a multiple of 32."""
     return -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
@@ -36,14 +35,11 @@ class InputShapes:
     """Where each input of a model lies. Derived from its description.
 
     Attributes:
-        context_dense_width: Kc, dense inputs that come once a request.
-        candidate_dense_width: Kd, dense inputs of each candidate.
+        context_dense_width, candidate_dense_width: Kc and Kd, dense inputs of a request and of each candidate.
         features, dims: the pooled features, in the order of `spec.features`, and the embedding_dim of each.
         offsets: first column of each pooled feature within the embeddings.
         sequence_dims: embedding_dim of each feature with pooling none.
-        dense_width: Kc + Kd.
-        embedding_width: W, the sum of `dims`.
-        width: Kc + Kd + W, the columns that carry something.
+        dense_width, embedding_width, width: Kc + Kd; W, the sum of `dims`; all columns that carry something.
         padded_width: the columns of the matrix.
     """
 
@@ -60,7 +56,7 @@ class InputShapes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InputShapes:
-        """The shapes of a model's inputs."""
+        """Derive the shapes of a model's inputs."""
         dims = {feature.name: spec.table_of(feature.name).embedding_dim for feature in spec.features}
         pooled = {name: dim for name, dim in dims.items() if spec.pooling_of(name) != "none"}
         context, candidate, embeddings = spec.dense_inputs.context, spec.dense_inputs.candidate, sum(pooled.values())
@@ -79,18 +75,14 @@ class InputShapes:
         )
 
     def embedding_columns(self, feature: str) -> slice:
-        """The columns of a pooled feature within `RankingInputs.embeddings`. Raises KeyError."""
+        """Find the columns of a pooled feature within `RankingInputs.embeddings`. Raises KeyError."""
         start = self.offsets[feature]
         return slice(start, start + self.dims[self.features.index(feature)])
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
-    """The rows of one sequence feature, one sequence a request.
-
-    `rows` are [R, L, D]; L is the longest sequence of the batch, shorter ones end in zeros. `mask` is bool [R, L], true
-    where a row is real.
-    """
+    """Rows [R, L, D] of one sequence feature, one a request; `mask`, bool [R, L], is False where one has ended."""
 
     rows: Tensor
     mask: Tensor
@@ -121,7 +113,7 @@ class RankingInputs:
         request_of_candidate: Tensor,
         sequences: Mapping[str, SequenceInput] | None = None,
     ) -> RankingInputs:
-        """Puts dense inputs [N, Kc + Kd] and embeddings [N, W] side by side (a copy; gradients flow through)."""
+        """Put dense inputs [N, Kc + Kd] and embeddings [N, W] side by side (a copy; gradients flow through)."""
         width = dense.shape[1] + embeddings.shape[1]
         padding = dense.new_zeros(dense.shape[0], padded_width(width) - width)
         return cls(
@@ -134,26 +126,23 @@ class RankingInputs:
 
     @property
     def dense(self) -> Tensor:
-        """[N, Kc + Kd], a view."""
+        """View the dense inputs, [N, Kc + Kd]."""
         return self.columns[:, : self.dense_width]
 
     @property
     def embeddings(self) -> Tensor:
-        """[N, W], a view."""
+        """View the embeddings, [N, W]."""
         return self.columns[:, self.dense_width : self.dense_width + self.embedding_width]
 
     def on(self, device: torch.device) -> RankingInputs:
-        """The same inputs on another device; themselves if they are there."""
+        """Copy the inputs to another device; themselves if they are there."""
         if self.columns.device == device:
             return self
-        return replace(
-            self,
-            columns=self.columns.to(device),
-            sequences={
-                name: SequenceInput(one.rows.to(device), one.mask.to(device)) for name, one in self.sequences.items()
-            },
-            request_of_candidate=self.request_of_candidate.to(device),
-        )
+        sequences = {
+            name: SequenceInput(one.rows.to(device), one.mask.to(device)) for name, one in self.sequences.items()
+        }
+        owner = self.request_of_candidate.to(device)
+        return replace(self, columns=self.columns.to(device), sequences=sequences, request_of_candidate=owner)
 
 
 # A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
@@ -174,7 +163,7 @@ class Run:
 
 
 def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
-    """Splits the pooled features, in flat order, into the fewest runs."""
+    """Split the pooled features, in flat order, into the fewest runs."""
     shapes = InputShapes.of(spec)
     block_of_feature = np.searchsorted(schema.group_starts, np.arange(len(schema.features)), side="right") - 1
     runs: list[Run] = []
@@ -198,10 +187,7 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
 
 @dataclass(slots=True)
 class ColumnBuffer:
-    """Memory for the columns of one batch after the other: what was written for a batch ends with the next.
-
-    It is [most candidates so far, padded width], and zero behind what the inputs carry.
-    """
+    """Memory [most candidates so far, padded width] for the columns of one batch after the other."""
 
     memory: Tensor
 
@@ -220,7 +206,7 @@ class InputAssembler:
         )
 
     def buffer(self) -> ColumnBuffer:
-        """A buffer for `assemble`."""
+        """Make a buffer for `assemble`."""
         return ColumnBuffer(torch.empty(0, self.shapes.padded_width, dtype=self.dtype))
 
     def assemble(
@@ -231,14 +217,11 @@ class InputAssembler:
         candidate_dense: Float32Array,
         buffer: ColumnBuffer | None = None,
     ) -> RankingInputs:
-        """Builds the inputs of R requests' N candidates, in the assembler's dtype.
+        """Build the inputs of R requests' N candidates, in the assembler's dtype.
 
-        Args:
-            embeddings: the batch's lookup of all features; context features have R bags, candidate features N.
-            request_of_candidate: int64 [N], ascending.
-            context_dense: float32 [R, Kc].
-            candidate_dense: float32 [N, Kd].
-            buffer: where the columns are to be; None for memory of their own.
+        Embeddings are the batch's lookup of all features: context features have R bags, candidate features N.
+        `request_of_candidate` is int64 [N], ascending, dense inputs float32 [R, Kc] and [N, Kd]. Without a buffer the
+        columns have memory of their own.
         """
         num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
         shapes, buffer, owner = self.shapes, buffer or self.buffer(), torch.from_numpy(request_of_candidate)
@@ -273,7 +256,7 @@ class InputAssembler:
 
 
 def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:
-    """Lays out ragged sequences, float32 [lengths.sum(), D], side by side: [R, max(lengths), D], ending in zeros."""
+    """Lay out ragged sequences, float32 [lengths.sum(), D], side by side: [R, max(lengths), D], ending in zeros."""
     num_requests, dim = lengths.size, rows.shape[1]
     longest = int(lengths.max(initial=0))
     mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
@@ -281,12 +264,5 @@ def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype)
     if rows.shape[0] == num_requests * longest:
         return SequenceInput(source.view(num_requests, longest, dim), mask)
     padded = torch.zeros(num_requests * longest, dim, dtype=dtype)
-    padded.index_copy_(0, torch.from_numpy(padded_positions(lengths, longest)), source)
+    padded.index_copy_(0, mask.flatten().nonzero().flatten(), source)
     return SequenceInput(padded.view(num_requests, longest, dim), mask)
-
-
-def padded_positions(lengths: Int64Array, longest: int) -> npt.NDArray[np.int64]:
-    """int64 [lengths.sum()]: where each element of ragged sequences lies in the flat [R * longest] padded form."""
-    ends = np.cumsum(lengths)
-    within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)
-    return np.repeat(np.arange(lengths.size, dtype=np.int64) * longest, lengths) + within

@@ -1,18 +1,20 @@
-"""The ranking models: MLP, DLRM, DCN-v2 and target attention; the layers they are made of, their copies on devices."""
+"""The ranking models: their layers, building and loading them, their number format, their copies on devices."""
 
 from __future__ import annotations
 
 import copy
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAttentionConfig
+from loader.snapshot.manifest import ModelSpec
+from serving.errors import RankingModelError
+from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAttentionConfig, parse_dense_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 
 CPU = torch.device("cpu")
@@ -24,12 +26,10 @@ PackedLayer: TypeAlias = tuple[Tensor, Tensor | None, str]
 
 
 def pack_layers(layers: Sequence[nn.Linear], num_relu: int) -> tuple[PackedLayer, ...]:
-    """Copies layers for which `can_pack` is true into the form in which they score fastest; ReLU follows the first.
+    """Copy layers for which `can_pack` is true into the form in which they score fastest; ReLU follows the first.
 
-    A plain product puts its weights in oneDNN's order each time anew: measured on an AVX-512 core with bfloat16, 100
-    rows through the layers [1696, 256, 64] take 6 % longer then, 2000 rows 4 %. PyTorch's compiler packs weights with
-    the same operators (torch/_inductor/fx_passes/mkldnn_fusion.py). What is added up is the same, though not always in
-    that order.
+    A plain product puts its weights in oneDNN's order each time anew, which costs 4 to 6 %. PyTorch's compiler packs
+    weights with the same operators (torch/_inductor/fx_passes/mkldnn_fusion.py).
     """
     reorder = torch.ops.mkldnn._reorder_linear_weight
     return tuple(
@@ -43,7 +43,7 @@ def pack_layers(layers: Sequence[nn.Linear], num_relu: int) -> tuple[PackedLayer
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
+    """Tell whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
@@ -69,7 +69,7 @@ class Mlp(nn.Module):
         self._packed: tuple[PackedLayer, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_width] to [..., sizes[-1]]."""
+        """Map [..., input_width] to [..., sizes[-1]]."""
         if self._packed is not None and not torch.is_grad_enabled():
             linear = torch.ops.mkldnn._linear_pointwise.default
             for weight, bias, activation in self._packed:
@@ -82,33 +82,30 @@ class Mlp(nn.Module):
         return x
 
     def pad_input(self, width: int) -> None:
-        """Widens the first layer by columns of zeros, so that it can read an input with padding at its end."""
+        """Widen the first layer by columns of zeros, so that it can read an input with padding at its end."""
         widen(self.linears[0], in_features=width)
 
     def pack(self) -> None:
-        """Makes it ready to score where it is: its weights must not change after that.
-
-        On the CPU they are copied (`pack_layers`), for calls that want no gradients; elsewhere nothing changes.
-        """
+        """Make it ready to score where it is, for calls without gradients: its weights must not change after that."""
         layers = self.linears
         if can_pack(layers[0].weight):
             self._packed = pack_layers(layers, self._num_relu)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is not packed: it may be meant for another device."""
+        """Leave out what is packed: a copy may be meant for another device."""
         return {**self.__dict__, "_packed": None}
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The layers."""
+        """List the layers."""
         return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
 
 
 class LogitHead(Mlp):
     """Linear layers with ReLU between them that end in one logit, float32 whatever the weights' format is.
 
-    The last product is made in float32: a bfloat16 logit has 8 significant bits, and candidates whose logits differ by
-    less than one part in 256 would tie, which is no order at all. It is one column, so it costs next to nothing.
+    The last product is made in float32: as bfloat16, candidates whose logits differ by less than one part in 256 would
+    tie. It is one column, so it costs next to nothing.
     """
 
     def __init__(self, input_width: int, hidden: Sequence[int]) -> None:
@@ -116,7 +113,7 @@ class LogitHead(Mlp):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, input_width] to float32 [N]."""
+        """Map [N, input_width] to float32 [N]."""
         if self._packed is not None and self._last is not None and not torch.is_grad_enabled():
             linear = torch.ops.mkldnn._linear_pointwise.default
             for weight, bias, activation in self._packed:
@@ -129,7 +126,7 @@ class LogitHead(Mlp):
         return F.linear(x.float(), last.weight.float(), last.bias.float()).squeeze(1)
 
     def pack(self) -> None:
-        """As `Mlp.pack`."""
+        """Pack the hidden layers; the last one is kept in float32."""
         *hidden, last = self.linears
         if can_pack(last.weight):
             self._packed = pack_layers(hidden, len(hidden))
@@ -137,7 +134,7 @@ class LogitHead(Mlp):
 
 
 def widen(linear: nn.Linear, *, in_features: int | None = None, out_features: int | None = None) -> None:
-    """Adds inputs and outputs at the end, with zero weights; for serving only."""
+    """Add inputs and outputs at the end, with zero weights; for serving only."""
     more_in = 0 if in_features is None else in_features - linear.in_features
     more_out = 0 if out_features is None else out_features - linear.out_features
     linear.in_features += more_in
@@ -158,24 +155,24 @@ class RankingModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of the weights, which the inputs must share."""
+        """Tell the number format of the weights, which the inputs must share."""
         return next(self.parameters()).dtype
 
     @abstractmethod
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits, float32 [N]."""
+        """Give logits, float32 [N]."""
 
     def pad_inputs(self) -> None:
-        """Widens the layers that read the inputs' columns as they lie to the padded width; for serving only."""
+        """Widen the layers that read the inputs' columns as they lie to the padded width; for serving only."""
 
     def pack(self) -> None:
-        """Makes it ready to score on the device that it is on; after that its weights must not change."""
+        """Make it ready to score on the device that it is on; after that its weights must not change."""
         for module in self.modules():
             if isinstance(module, Mlp):
                 module.pack()
 
     def score(self, inputs: RankingInputs) -> Tensor:
-        """sigmoid(logit): float32 [N] within (0, 1), without gradients."""
+        """Give sigmoid(logit): float32 [N] within (0, 1), without gradients."""
         if torch.is_inference_mode_enabled():
             return torch.sigmoid(self.forward(inputs))
         with torch.inference_mode():
@@ -190,11 +187,11 @@ class MlpRanking(RankingModel):
         self.mlp = LogitHead(shapes.width, config.hidden)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         return self.mlp.forward(inputs.columns[:, : self.columns_read])
 
     def pad_inputs(self) -> None:
-        """Widens the first layer."""
+        """Widen the first layer."""
         self.columns_read = self.shapes.padded_width
         self.mlp.pad_input(self.columns_read)
 
@@ -202,8 +199,7 @@ class MlpRanking(RankingModel):
 class Dlrm(RankingModel):
     """logit = top(concat(b, <v_i, v_j> for i < j)), with b = bottom(dense) and v = (b, e_1, ..., e_F).
 
-    Pairs come row by row of the upper triangle without its diagonal, TorchRec's order. Without dense inputs there is no
-    b.
+    Pairs come row by row of the upper triangle, TorchRec's order. Without dense inputs there is no b.
     """
 
     pairs: Tensor
@@ -220,7 +216,7 @@ class Dlrm(RankingModel):
         self.top = LogitHead(width, config.top_mlp)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         vectors = inputs.embeddings.view(inputs.columns.shape[0], self.num_features, self.dim)
         bottom = None if self.bottom is None else self.bottom(inputs.dense)
         if bottom is not None:
@@ -248,7 +244,7 @@ class CrossLayers(nn.Module):
             self.up = nn.ModuleList(nn.Linear(low_rank, width) for _ in layers)
 
     def forward(self, x0: Tensor) -> Tensor:
-        """[N, width] to [N, width]."""
+        """Map [N, width] to [N, width]."""
         x = x0
         if self.low_rank is None:
             for full in self.full:
@@ -259,7 +255,7 @@ class CrossLayers(nn.Module):
         return x
 
     def pad(self, width: int) -> None:
-        """Widens every layer by columns that stay zero."""
+        """Widen every layer by columns that stay zero."""
         for name, layers in self.named_children():
             for layer in layers.children():
                 assert isinstance(layer, nn.Linear)
@@ -281,7 +277,7 @@ class DcnV2(RankingModel):
         self.deep = LogitHead(width, config.deep)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         if self.bottom is None:
             x0 = inputs.columns[:, : self.columns_read]
         else:
@@ -289,7 +285,7 @@ class DcnV2(RankingModel):
         return self.deep.forward(self.cross.forward(x0))
 
     def pad_inputs(self) -> None:
-        """Widens the cross layers and the first deep layer, unless a bottom MLP stands between them and the columns."""
+        """Widen the cross layers and the first deep layer, unless a bottom MLP stands between them and the columns."""
         if self.bottom is None:
             self.columns_read = self.shapes.padded_width
             self.cross.pad(self.columns_read)
@@ -311,12 +307,9 @@ class AttentionUnit(nn.Module):
         self.rest = Mlp(hidden[0], [*hidden[1:], 1], relu_at_end=False)
 
     def forward(self, queries: Tensor, history: SequenceInput, owner: Tensor) -> Tensor:
-        """The softmax-weighted sum of each candidate's history [N, D]; zeros where that is empty.
+        """Give the softmax-weighted sum of each candidate's history [N, D]; zeros where that is empty.
 
-        Args:
-            queries: [N, D].
-            history: of the R requests.
-            owner: int64 [N], which request a candidate belongs to.
+        Queries are [N, D], histories those of R requests, `owner` is int64 [N], which request a candidate belongs to.
         """
         longest = history.mask.shape[1]
         if longest == 0:
@@ -365,7 +358,7 @@ class TargetAttention(RankingModel):
         self.mlp = LogitHead(shapes.width + dim, config.hidden)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Logits [N]."""
+        """Give logits [N]."""
         queries = inputs.embeddings[:, self.target_columns]
         attended = self.attention(queries, inputs.sequences[self.history_feature], inputs.request_of_candidate)
         return self.mlp.forward(torch.cat([inputs.columns[:, : self.shapes.width], attended], dim=1))
@@ -379,12 +372,85 @@ class DeviceCopies:
         self._by_device: dict[torch.device, RankingModel] = {CPU: original}
 
     def on(self, device: torch.device) -> RankingModel:
-        """The model on `cpu`, or on a CUDA device with its index; one object for all who ask, not to be changed."""
-        if (found := self._by_device.get(device)) is not None:
-            return found
+        """Get the model on `cpu`, or on a CUDA device with its index: one object for all, not to be changed."""
         with self._lock:
-            if (found := self._by_device.get(device)) is None:
-                found = copy.deepcopy(self._by_device[CPU]).to(device)
-                found.pack()
-                self._by_device[device] = found
-        return found
+            if device not in self._by_device:
+                made = copy.deepcopy(self._by_device[CPU]).to(device)
+                made.pack()
+                self._by_device[device] = made
+            return self._by_device[device]
+
+
+DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
+_MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
+    "mlp": MlpRanking,
+    "dlrm": Dlrm,
+    "dcn_v2": DcnV2,
+    "target_attention": TargetAttention,
+}
+
+
+def build_model(spec: ModelSpec) -> RankingModel:
+    """Build an untrained model in float32, as its description says. Raises RankingModelError if that is not valid."""
+    config = parse_dense_model(spec)
+    return _MODELS[config.kind](config, InputShapes.of(spec))
+
+
+def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> RankingModel:
+    """Load a model that is ready to score, with its weights in `dtype`: float32 or bfloat16.
+
+    Raises RankingModelError, naming the tensors that are missing, unknown, not finite floats or of another shape.
+    """
+    # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
+    _check_tensors(spec, tensors, expected)
+    model = build_model(spec)
+    model.load_state_dict(dict(tensors), strict=True)
+    model.pad_inputs()
+    model = model.to(dtype).requires_grad_(False).eval()
+    model.pack()
+    return model
+
+
+def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    prefix = f"model {spec.model!r}: dense model {spec.dense_model.kind!r}"
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise RankingModelError(f"{prefix}: missing tensors: {missing}")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise RankingModelError(f"{prefix}: unknown tensors: {unknown}; it has: {sorted(expected)}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise RankingModelError(
+                f"{prefix}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected[name])}"
+            )
+        if not tensor.is_floating_point():
+            raise RankingModelError(f"{prefix}: tensor {name!r} is {tensor.dtype}, expected floating point")
+        if not bool(torch.isfinite(tensor).all()):
+            raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
+
+
+def bfloat16_is_native() -> bool:
+    """Tell whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities["architecture"] != "x86_64":
+        return True
+    # On x86 oneDNN counts any AVX-512 as support, which includes emulation.
+    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+
+
+def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> torch.dtype:
+    """Choose the number format of the ranking model on a device: `auto` is bfloat16 where that has it.
+
+    GPUs of compute capability 8.0 and above do. Raises RankingModelError if bfloat16 is asked for and there is none.
+    """
+    if choice == "float32":
+        return torch.float32
+    is_gpu = device.type == "cuda"
+    native = torch.cuda.get_device_capability(device) >= (8, 0) if is_gpu else bfloat16_is_native()
+    if choice == "bfloat16" and not native:
+        what = "GPU" if is_gpu else "CPU"
+        raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
+    return torch.bfloat16 if native else torch.float32

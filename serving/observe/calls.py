@@ -45,10 +45,9 @@ class BatchTimes:
     """Where the time of one batch went, in seconds. Every request in it has waited for all of it.
 
     Attributes:
-        num_requests, num_candidates: in the batch; a lookup has no candidates.
+        num_candidates: in the batch; a lookup has none.
         merge_s: its requests joined.
-        lookup: its rows looked up, by part; None where that is part of ranking, on cards.
-        lookup_s: the same in all; on cards, ids mapped and packed.
+        lookup, lookup_s: its rows looked up, by part and in all; on cards None, and ids mapped and packed.
         rank_s: the dense model and its inputs.
         answer_s: scores checked, counted and sorted, answers made.
         ended: when the answers were there, monotonic seconds.
@@ -64,7 +63,7 @@ class BatchTimes:
     ended: float = 0.0
 
     def seconds(self) -> tuple[float, ...]:
-        """By stage, in the order of `IN_BATCH`."""
+        """List them by stage, in the order of `IN_BATCH`."""
         times = self.lookup
         if times is None:
             # On cards ids are mapped and packed by whoever ranks, and no shard is asked.
@@ -77,13 +76,11 @@ class Call:
     """One call of an API, while it is handled and when it has ended. Times are monotonic seconds, 0 until they are.
 
     Attributes:
-        api: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`.
-        method: `rank`, `lookup` or `model`.
+        api, method: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`; `rank`, `lookup` or `model`.
         model: name of the served model, once it is known; never what a client made up.
         version, counter, generation: of what answers it, once that is chosen: at `leased`.
         received, parsed: when its request had come in full; when it was arrays.
-        queue_s: seconds that it waited for a replica.
-        batch: that it was in, once that is answered.
+        queue_s, batch: seconds that it waited for a replica; the batch that it was in, once that is answered.
         answered, encoded: when the call went on with the answer; when that was bytes.
         admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
     """
@@ -105,7 +102,7 @@ class Call:
     admitted: bool = False
 
     def around_batch(self) -> tuple[float, ...]:
-        """Seconds in each stage of `BEFORE_BATCH` and of `AFTER_BATCH`, of a call with a batch that was answered."""
+        """List the seconds in each stage of `BEFORE_BATCH` and of `AFTER_BATCH`, of a call that was answered."""
         hand_back_s = self.answered - self.batch.ended if self.batch is not None else 0.0
         return (
             self.received - self.began,
@@ -118,7 +115,7 @@ class Call:
 
 
 def outcome_of(error: BaseException) -> Outcome | None:
-    """What a request that failed counts as for its version; None if it tells nothing of it."""
+    """Say what a request that failed counts as for its version; None if it tells nothing of it."""
     if isinstance(error, _DO_NOT_FIT):
         return "error"
     # A client that leaves, by closing its connection or by cancelling, is no Exception or has a status below 500.
@@ -136,11 +133,8 @@ class InferenceTotals:
     """Sums over rank requests, whatever API they came by.
 
     Attributes:
-        succeeded, succeeded_s: requests that were answered, from arrival to answer; the following belong to these.
-        queue_s: waiting for a replica.
-        input_s: joined with others of their batch.
-        infer_s: rows looked up, candidates scored.
-        output_s: scores checked and sorted, answers made.
+        succeeded, succeeded_s: requests that were answered, from arrival to answer: `queue_s` waiting for a replica,
+            `input_s` joined with others, `infer_s` looked up and scored, `output_s` checked and sorted.
         batches: in which they were: each adds its share of its own.
         failed, failed_s: requests that were not answered, after their version was chosen.
         last: when the last one ended, monotonic seconds; None if there was none.
@@ -198,7 +192,7 @@ class VersionCounter:
             totals.batches += 1 / batch.num_requests
 
     def scored(self, scores: Float32Array) -> None:
-        """Adds the scores of a batch that are answered, float32 [N], all finite."""
+        """Add the scores of a batch that are answered, float32 [N], all finite."""
         # float32 sums of millions of scores would lose the last ones.
         exact = scores.astype(np.float64)
         total, square = float(exact.sum()), float(exact @ exact)
@@ -208,7 +202,7 @@ class VersionCounter:
             self._score_square_sum += square
 
     def stats(self) -> VersionStats:
-        """All counts as of one moment."""
+        """Tell all counts as of one moment."""
         with self._lock:
             requests = sum(self._latency_counts)
             return VersionStats(
@@ -221,6 +215,6 @@ class VersionCounter:
             )
 
     def totals(self) -> InferenceTotals:
-        """Sums over rank requests as of one moment."""
+        """Tell the sums over rank requests as of one moment."""
         with self._lock:
             return replace(self._totals)

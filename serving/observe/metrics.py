@@ -143,19 +143,19 @@ class ServingMetrics:
         self._errors.labels(api, method, kind).inc()
 
     def shard_retry(self, model: str, kind: str) -> None:
-        """Counts a shard call that was repeated elsewhere."""
+        """Count a shard call that was repeated elsewhere."""
         self._retries.labels(model, kind).inc()
 
     def card_batch(self, model: str, *, is_graph: bool) -> None:
-        """Counts a batch that was ranked on a card."""
+        """Count a batch that was ranked on a card."""
         self._card_batches.labels(model, "graph" if is_graph else "launches").inc()
 
     def dtype_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
-        """Says whether a version serves in another dtype than was asked for."""
+        """Say whether a version serves in another dtype than was asked for."""
         self._fallbacks.labels(model, str(version)).set(float(fell_back))
 
     def forget_version(self, model: str, version: int) -> None:
-        """Drops what is told of one version. With several workers on one port their files keep it."""
+        """Drop what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
             return
         self._of_outcome.cache_clear()
@@ -176,13 +176,13 @@ class ServingMetrics:
                 observe_all(histogram, own)
 
     async def keep_up(self) -> None:
-        """Has this process's numbers where other workers look for them, until it is cancelled."""
+        """Keep this process's numbers where other workers look for them, until it is cancelled."""
         while True:
             await asyncio.sleep(KEEP_UP_S)
             self._make_observations()
 
     def render(self) -> bytes:
-        """The exposition text."""
+        """Write the exposition text."""
         self._make_observations()
         if MULTIPROCESS_VARIABLE not in os.environ:
             return generate_latest(self._registry)

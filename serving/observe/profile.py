@@ -1,7 +1,7 @@
 """Where the time of requests goes: every answered one's stages, added up, beside the whole that they should make up.
 
-Parts and whole are measured each by themselves. What the parts lack is told as `unaccounted_s`, never spread over them.
-docs/profiling.md describes the file that `--profile` writes.
+What the parts lack is told as `unaccounted_s`, never spread over them. docs/profiling.md describes the file that
+`--profile` writes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StageAccount:
             self._sums[names] = both + self._sums.get(names, 0.0)
 
     def accounts(self) -> list[Document]:
-        """What was added so far, by API, method and model."""
+        """Tell what was added so far, by API, method and model."""
         with self._lock:
             return [_account(*names, self._sums[names]) for names in sorted(self._sums)]
 
@@ -110,7 +110,7 @@ class ProfileFile:
         self._cpu_by_thread = self._thread_times()
 
     def document(self) -> Document:
-        """What would be written now: where the time of requests and of the processor went since this was made."""
+        """Tell where the time of requests and of the processor went since this was made."""
         seen, names = self._thread_times(), {one.native_id: one.name for one in threading.enumerate()}
         for thread, seconds in seen.items():
             if thread in names:
@@ -133,7 +133,7 @@ class ProfileFile:
         }
 
     def write(self) -> None:
-        """Replaces the file. Raises ProfileFileError if that can't be done."""
+        """Replace the file. Raises ProfileFileError if that can't be done."""
         text = json.dumps(self.document(), indent=1, ensure_ascii=False) + "\n"
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
@@ -145,13 +145,6 @@ class ProfileFile:
         except OSError as error:
             raise ProfileFileError(f"--profile {self._path}: {error.strerror or error}") from error
 
-    def write_or_log(self) -> None:
-        """Replaces the file. Serving goes on without: an account that is missing harms nobody's requests."""
-        try:
-            self.write()
-        except ProfileFileError as error:
-            logger.error("%s", error)
-
     def _cpu_s(self) -> float:
         times = self._process.cpu_times()
         return times.user + times.system
@@ -162,7 +155,7 @@ class ProfileFile:
 
 @contextlib.contextmanager
 def profiled(path: Path | None, metrics: ServingMetrics) -> Iterator[None]:
-    """Keeps an account of a service while the block runs, and writes it every `WRITE_EVERY_S` and at the end.
+    """Keep an account of a service while the block runs, and write it every `WRITE_EVERY_S` and at the end.
 
     Without a path none is kept. Raises ProfileFileError at the begin if the file can't be written; later the log tells.
     """
@@ -175,15 +168,20 @@ def profiled(path: Path | None, metrics: ServingMetrics) -> Iterator[None]:
     file.write()
 
     def write_again() -> None:
-        while not ended.wait(WRITE_EVERY_S):
-            file.write_or_log()
+        is_ended = False
+        while not is_ended:
+            is_ended = ended.wait(WRITE_EVERY_S)
+            try:
+                file.write()
+            except ProfileFileError as error:
+                # An account that is missing harms nobody's requests.
+                logger.error("%s", error)
 
     writer = threading.Thread(target=write_again, name="profile", daemon=True)
     writer.start()
     try:
         yield
     finally:
+        metrics.on_answered = None
         ended.set()
         writer.join()
-        metrics.on_answered = None
-        file.write_or_log()

@@ -5,21 +5,51 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from loader.errors import ShardrankError
+from serving.versions.served_versions import ServedVersions
 from shard_node.agent.card_watch import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
-from shard_node.generation import Generations
 from shard_node.node import NodeInfo, ServedVersion
-
-if TYPE_CHECKING:
-    from serving.versions.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 1.0
+Sample: TypeAlias = tuple[str, tuple[str, ...], float]
+"""A family's name without its prefix, labels, value."""
+
+_NODE = ("model", "version", "shard", "replica")
+_VERSION = ("model", "version")
+_GAUGES = {
+    "memory_bytes": ("Bytes of embedding rows by card and tier.", (*_NODE, "card", "tier")),
+    "cards_peer_access": (
+        "1 if each card of a node reads the memory of every other, 0 if rows are copied or kept on the host instead.",
+        _NODE,
+    ),
+    "delta_sequence": ("The last delta that is applied.", _NODE),
+    "delta_lag": ("Deltas that are published but not applied.", _NODE),
+    "delta_staleness_seconds": ("How old the newest change may be that is not applied.", _NODE),
+    "live_version": ("The version that answers requests.", ("model",)),
+    "version_state": (
+        "1 for each version that is here, with its state: live, staged or draining.",
+        (*_VERSION, "state"),
+    ),
+    "version_leases": ("Requests that use a version now.", _VERSION),
+    "canary_share": ("Share of the requests that the canary gets.", _VERSION),
+    "degraded": ("1 if rows are older than max_staleness_s allows, else 0.", ("model",)),
+}
+_COUNTERS = {
+    "rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),
+    "card_bad_values": (
+        "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
+        (*_NODE, "reason"),
+    ),
+}
 
 
 class _Told(NamedTuple):
@@ -38,18 +68,16 @@ class NodeWatch:
 
     def __init__(
         self,
-        generations: Generations[ServedModel],
-        expected_models: Sequence[str] | None,
+        versions: ServedVersions,
         max_staleness_s: Mapping[str, float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         for model, limit_s in (max_staleness_s or {}).items():
             if not limit_s > 0:
                 raise ValueError(f"max_staleness_s of model {model!r} is {limit_s}, which is not above 0")
+        self.versions = versions
         self.wall_clock = wall_clock
         self._max_staleness_s = dict(max_staleness_s or {})
-        self._generations = generations
-        self._expected = None if expected_models is None else tuple(expected_models)
         # By model, once that was asked. Replaced as a whole: metrics read it on another thread.
         self._told: dict[str, _Told] = {}
         self._shutting_down = False
@@ -57,34 +85,35 @@ class NodeWatch:
         self._cards_failed = asyncio.Event()
 
     def nodes(self) -> list[tuple[str, str, NodeInfo]]:
-        """What the nodes of all shards last said: of which model, the node's address (`local` here), and what.
+        """Tell what the nodes of all shards last said: of which model, the node's address (`local` here), and what.
 
         A node may hold other models too; these are told by those who ask for them.
         """
         return [(model, address, info) for model, told in self._told.items() for address, info in told.nodes]
 
     def problems(self) -> dict[str, str]:
-        """Why the process is not ready, by model ("" for the process itself); empty if it is ready."""
+        """Say why the process is not ready, by model ("" for the process itself); empty if it is ready."""
         if self._card_error is not None:
             return {"": f"{self._card_error.kind}: {self._card_error}"}
         if self._shutting_down:
             return {"": "the process is shutting down"}
-        if self._expected is None:
+        expected = self.versions.expected
+        if expected is None:
             return {"": "it is not known yet which models are wanted"}
-        live, told = self._generations.models(), self._told
-        missing = {model: "no live version" for model in self._expected if model not in live}
+        live, told = self.versions.generations.models(), self._told
+        missing = {model: "no live version" for model in expected if model not in live}
         # A model that comes later has had its golden requests answered by its shards; it does not make what serves
         # already not ready.
-        awaited = (model for model in self._expected if model in live and model not in told)
+        awaited = (model for model in expected if model in live and model not in told)
         unasked = dict.fromkeys(awaited, "its shards were not asked yet")
         return missing | unasked | {model: one.problem for model, one in told.items() if one.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Why the rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
+        """Say why rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
 
         Such a process is ready: it answers, from rows that lag behind.
         """
-        live, reasons, now = self._generations.live_versions(), dict[str, str](), self.wall_clock()
+        live, reasons, now = self.versions.generations.live_versions(), dict[str, str](), self.wall_clock()
         for model, limit_s in self._max_staleness_s.items():
             versions = [one for _, info in self._told.get(model, _Told()).nodes for one in info.versions]
             told = [one for one in versions if (one.model, one.version) == (model, live.get(model))]
@@ -92,27 +121,23 @@ class NodeWatch:
                 reasons[model] = reason
         return reasons
 
-    def expect(self, models: Sequence[str]) -> None:
-        """Says which models must be live before the process is ready."""
-        self._expected = tuple(models)
-
     def begin_shutdown(self) -> None:
         """Not ready from now on."""
         self._shutting_down = True
 
     async def refresh(self) -> None:
-        """Asks the shards of every live model once."""
-        models = self._generations.models()
-        await asyncio.gather(*(self._refresh(model) for model in models))
+        """Ask the shards of every live model once."""
+        models = self.versions.generations.models()
+        await asyncio.gather(*map(self._refresh, models))
         self._told = {model: told for model, told in self._told.items() if model in models}
 
     async def cards_failed(self) -> NoReturn:
-        """Waits until cards of this process have failed, and raises their CardError. It takes a new process."""
+        """Wait until cards of this process have failed, and raise their CardError. It takes a new process."""
         await self._cards_failed.wait()
         raise self._card_error or CardError("the cards have failed")
 
     async def run(self) -> None:
-        """Refreshes until cancelled."""
+        """Refresh until cancelled."""
         while True:
             await self.refresh()
             await asyncio.sleep(REFRESH_INTERVAL_S)
@@ -120,7 +145,7 @@ class NodeWatch:
     async def _refresh(self, model: str) -> None:
         told = self._told.get(model, _Told())
         try:
-            with self._generations.lease(model) as lease:
+            with self.versions.generations.lease(model) as lease:
                 now = _Told(await lease.payload.nodes())
         except GenerationNotFoundError:
             return
@@ -144,7 +169,7 @@ class NodeWatch:
 
 
 def staleness_s(told: ServedVersion, now: float) -> float | None:
-    """How old the newest change may be that a node has not applied, in seconds; None while it does not know.
+    """Tell how old the newest change may be that a node lacks, in seconds; None while it does not know.
 
     It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
     while nothing is published, and grows while the registry can't be reached.
@@ -153,7 +178,7 @@ def staleness_s(told: ServedVersion, now: float) -> float | None:
 
 
 def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
-    """Why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
+    """Say why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
     version = told[0].version
     ages = [age for one in told if (age := staleness_s(one, now)) is not None]
     if len(ages) < len(told):
@@ -165,3 +190,61 @@ def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: 
         f"rows of version {version} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
         f"max_staleness_s = {max_staleness_s:g}"
     )
+
+
+class StateCollector(Collector):
+    """Metrics of the shard nodes, as they last told and each for itself, and of the versions that are here now."""
+
+    def __init__(self, watch: NodeWatch) -> None:
+        self._watch = watch
+
+    def collect(self) -> Iterable[Metric]:
+        """Collect all families; what has been freed is not told any more."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (told, labels) in described.items():
+                families[name] = kind(f"shardrank_{name}", told, labels=labels)
+        for samples in (self._of_nodes(), self._of_versions()):
+            for name, values, value in samples:
+                families[name].add_metric(values, value)
+        return families.values()
+
+    def _of_nodes(self) -> Iterator[Sample]:
+        now = self._watch.wall_clock()
+        for model, replica, info in self._watch.nodes():
+            shard = str(info.identity.shard_index)
+            for use in info.memory:
+                if use.model == model:
+                    labels = (model, str(use.version), shard, replica, str(use.card), use.tier)
+                    yield "memory_bytes", labels, use.size_bytes
+            for count in info.lookups:
+                if count.model == model:
+                    labels = (model, str(count.version), shard, replica, count.table, count.tier)
+                    yield "rows_looked_up", labels, count.rows
+            for cards in info.cards:
+                if cards.model == model:
+                    node = (model, str(cards.version), shard, replica)
+                    yield "cards_peer_access", node, float(cards.peer_access)
+                    yield "card_bad_values", (*node, "outside_table"), cards.outside_table
+                    yield "card_bad_values", (*node, "not_here"), cards.not_here
+            for one in info.versions:
+                is_following = one.delta_fresh_at is not None or one.delta_sequence > 0
+                if one.model == model and is_following:
+                    node = (model, str(one.version), shard, replica)
+                    yield "delta_sequence", node, one.delta_sequence
+                    yield "delta_lag", node, one.delta_lag
+                    if (seconds := staleness_s(one, now)) is not None:
+                        yield "delta_staleness_seconds", node, seconds
+
+    def _of_versions(self) -> Iterator[Sample]:
+        degraded, versions = self._watch.degraded(), self._watch.versions
+        for one in versions.generations.all():
+            labels = (one.model, str(one.version))
+            yield "version_state", (*labels, one.state), 1.0
+            yield "version_leases", labels, one.leases
+        # All as of one moment: a scrape during a flip must not find a model without a live version.
+        for model, version in versions.generations.live_versions().items():
+            yield "live_version", (model,), version
+            yield "degraded", (model,), float(model in degraded)
+            if (choice := versions.canary(model)) is not None:
+                yield "canary_share", (model, str(choice.version)), choice.share

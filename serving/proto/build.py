@@ -10,7 +10,7 @@ OPEN_INFERENCE = Path("serving/proto/inference/open_inference.proto")
 PROTOS = (Path("serving/proto/shardrank/v1/ranking.proto"), OPEN_INFERENCE)
 # What `serving.proto.inference.pool` is for.
 _OWN_POOL = {
-    "from google.protobuf import descriptor_pool as": "from serving.proto.inference import pool as",
+    "from google.protobuf import descriptor_pool as": "from serving.proto import inference as",
     "_descriptor_pool.Default()": "_descriptor_pool.POOL",
 }
 

@@ -1,8 +1,7 @@
-"""Requests that wait: the queue between the APIs and the ranking replicas of one model version, and their deadlines.
+"""What waits: requests of one model version for a ranking replica, and lookups for room for their answers.
 
 A request goes at once to a replica that is idle. While all are busy requests wait, and the next free replica takes as
-many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it. All
-requests in a batcher are for one version, so a batch can't mix versions.
+many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
-from serving.formats.requests import Answer, LookupRequest, RankRequest, Request
+from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from shard_node.errors import DeadlineExceededError
@@ -40,7 +39,6 @@ class Pending:
     Attributes:
         lease: on the version that answers; `finish` releases it.
         deadline: when nobody waits any more, monotonic seconds.
-        call: that it came by; the replica tells it how long it waited, and the times of its batch.
         future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
@@ -67,10 +65,9 @@ class Pending:
 
 
 class Batcher:
-    """A bounded queue with batching. Thread-safe.
+    """A bounded queue of one version's requests, with batching. Thread-safe.
 
     Args:
-        limits, clock: `max_queue` and the `max_batch_` ones; monotonic seconds.
         is_none: bool [F], the features that are not pooled, whose sequences are padded to a batch's longest; None if
             the model has none. They are context features, so each has one bag.
     """
@@ -91,28 +88,25 @@ class Batcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Count the requests in the queue."""
         return len(self._queue)
 
     def submit(self, pending: Pending) -> None:
-        """Queues a request and wakes an idle replica, if there is one. Its lease is taken over, also if it is refused.
+        """Queue a request and wake an idle replica. Its lease is taken over, also if it is refused.
 
-        Raises:
-            OverloadedError: if the queue is full.
-            ShuttingDownError: if the batcher is closed.
+        Raises OverloadedError if the queue is full, ShuttingDownError if the batcher is closed.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
             pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
         dropped: list[Pending] = []
         refusal: ShuttingDownError | OverloadedError | None = None
-        wake = None
+        wake, limit = None, self._limits.max_queue
         with self._lock:
-            if len(self._queue) >= self._limits.max_queue:
+            if len(self._queue) >= limit:
                 self._drop_dead(dropped)
             if self._closed_because:
                 refusal = self._refusal()
-            elif len(self._queue) >= self._limits.max_queue:
-                limit = self._limits.max_queue
+            elif len(self._queue) >= limit:
                 refusal = OverloadedError(f"{len(self._queue)} requests wait, the limit max_queue = {limit}")
             else:
                 self._queue.append(pending)
@@ -127,10 +121,10 @@ class Batcher:
                 wake = self._idle.pop() if self._idle else None
 
     def take(self, wake: Wake) -> list[Pending] | None:
-        """The next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
+        """Take the next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
 
         It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be; and None
-        if the batcher is closed. Requests whose deadline has passed, or that nobody waits for, are dropped on the way.
+        if the batcher is closed. Requests whose deadline has passed, or that nobody waits for, are dropped.
         """
         dropped: list[Pending] = []
         with self._lock:
@@ -144,7 +138,7 @@ class Batcher:
         return batch
 
     def close(self, reason: str = "it is being unloaded") -> None:
-        """Refuses what waits and what comes, telling why, and lets the replicas end."""
+        """Refuse what waits and what comes, telling why, and let the replicas end."""
         with self._lock:
             self._closed_because = reason
             left, self._queue = self._queue, deque()
@@ -191,7 +185,7 @@ class Batcher:
 
 
 def _wake(wake: Wake) -> bool:
-    """Wakes a replica, unless it has ended: then its loop is closed, and readiness tells of it."""
+    """Wake a replica, unless it has ended: then its loop is closed, and readiness tells of it."""
     try:
         wake()
     except RuntimeError as error:
@@ -206,10 +200,9 @@ def _expire(dropped: list[Pending]) -> None:
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
-    """Releases the leases and hands out answers and errors: to each event loop in one call.
+    """Release the leases and hand out answers and errors: to each event loop in one call.
 
-    Must be called exactly once for each request that was admitted, from any thread, when nothing uses its version's
-    payload any more.
+    To be called once for each request, from any thread, when nothing uses its version's payload any more.
     """
     here = asyncio._get_running_loop()
     by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
@@ -233,3 +226,100 @@ def _settle(settled: Iterable[tuple[Any, Answer | BaseException]]) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+SHARE_OF_AN_OWNER = 4
+"""One part in so many of the floats is for one owner at most."""
+MAX_WAITING_OF_AN_OWNER = 64
+
+
+class _WaitingLookup(NamedTuple):
+    owner: str
+    num_floats: int
+    future: asyncio.Future[None]
+
+
+class UntakenAnswers:
+    """Bounds what lookups may hold until their clients have taken it. Belongs to one event loop.
+
+    A lookup that finds no room waits: behind others of its owner, and behind all once the whole is full. One that is
+    larger than the bound runs alone.
+    """
+
+    def __init__(self, max_floats: int) -> None:
+        self._max_floats = max_floats
+        self._held: Counter[str] = Counter()
+        self._waiting: deque[_WaitingLookup] = deque()
+        self._waits: Counter[str] = Counter()
+        self._writing = asyncio.Lock()
+
+    async def take(self, owner: str, num_floats: int, timeout_s: float) -> None:
+        """Wait until there is room for an owner's answer; `give` must follow. An owner "" may have all the room.
+
+        Raises OverloadedError at once if too many of the owner wait, DeadlineExceededError without room in time.
+        """
+        if self._waits[owner] >= MAX_WAITING_OF_AN_OWNER:
+            raise OverloadedError(
+                f"{MAX_WAITING_OF_AN_OWNER} lookups of this client wait for earlier answers to be taken"
+            )
+        waiting = _WaitingLookup(owner, num_floats, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._waits[owner] += 1
+        self._let_in()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiting.future
+        except BaseException as error:
+            if not waiting.future.cancelled():
+                # It was let in, at the same moment.
+                self.give(owner, num_floats)
+            else:
+                # It may have stood before others.
+                self._let_in()
+            if not isinstance(error, TimeoutError):
+                raise
+            says = f"earlier answers were not taken in time; the limit is max_untaken_floats = {self._max_floats}"
+            raise DeadlineExceededError(says) from None
+
+    def give(self, owner: str, num_floats: int) -> None:
+        """Make room: an answer was taken, or is given up."""
+        self._uncount(self._held, owner, num_floats)
+        self._let_in()
+
+    async def write(self, encoded: Encoded) -> Encoded:
+        """Write what an answer lacks, one answer at a time; others have their turn after each piece."""
+        written = [encoded.body]
+        async with self._writing:
+            for piece in encoded.more:
+                written.append(piece)
+                await asyncio.sleep(0)
+        return encoded._replace(body=b"".join(written), more=())
+
+    def _let_in(self) -> None:
+        """Let those in for whom there is room."""
+        free, kept = self._max_floats - self._held.total(), deque[_WaitingLookup]()
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            owner, num_floats, future = waiting
+            held = self._held[owner]
+            if future.cancelled():
+                self._uncount(self._waits, owner, 1)
+                continue
+            if owner and held and held + num_floats > self._max_floats // SHARE_OF_AN_OWNER:
+                kept.append(waiting)
+                continue
+            if num_floats > free and self._held.total():
+                kept.append(waiting)
+                break
+            free -= num_floats
+            self._held[owner] += num_floats
+            self._uncount(self._waits, owner, 1)
+            future.set_result(None)
+        kept.extend(self._waiting)
+        self._waiting = kept
+
+    @staticmethod
+    def _uncount(counts: Counter[str], owner: str, number: int) -> None:
+        counts[owner] -= number
+        if not counts[owner]:
+            del counts[owner]

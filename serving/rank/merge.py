@@ -1,8 +1,7 @@
-"""Joins the requests of a batch into one feature-major batch, in a fixed number of vector operations.
+"""Join the requests of a batch into one feature-major batch, in a fixed number of vector operations.
 
 Each request is feature-major by itself: the segments (one feature's bags) of request b are (0, b), (1, b), ... In the
-batch the segments of one feature are neighbours: (0, 0), (0, 1), ..., (1, 0), (1, 1), ... So segments are transposed,
-and every id moves with its segment.
+batch the segments of one feature are neighbours, (0, 0), (0, 1), ..., (1, 0), ..., so segments are transposed.
 
 Where neighbouring features have as many ids as each other in every request, as with a fixed number of ids in a bag,
 their segments of one request are a matrix, and the batch's are these matrices side by side: blocks are copied, and no
@@ -51,7 +50,7 @@ class MergedBatch:
 
 
 def merge(requests: Sequence[RankRequest]) -> MergedBatch:
-    """Joins requests of one model version. A single request is not copied."""
+    """Join requests of one model version. A single request is not copied."""
     if len(requests) == 1:
         one = requests[0]
         count = one.num_candidates
@@ -68,7 +67,7 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
 
 
 def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
-    """Joins B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ..."""
+    """Join B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ..."""
     num_requests, num_keys = len(batch), batch[0].keys.size
     # [B, S]: how many bags and values each key has in each request.
     bags_per_segment = np.concatenate([bags.bags_per_key for bags in batch]).reshape(num_requests, num_keys)
@@ -96,7 +95,7 @@ def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
 
 
 def _joins(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> tuple[Join, Join]:
-    """What joins arrays with an element for each bag, and for each value: by blocks where there are few."""
+    """Choose what joins arrays with an element for each bag, and for each value: by blocks where there are few."""
     runs = _runs_alike(bags_per_segment, values_per_segment)
     num_blocks = len(runs) * len(bags_per_segment)
     if len(runs) > FEW_RUNS and num_blocks * BLOCK_COST_VALUES > int(values_per_segment.sum()):
@@ -105,7 +104,7 @@ def _joins(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> tupl
 
 
 def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) -> list[tuple[int, int]]:
-    """Runs [first, end) of keys that have equal numbers of bags, and of values, in each request."""
+    """Find runs [first, end) of keys that have equal numbers of bags, and of values, in each request."""
     changes = (bags_per_segment[:, 1:] != bags_per_segment[:, :-1]) | (
         values_per_segment[:, 1:] != values_per_segment[:, :-1]
     )
@@ -114,7 +113,7 @@ def _runs_alike(bags_per_segment: Int64Array, values_per_segment: Int64Array) ->
 
 
 def _join_by_blocks(per_segment: Int64Array, runs: list[tuple[int, int]]) -> Join:
-    """Joins segments that have equal sizes, in each request, within a run of keys: block by block."""
+    """Join segments that have equal sizes, in each request, within a run of keys: block by block."""
 
     def join(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         if len(runs) == 1:
@@ -137,7 +136,7 @@ def _join_by_blocks(per_segment: Int64Array, runs: list[tuple[int, int]]) -> Joi
 
 
 def _join_by_index(per_segment: Int64Array) -> Join:
-    """Joins segments of any sizes: every element's position is worked out."""
+    """Join segments of any sizes: every element's position is worked out."""
     num_requests, num_keys = per_segment.shape
     # Segment s of the batch is request s % B's feature s // B.
     order = np.arange(num_requests * num_keys).reshape(num_requests, num_keys).T.reshape(-1)
@@ -155,14 +154,14 @@ def _weights(bags: KeyedBags) -> Float32Array:
 
 
 def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
-    """int64 [n + 1], the first position of each run, then the total."""
+    """Find the first position of each run, then the total: int64 [n + 1]."""
     starts = np.zeros(sizes.size + 1, dtype=np.int64)
     np.add.accumulate(sizes, out=starts[1:])
     return starts
 
 
 def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_candidate: Int64Array) -> Int64Array:
-    """int64 [N], positions within each request by descending score, then position; arguments as in `MergedBatch`."""
+    """Order positions within each request by descending score, then position: int64 [N]. Arguments as `MergedBatch`."""
     counts = candidate_starts[1:] - candidate_starts[:-1]
     if counts.size == 1 or (counts == counts[0]).all():
         return (-scores).reshape(counts.size, -1).argsort(axis=1, kind="stable").reshape(-1)

@@ -1,4 +1,4 @@
-"""What a ranking replica does with a batch: route, assemble, rank. No queue, no leases, no threads of its own."""
+"""What a ranking replica does with a batch: merge, look up, assemble, rank. No queue, no leases, no threads."""
 
 from __future__ import annotations
 
@@ -48,14 +48,7 @@ class RankingParts:
 
 
 class Ranking:
-    """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
-
-    Args:
-        parts, device: the model, and where it scores.
-        router, shards: looks ids up in these.
-        metrics, counter: told how long each stage took, and the scores that are answered.
-        clock: monotonic seconds.
-    """
+    """Ranks batches with one router. Belongs to the event loop that the router's shards belong to."""
 
     def __init__(
         self,
@@ -77,26 +70,26 @@ class Ranking:
         Ranking.use(self, parts)
 
     def using(self, parts: RankingParts) -> Self:
-        """The same router with another dense model; it belongs to this ranking, and ends with it."""
+        """Make a ranking of the same router with another dense model; it ends with this one."""
         other = copy.copy(self)
         other.use(parts)
         return other
 
     def use(self, parts: RankingParts) -> None:
-        """Goes on with another dense model."""
+        """Go on with another dense model."""
         self.parts = parts
         self._dense = parts.models.on(self.device)
         self._columns = parts.assembler.buffer()
 
     def warm(self, golden: GoldenRequests | None) -> None:
-        """Does beforehand what batches need once, as golden requests, if there are some, show them. Here: nothing."""
+        """Do beforehand what batches like the golden requests need once. Here: nothing."""
 
     async def close(self) -> None:
-        """Closes the router, after the last batch."""
+        """Close the router, after the last batch."""
         await self.router.close()
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """What the nodes of all shards tell of themselves, by address, or by `local` for rows in this process.
+        """Ask the nodes of all shards what they tell of themselves: by address, or `local` for rows in this process.
 
         Raises RouterError or ShardNodeError if a shard can't be asked.
         """
@@ -108,17 +101,13 @@ class Ranking:
         return [one for of_shard in told for one in of_shard]
 
     async def connect(self, deadline: float) -> None:
-        """Connects to every node of every shard and asks it what it holds, so that no request has to.
-
-        Raises ShardUnavailableError if a shard has no node that can be used.
-        """
+        """Connect to every node of every shard. Raises ShardUnavailableError if a shard has none that can be used."""
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
-        """Ranks requests together, and tells each the times of the batch.
+        """Rank requests together: each gets its answer, or an error of its own (an unknown id, a score not finite).
 
-        Gives for each its answer, or the error that is its alone: an id without a row, a score that is not finite.
         Raises RouterError or ShardNodeError if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
@@ -163,14 +152,10 @@ class Ranking:
     async def score(
         self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
     ) -> tuple[Float32Array, RejectedIds]:
-        """Scores a batch until `deadline`, in monotonic seconds, and tells `times` how long the parts took.
+        """Score a batch until `deadline`, in monotonic seconds, and tell `times` how long the parts took.
 
-        Returns:
-            float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing.
-
-        Raises:
-            DeadlineExceededError: if nobody could take the scores any more: they are not worked out.
-            RouterError, ShardNodeError: if the rows can't be looked up.
+        Returns float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing. Raises
+        DeadlineExceededError before scoring if the time is over, RouterError or ShardNodeError if the lookup failed.
         """
         began = self._clock()
         embeddings = await self.router.lookup(self._model_name, self.parts.version, batch.bags, deadline)
@@ -183,7 +168,7 @@ class Ranking:
         return scores, embeddings.rejected
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
-        """Looks embeddings up, and tells the request the times. Raises UnknownIdError for an id without a row."""
+        """Look embeddings up, and tell the request the times. Raises UnknownIdError for an id without a row."""
         began = self._clock()
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         embeddings = await self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
@@ -203,7 +188,7 @@ class Ranking:
         return answer
 
     def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
-        """float32 [N], the scores of a batch whose rows were looked up."""
+        """Score a batch whose rows were looked up: float32 [N]."""
         with torch.inference_mode():
             inputs = self.parts.assembler.assemble(
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
@@ -222,7 +207,7 @@ class Ranking:
 def unknown_id(
     schema: RequestSchema, request: RankRequest | LookupRequest, rejected: RejectedIds, which: int, bag: int
 ) -> UnknownIdError:
-    """The error for one of the rejected ids, with its place in the request: `bag` is counted within the feature."""
+    """Make the error for one of the rejected ids, with its place in the request: `bag` counts within the feature."""
     key, rejected_id = int(rejected.feature[which]), int(rejected.id[which])
     bags = request.bags
     flat_bag = int(bags.bag_starts()[np.searchsorted(bags.keys, key)]) + bag

@@ -1,12 +1,11 @@
 """Ranking replicas: each takes one batch at a time from a version's queue and hands out its answers.
 
-A `Replica` is a thread with its own event loop and its own connections to the shards. It scores one batch with one
-intra-op thread; more replicas, not more threads each, use more cores. PyTorch and the lookup engine release the
-interpreter's lock while they compute, so the event loop of the APIs goes on meanwhile.
+A `Replica` is a thread with its own event loop and its own connections to the shards. It scores with one intra-op
+thread; more replicas, not more threads each, use more cores. PyTorch and the lookup engine release the interpreter's
+lock while they compute, so the event loop of the APIs goes on meanwhile.
 
-A `LoopReplica` has no thread: for rows in this process's memory, batches are scored on the event loop of the APIs,
-between their requests. A request then passes no thread on its way: nobody has to be woken, and nobody fights for the
-interpreter's lock. While a batch is scored nothing else happens on the loop; what arrives meanwhile is read in one
+A `LoopReplica` has no thread: for rows in this process's memory, batches are scored on the event loop of the APIs. No
+thread has to be woken, and none fights for the interpreter's lock. What arrives while a batch is scored is read in one
 go, and is the next batch. Nothing there may wait.
 """
 
@@ -40,7 +39,7 @@ _OF_THE_WHOLE_BATCH = (503, 504)
 
 
 class _OnLoop:
-    """What all replicas are: a ranking on an event loop, for the batches of a batcher."""
+    """A ranking on an event loop, for the batches of a batcher."""
 
     ranking: Ranking
 
@@ -52,14 +51,11 @@ class _OnLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still takes work."""
+        """Tell whether it still takes work."""
         return not self._loop.is_closed()
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Runs a coroutine on the replica's loop, between its batches; for checks, not for requests.
-
-        Raises NotReadyError if the loop was closed.
-        """
+        """Run a coroutine between batches, for checks. Raises NotReadyError if the loop was closed."""
         running = function(self.ranking)
         try:
             called = asyncio.run_coroutine_threadsafe(running, self._loop)
@@ -74,12 +70,9 @@ class _OnLoop:
 class Replica(_OnLoop):
     """Takes batches from a batcher until that is closed, on a thread of its own.
 
-    Args:
-        name: of the thread, for logs and profiles.
-        batcher, clock: where the work comes from; monotonic seconds.
-        ranking: makes what does the work; called on the replica's own loop, which the shards then belong to.
-        on_failure: called on the thread when it ends by anything but the batcher's closing; `failure` is what it ended
-            with.
+    `ranking` makes what does the work: it is called on the replica's own loop, which the shards then belong to.
+    `on_failure` is called on the thread when it ends by anything but the batcher's closing; `failure` is what it ended
+    with.
     """
 
     def __init__(
@@ -98,14 +91,14 @@ class Replica(_OnLoop):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, and returns when its router is made. Raises what making it raised."""
+        """Start the thread, and return when its router is made. Raises what making it raised."""
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
             raise self.failure
 
     def join(self) -> None:
-        """Waits for the thread to end, after the batcher was closed."""
+        """Wait for the thread to end, after the batcher was closed."""
         if self._thread.ident is None:
             self._loop.close()
         elif self._thread is not threading.current_thread():
@@ -151,10 +144,7 @@ class Replica(_OnLoop):
 
 
 class LoopReplica(_OnLoop):
-    """Takes batches from a batcher until that is closed, on a loop that runs in another thread than the caller's.
-
-    None of its ranking's shards may be behind a socket.
-    """
+    """Takes batches on a loop that runs in another thread than the caller's. No shard may be behind a socket."""
 
     def __init__(
         self, ranking: Ranking, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
@@ -164,11 +154,11 @@ class LoopReplica(_OnLoop):
         self._loop_thread = 0
 
     def start(self) -> None:
-        """Takes the first batch as soon as the loop gets to it. From any thread but the loop's."""
+        """Have the first batch taken as soon as the loop gets to it. From any thread but the loop's."""
         self._loop.call_soon_threadsafe(self._begin)
 
     def join(self) -> None:
-        """Nothing is left to wait for once the batcher was closed and no lease is out."""
+        """Do nothing: once the batcher was closed and no lease is out, nothing is left to wait for."""
 
     def _begin(self) -> None:
         self._loop_thread = threading.get_ident()
@@ -199,7 +189,7 @@ class LoopReplica(_OnLoop):
 
 
 async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:
-    """Ranks or looks up what a batcher gave, and hands out answers and errors: to each once, whatever happens."""
+    """Rank or look up what a batcher gave, and hand out answers and errors: to each once, whatever happens."""
     # Whatever ends the calling thread, the batch that it took is answered and its leases are given back.
     ended = ServingError("the ranking replica ended; the server's log says more")
     outcomes: list[Answer | BaseException] = [ended] * len(batch)

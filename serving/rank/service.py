@@ -1,8 +1,8 @@
-"""The ranking service: versions, admission, and the wait for a replica.
+"""The ranking service, and the one road of a call that ranks or looks up: admit, lease, parse, rank, encode.
 
-A request is parsed under a lease on the version that will answer it (see docs/decisions/lease-at-admission.md). From
-`wait` on, the lease is the service's: it ends when nothing uses the version for this request any more, which may be
-after the caller was told that the deadline has passed.
+A request is parsed under a lease on the version that will answer it (docs/decisions/lease-at-admission.md). From `wait`
+on the lease is the service's: it ends when nothing uses the version for this request any more, which may be after the
+caller was told that the deadline has passed.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, cast
 
 from loader.errors import ShardrankError
 from serving.description import ModelDescription
 from serving.errors import ClientGoneError, OverloadedError
-from serving.formats.requests import Answer
+from serving.formats.requests import Answer, Buffer, Codec, Encoded, LookupRequest, Request, Unparsed
 from serving.limits import RequestLimits
 from serving.observe.calls import Call, Outcome, outcome_of
-from serving.observe.collectors import StateCollector
 from serving.observe.metrics import ServingMetrics
-from serving.observe.watch import NodeWatch
-from serving.rank.batcher import Pending
-from serving.rank.untaken import UntakenAnswers
+from serving.observe.watch import NodeWatch, StateCollector
+from serving.rank.batcher import Pending, UntakenAnswers
+from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import ServedVersions
 from shard_node.errors import DeadlineExceededError
+from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
+Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
 
 
 class RankingService(ServedVersions):
-    """Holds the served generations and answers requests. Belongs to no event loop; thread-safe.
+    """Holds the served versions and answers requests. Belongs to no event loop; thread-safe.
 
     Args:
         limits: of requests, queues and connections.
@@ -60,21 +62,16 @@ class RankingService(ServedVersions):
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock
-        self.watch = NodeWatch(self.generations, expected_models, max_staleness_s, wall_clock)
-        self.metrics = ServingMetrics(StateCollector(self.watch, self))
+        self.watch = NodeWatch(self, max_staleness_s, wall_clock)
+        self.metrics = ServingMetrics(StateCollector(self.watch))
         self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
         self._receiving = 0
         self._admitted = 0
         self._counting = threading.Lock()
 
-    def expect(self, models: Sequence[str]) -> None:
-        """Says which models must be live before the process is ready. A model that comes later does not count."""
-        super().expect(models)
-        self.watch.expect(models)
-
     @contextlib.contextmanager
     def call(self, api: str, method: str) -> Iterator[Call]:
-        """Counts one call in as `begin_call` does, and out with its status; all about it happens in a `with` block."""
+        """Count one call in as `begin_call` does, and out with its status; all about it happens in a `with` block."""
         call = self.begin_call(api, method)
         try:
             yield call
@@ -84,7 +81,7 @@ class RankingService(ServedVersions):
         self.end_call(call)
 
     def begin_call(self, api: str, method: str) -> Call:
-        """Counts one call in; `end_call` must follow.
+        """Count one call in; `end_call` must follow.
 
         Until it is admitted it is being received; calls that never become complete take no place from those that are.
         Raises OverloadedError if too many are being received.
@@ -102,7 +99,7 @@ class RankingService(ServedVersions):
         return call
 
     def end_call(self, call: Call, error: BaseException | None = None) -> None:
-        """Counts a call out, with what it ended with."""
+        """Count a call out, with what it ended with."""
         with self._counting:
             if call.admitted:
                 self._admitted -= 1
@@ -124,7 +121,7 @@ class RankingService(ServedVersions):
             self._forget(call.model, call.version)
 
     def admit(self, call: Call) -> None:
-        """Lets a call in whose request is complete; a second time changes nothing.
+        """Let a call in whose request is complete; a second time changes nothing.
 
         Raises OverloadedError, at once, if too many are in flight.
         """
@@ -139,12 +136,10 @@ class RankingService(ServedVersions):
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Has a request answered by a replica, on the calling event loop, which its future belongs to.
+        """Have a request answered by a replica, on the calling event loop, which its future belongs to.
 
-        Args:
-            pending: its lease is taken over.
-            watch_client: is given a callback for the moment at which the client leaves; what has not begun by then
-                is dropped. Cancelling the caller's task does the same.
+        Its lease is taken over. `watch_client` is given a callback for the moment at which the client leaves: what has
+        not begun by then is dropped. Cancelling the caller's task does the same.
 
         Raises:
             ShardrankError: UnknownIdError for an id without a row, DeadlineExceededError when the deadline passes,
@@ -164,7 +159,7 @@ class RankingService(ServedVersions):
             del future
 
     def wait_in_thread(self, pending: Pending) -> Answer:
-        """Has a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
+        """Have a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
         future = cast("concurrent.futures.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
         try:
@@ -179,16 +174,16 @@ class RankingService(ServedVersions):
             del future
 
     def describe(self, model: str, version: int | None = None) -> ModelDescription:
-        """What a model tells of itself. Raises ModelNotFoundError."""
+        """Describe a model. Raises ModelNotFoundError."""
         with self.lease(model, version) as lease:
             return lease.payload.description
 
     def models(self) -> list[ModelDescription]:
-        """The live version of every model."""
+        """Describe the live version of every model."""
         return [self.describe(model) for model in self.generations.models()]
 
     def close(self) -> None:
-        """Withdraws every version, and waits until each has drained and its payload is freed."""
+        """Withdraw every version, and wait until each has drained and its payload is freed."""
         self.watch.begin_shutdown()
         for generation in self.generations.retire_all():
             # No request outlives its deadline by more than the batch that it is in.
@@ -197,8 +192,105 @@ class RankingService(ServedVersions):
 
     @property
     def in_flight(self) -> int:
-        """Calls being received or handled."""
+        """Count the calls being received or handled."""
         return self._receiving + self._admitted
 
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)
+
+
+class Caller(Protocol):
+    """Whoever waits for an answer."""
+
+    @property
+    def owner(self) -> str:
+        """Tell its address; "" for one that stands for many, or has none."""
+
+    def time_remaining(self) -> float | None:
+        """Tell the seconds until its own deadline; None if it set none."""
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when it leaves: at once, if it has left already."""
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once the answer that comes next is sent, or given up."""
+
+
+async def answer(service: RankingService, codec: Codec, receive: Receive, client: Caller) -> Encoded:
+    """Answer one call, whose request `receive` gives complete and not compressed.
+
+    Raises:
+        ShardrankError: with its HTTP and gRPC status.
+    """
+    call = service.begin_call(codec.api, codec.method)
+    try:
+        body = await receive()
+        unparsed, request, lease = _parsed(service, codec, call, body)
+        # A long request's bytes are not needed while it waits.
+        del body
+        deadline = call.began + request.timeout_s
+        if (remaining_s := client.time_remaining()) is not None:
+            deadline = min(deadline, call.parsed + remaining_s)
+        loop = asyncio.get_running_loop()
+        pending = Pending(request, lease, deadline, call, loop.create_future(), loop)
+        if isinstance(request, LookupRequest):
+            encoded = await _looked_up(service, unparsed, pending, client)
+        else:
+            answered = await service.wait(pending, client.watch)
+            call.answered = service.clock()
+            encoded = unparsed.encode(answered)
+        call.encoded = service.clock()
+    except BaseException as error:
+        service.end_call(call, error)
+        raise
+    service.end_call(call)
+    return encoded
+
+
+async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pending, client: Caller) -> Encoded:
+    """Answer a lookup, once there is room for its answer."""
+    num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
+    try:
+        await untaken.take(client.owner, num_floats, pending.deadline - pending.call.parsed)
+    except BaseException:
+        pending.lease.release()
+        raise
+    give = partial(untaken.give, client.owner, num_floats)
+    try:
+        answered = await service.wait(pending, client.watch)
+        pending.call.answered = service.clock()
+        encoded = await untaken.write(unparsed.encode(answered))
+        client.when_taken(give)
+    except BaseException:
+        give()
+        raise
+    return encoded
+
+
+def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
+    """Answer one call of this process while the calling thread waits. Nothing is encoded. Raises as `answer`."""
+    with service.call(codec.api, codec.method) as call:
+        _, request, lease = _parsed(service, codec, call, body)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        return service.wait_in_thread(Pending(request, lease, call.began + request.timeout_s, call, future, None))
+
+
+def _parsed(
+    service: RankingService, codec: Codec, call: Call, body: Buffer
+) -> tuple[Unparsed, Request, Lease[ServedModel]]:
+    """Admit a call whose request is complete, choose its version, and parse it."""
+    call.received = service.clock()
+    service.admit(call)
+    unparsed = codec.read(body, service.limits)
+    lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
+    # It counts for that version from now on.
+    generation = call.generation = lease.generation
+    call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
+    call.leased = service.clock()
+    try:
+        request = unparsed.parse(generation.payload.schema)
+    except BaseException:
+        lease.release()
+        raise
+    call.parsed = service.clock()
+    return unparsed, request, lease

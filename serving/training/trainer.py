@@ -21,8 +21,8 @@ from loader.snapshot.manifest import ModelSpec, VocabularyMapping, fingerprint_s
 from loader.snapshot.vocabulary import Vocabulary
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
-from serving.models.factory import build_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from serving.models.ranking_models import build_model
 from serving.training.dataset import FilmsDataset, training_requests
 from serving.training.description import films_vocabularies
 from serving.training.interactions import TrainingError, offsets_of, positions_in

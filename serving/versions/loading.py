@@ -20,7 +20,7 @@ from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.replica_set import ReplicaSource
 from router.replicas import ReplicatedShard
 from serving.errors import ServingError
-from serving.models.factory import DtypeChoice
+from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel, ShardsFactory
 from shard_node.cuda.card_set import CardSet
@@ -41,7 +41,7 @@ class ModelSource(Frozen):
 
     Attributes:
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
-        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
+        node_tls: for shard nodes at TCP addresses; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: of each shard.
         sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
@@ -88,7 +88,7 @@ def load_served_model(
     progress: Progress = no_progress,
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> ServedModel:
-    """Opens, loads and checks a version. Blocks; `service.install` makes it live.
+    """Open, load and check a version. Blocks; `service.install` makes it live.
 
     `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0.
 
@@ -139,7 +139,7 @@ async def load_when_possible(
     service: RankingService,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> ServedModel:
-    """Loads and installs a version; while its shards can't be asked, tries again. Raises as `load_served_model`."""
+    """Load and install a version; while its shards can't be asked, try again. Raises as `load_served_model`."""
     pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
     while True:
         began = time.monotonic()
@@ -173,7 +173,7 @@ def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, 
 
 
 def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
-    """Shards in this process, in order."""
+    """Make shards in this process, in order."""
     return lambda on_retry: [LocalShard(node) for node in nodes]
 
 
@@ -183,7 +183,7 @@ def replicated_shards(
     replicas: Callable[[int], ReplicaSource | list[ShardClient]],
     clock: Callable[[], float],
 ) -> ShardsFactory:
-    """Shards on nodes; `replicas` gives those of a shard by its index."""
+    """Make shards on nodes; `replicas` gives those of a shard by its index."""
     return lambda on_retry: [
         ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
         for index in range(plan.num_shards)

@@ -19,15 +19,13 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
-from serving.cards.ranking import CardRanking
-from serving.cards.scorer import scorer_on_card
+from serving.cards.ranking import CardRanking, scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import GoldenMismatchError, NotReadyError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.models.factory import DtypeChoice, choose_dtype, load_model
 from serving.models.inputs import InputAssembler
-from serving.models.ranking_models import DeviceCopies
+from serving.models.ranking_models import DeviceCopies, DtypeChoice, choose_dtype, load_model
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
@@ -50,12 +48,7 @@ GOLDEN_TIMEOUT_S = 30.0
 
 
 class ServedModel:
-    """A version with its schema, its queue and its ranking replicas. Made by `load`.
-
-    Attributes:
-        submit: queues a request and takes its lease over. Raises OverloadedError, ShuttingDownError.
-        checked: what its golden requests said when it was loaded.
-    """
+    """A version with its schema, its queue and its ranking replicas. Made by `load`; `submit` is `Batcher.submit`."""
 
     def __init__(
         self,
@@ -67,16 +60,11 @@ class ServedModel:
         counter: VersionCounter,
         checked: CheckedVersion,
     ) -> None:
-        self.model = description.model
-        self.version = description.version
-        self.schema = schema
-        self.description = description
-        self.counter = counter
-        self.checked = checked
-        self._batcher = batcher
+        self.model, self.version = description.model, description.version
+        self.schema, self.description = schema, description
+        self.counter, self.checked = counter, checked
         self.submit = batcher.submit
-        self._replicas = replicas
-        self._on_close = on_close
+        self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
 
     @classmethod
     def load(
@@ -94,16 +82,12 @@ class ServedModel:
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> ServedModel:
-        """Makes a version servable: connects, checks it against its golden requests, warms every replica. Blocks.
+        """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
         Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
         `card_graphs`. With a `loop` it ranks in their place, for rows in this process that are never waited for: the
         event loop that requests come from, which runs in another thread than this one. `on_close` is called when the
-        version is unloaded, after its replicas have ended. Of `dtype`, `auto` is bfloat16 where the device has it and
-        the golden requests bear it out.
-
-        Raises:
-            GoldenMismatchError, RankingModelError, RouterError, ShardNodeError: as `check_version`.
+        version is unloaded, after its replicas have ended. Raises as `check_version`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -144,15 +128,14 @@ class ServedModel:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a replica."""
+        """Count the requests that wait for a replica."""
         return self._batcher.num_waiting
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """What the nodes of all shards tell of themselves now, each with its address.
+        """Ask the nodes of all shards what they tell of themselves, each with its address.
 
-        Raises:
-            NotReadyError: if a replica has ended, a shard does not answer in time, or no node of a shard has this
-                version any more: the fleet went on without this process, which lost sight of the registry.
+        Raises NotReadyError if a replica has ended, a shard does not answer in time, or no node of a shard has this
+        version any more: the fleet went on without this process, which lost sight of the registry.
         """
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
             raise NotReadyError(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
@@ -170,7 +153,7 @@ class ServedModel:
         return told
 
     def close(self) -> None:
-        """Ends the replicas and frees what they hold. Not from a replica's own thread; no lease may be out."""
+        """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
 
@@ -223,7 +206,7 @@ class CheckedVersion:
 
 
 def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
-    """The dense model of a snapshot in a number format. Raises RankingModelError."""
+    """Load the dense model of a snapshot in a number format. Raises RankingModelError."""
     model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
     assembler = InputAssembler(snapshot.spec, schema.features, dtype)
     return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
@@ -236,15 +219,14 @@ def check_version(
     asked: DtypeChoice,
     clock: Callable[[], float],
 ) -> CheckedVersion:
-    """Checks the golden scores, chooses the number format, and warms every replica. Blocks.
+    """Check the golden scores, choose the number format, and warm every replica. Blocks.
 
     As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
     deltas were applied to them, the difference is told in the log, and only what does not depend on the rows is asked
     for: every id has one, scores are finite, and bfloat16 is close to float32.
 
-    Golden requests go through every replica, in the number format that it will serve with. What that needs once is done
-    then: connections, checks of the nodes, buffers, kernels chosen for shapes. The replicas are started, have no
-    requests yet, and use `parts`, which are in float32.
+    Golden requests go through every replica, in the number format that it will serve with. The replicas are started,
+    have no requests yet, and use `parts`, which are in float32.
 
     Raises:
         GoldenMismatchError: it must not serve.
@@ -313,7 +295,7 @@ class _GoldenCheck:
         return CheckedVersion(dtype, fallback, difference if as_exported else None, self.tolerance)
 
     def is_as_exported(self, difference: float) -> bool:
-        """Whether the difference is within the tolerance. Raises GoldenMismatchError if no delta accounts for that."""
+        """Tell whether the difference is within the tolerance. Raises GoldenMismatchError if no delta explains it."""
         if difference <= self.tolerance:
             return True
         # Asked after the scores: what was applied before them is surely seen.
@@ -326,7 +308,7 @@ class _GoldenCheck:
         return False
 
     def why_not(self, parts: RankingParts) -> str:
-        """Why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
+        """Say why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
         difference = self.difference(self.replicas[0], parts)
         if difference > self.tolerance and self.has_deltas():
             difference = self.difference(self.replicas[0], parts, to_own=True)
@@ -337,11 +319,11 @@ class _GoldenCheck:
         return reason
 
     def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
-        """The largest difference between a replica's scores and the golden ones.
+        """Find the largest difference between a replica's scores and the golden ones.
 
         Between batches it rests for as long as the last one took: others serve meanwhile. With `to_own` the scores of
-        another dense model are compared to those of the replica's own. Both score the very same rows: where deltas are
-        applied meanwhile, a second lookup would give others.
+        another dense model are compared to those of the replica's own, of the very same rows: where deltas are applied
+        meanwhile, a second lookup would give others.
         """
         name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
 
@@ -383,7 +365,7 @@ class _GoldenCheck:
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
-    """The golden requests as batches of about `max_batch_candidates`, with their expected scores float32 [N]."""
+    """Divide golden requests into batches of about `max_batch_candidates`, with their expected scores float32 [N]."""
     counts = golden.num_candidates.astype(np.int64)
     ends = np.cumsum(counts)
     # A request is in the batch that its first candidate falls into.

@@ -33,20 +33,20 @@ class CanaryChoice:
 
     @classmethod
     def of(cls, version: int, share: float) -> CanaryChoice:
-        """Checks a share. Raises CanaryShareError if it is not above 0 and below 1."""
+        """Check a share. Raises CanaryShareError if it is not above 0 and below 1."""
         if not (isfinite(share) and 0.0 < share < 1.0):
             raise CanaryShareError(f"share: {share} is not above 0 and below 1")
         return cls(version, share, int(share * _RANGE))
 
     def takes(self, model: str, key: str) -> bool:
-        """Whether a request with this key goes to the canary."""
+        """Tell whether a request with this key goes to the canary."""
         return key_hash(model, key) < self.bound
 
 
 def key_hash(model: str, key: str) -> int:
-    """XXH64 (seed 0) of model, a zero byte, and key, as UTF-8: two models' canaries are tried on different keys.
+    """Hash model, a zero byte, and key, as UTF-8: two models' canaries are tried on different keys.
 
-    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
+    It is XXH64 with seed 0: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
     """
     # A lone surrogate is refused when the request is parsed, which is after this.
     return xxhash.xxh64_intdigest(f"{model}\0{key}".encode("utf-8", "surrogatepass"))
@@ -55,25 +55,25 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    `expected_models` are configured, loaded or not. `on_freed` is told each version that has been freed, on a thread of
-    its own.
+    `expected_models` are those that must be live; None if `expect` will say. `on_freed` is told each version that has
+    been freed, on a thread of its own.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
         self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
         self._on_freed = on_freed
-        self._expected = frozenset(expected_models or ())
+        self.expected = None if expected_models is None else tuple(expected_models)
         self._lock = threading.Lock()
         # Replaced as a whole, so that a request reads it without the lock.
         self._canaries: dict[str, CanaryChoice] = {}
         self._keyless = itertools.count()
 
     def expect(self, models: Sequence[str]) -> None:
-        """Says which models are configured."""
-        self._expected = frozenset(models)
+        """Say which models must be live before the process is ready. A model that comes later does not count."""
+        self.expected = tuple(models)
 
     def install(self, served: ServedModel) -> None:
-        """Makes a loaded version the live one of its model, and retires the others when their requests have ended."""
+        """Make a loaded version the live one of its model, and retire the others when their requests have ended."""
         self.install_staged(served)
         self.flip(served.model, served.version)
         for other in self.generations.all():
@@ -81,16 +81,16 @@ class ServedVersions:
                 self.retire(other.model, other.version)
 
     def install_staged(self, served: ServedModel) -> None:
-        """Puts a loaded version beside the live one. Raises GenerationStateError if it is here already."""
+        """Put a loaded version beside the live one. Raises GenerationStateError if it is here already."""
         self.generations.stage(served.model, served.version, served)
 
     def flip(self, model: str, version: int) -> None:
-        """Makes a version the live one, and not the canary. Raises GenerationNotFoundError if not here, or draining."""
+        """Make a version the live one, and not the canary. Raises GenerationNotFoundError if not here, or draining."""
         self.generations.flip(model, version)
         self._end_canary(model, version)
 
     def retire(self, model: str, version: int) -> Generation[ServedModel]:
-        """Withdraws a version, be it live or the canary; its `retired` event is set once its last request has ended.
+        """Withdraw a version, be it live or the canary; its `retired` event is set once its last request has ended.
 
         Raises GenerationNotFoundError if it is not here, or was withdrawn before.
         """
@@ -98,15 +98,13 @@ class ServedVersions:
         return self.generations.retire(model, version)
 
     def live(self, model: str) -> int | None:
-        """The version that answers requests; None if there is none."""
+        """Tell the version that answers requests; None if there is none."""
         return self.generations.live_versions().get(model)
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
-        """Sends a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
+        """Send a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
 
-        Raises:
-            GenerationNotFoundError: if the version is not here, or drains.
-            CanaryShareError: for a share out of its range.
+        Raises GenerationNotFoundError if the version is not here, or drains, CanaryShareError for another share.
         """
         if version is None:
             self._end_canary(model, None)
@@ -116,18 +114,15 @@ class ServedVersions:
             self._canaries = {**self._canaries, model: choice}
 
     def canary(self, model: str) -> CanaryChoice | None:
-        """The model's canary; None if there is none."""
+        """Tell the model's canary; None if there is none."""
         return self._canaries.get(model)
 
     def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
-        """A lease on the given version; without one, on the canary or the live one.
+        """Take a lease on the given version; without one, on the canary or the live one.
 
         `key` gives a request's key, or "" for one without; it is only asked while there is a canary. What is no request
-        has none, and gets the live version.
-
-        Raises:
-            ModelNotFoundError: naming what is served instead.
-            NotReadyError: for a model that is configured but not loaded yet.
+        has none, and gets the live version. Raises ModelNotFoundError, naming what is served instead, or NotReadyError
+        for a model that is expected but not loaded yet.
         """
         while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
             # A request without a key is anybody's: numbering them gives the canary its share of them.
@@ -141,7 +136,7 @@ class ServedVersions:
         try:
             return self.generations.lease(model, version)
         except GenerationNotFoundError as error:
-            if version is None and model in self._expected:
+            if version is None and model in (self.expected or ()):
                 raise NotReadyError(f"model: {model!r} is not loaded yet") from error
             here = [f"{one.model} {one.version}" for one in self.generations.all()]
             wanted = repr(model[:128]) + ("" if version is None else f" version {version}")

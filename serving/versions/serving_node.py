@@ -1,8 +1,7 @@
 """A serving process as a member of a fleet: it discovers shard nodes, does what is wanted, and tells what it is.
 
 A load is in a thread of its own and reads only what a router needs; rows are on shard nodes, or staged into this
-process first, at a lower priority. A version is ready when its golden requests have gone through every ranking replica,
-over connections that requests will use. Flip, canary and retirement are pointers of the service.
+process first, at a lower priority. Flip, canary and retirement are pointers of the service.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
 from router.replica_set import ReplicaSource
 from serving.errors import NotReadyError
-from serving.models.factory import DtypeChoice
+from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel
@@ -44,7 +43,6 @@ from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import TlsClientConfig, client_context
 
 logger = logging.getLogger(__name__)
-
 
 MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
@@ -60,10 +58,7 @@ class ServingConfig(Frozen):
 
     Attributes:
         node_id: its name, stable over restarts.
-        verify: compare the SHA-256 of the files that it reads.
-        num_replicas: ranking replicas of each version, each a thread.
         stage_cpu_share: of one core, at most, that checking files takes.
-        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
     """
 
     node_id: NodeId
@@ -88,14 +83,8 @@ class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
     If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
-    is not ready. Without `local` rows they are on shard nodes.
-
-    Raises:
-        TlsConfigError: a file of `config.node_tls` can't be read or does not fit.
-
-    Attributes:
-        address: where it is asked, HTTP; to be set before `load`.
-        directory: the shard nodes of the fleet.
+    is not ready. Without `local` rows they are on shard nodes. `address` is where it is asked, HTTP; to be set before
+    `load`. Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit.
     """
 
     def __init__(
@@ -107,9 +96,7 @@ class ServingNode:
         local: LocalRows | None = None,
     ) -> None:
         self.address = ""
-        self._fleet = fleet
-        self._service = service
-        self._config = config
+        self._fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
@@ -119,7 +106,7 @@ class ServingNode:
         self.agent = Agent(fleet, self, agent_config, service.clock)
 
     async def load(self) -> None:
-        """Begins, and returns once each expected model is live. The process is in the fleet until `leave`."""
+        """Begin, and return once each expected model is live. The process is in the fleet until `leave`."""
         self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
         if self._local is None:
             self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
@@ -127,10 +114,7 @@ class ServingNode:
             await asyncio.sleep(LIVE_POLL_S)
 
     async def leave(self) -> None:
-        """Tells the fleet that the process ends, and that it is not ready any more. What it serves stays live.
-
-        A registry that is down does not keep it from leaving.
-        """
+        """Tell the fleet, unless the registry is down, that the process ends. What it serves stays live."""
         self._service.watch.begin_shutdown()
         if self._tasks:
             await self.agent.leave()
@@ -142,20 +126,19 @@ class ServingNode:
         await self._fleet.registry.close()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """The live version, those to be flipped to, and the one that answers here until the pointer has moved."""
+        """List the live version, those to be flipped to, and the one that answers here until the pointer has moved."""
         versions = (wanted.live, *wanted.serve, self._service.live(wanted.model))
         return tuple(dict.fromkeys(version for version in versions if version is not None))
 
     def held(self) -> set[tuple[str, int]]:
-        """(model, version) of what could answer requests."""
+        """List (model, version) of what could answer requests."""
         return self._here() if self._local is None else self._here() & set(self._local.actions.held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads, checks and warms a version, and puts it beside the live one.
+        """Load, check and warm a version, and put it beside the live one.
 
-        Raises:
-            NotReadyError: it is not published, or a shard has no node that has it ready.
-            ShardrankError: with status 503 or 504 if its shards can't be asked now; others if it must not be served.
+        Raises NotReadyError if it is not published, or a shard has no node that has it ready; another ShardrankError
+        with status 503 or 504 if its shards can't be asked now, else if it must not be served.
         """
         published = await self._fleet.version(model, version)
         if published is None:
@@ -178,26 +161,22 @@ class ServingNode:
             raise
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Points to the live version and the canary as far as they are here. True if both are as wanted."""
-        model, is_settled = wanted.model, True
+        """Point to the live version and the canary as far as they are here. True if both are as wanted."""
+        model, live, canary = wanted.model, wanted.live, wanted.canary
         if self._local is not None:
             await self._local.actions.settle(wanted)
         here = {version for name, version in self.held() if name == model}
-        if wanted.live is not None and wanted.live not in here:
-            is_settled = False
-        elif wanted.live is not None and self._service.live(model) != wanted.live:
-            before = self._service.live(model)
-            self._service.flip(model, wanted.live)
-            logger.info("version %d of %s is live, after %s", wanted.live, model, before)
-        canary = wanted.canary
+        if live is not None and live in here and (before := self._service.live(model)) != live:
+            self._service.flip(model, live)
+            logger.info("version %d of %s is live, after %s", live, model, before)
         if canary is None or canary.version not in here:
             self._service.set_canary(model, None)
-            return is_settled and canary is None
-        self._service.set_canary(model, canary.version, canary.share)
-        return is_settled
+        else:
+            self._service.set_canary(model, canary.version, canary.share)
+        return (live is None or live in here) and (canary is None or canary.version in here)
 
     async def retire(self, model: str, version: int) -> None:
-        """Withdraws a version; returns when its last request has ended and it is freed."""
+        """Withdraw a version; return when its last request has ended and it is freed."""
         if (model, version) in self._here():
             generation = self._service.retire(model, version)
             deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
@@ -210,17 +189,14 @@ class ServingNode:
             await self._local.actions.retire(model, version)
 
     def reports(self) -> list[VersionReport]:
-        """Of each version that could answer requests."""
-        rows: dict[tuple[str, int], VersionReport] = {}
-        if self._local is not None:
-            rows = {(one.model, one.version): one for one in self._local.actions.reports()}
+        """Report each version that could answer requests."""
+        of_rows = () if self._local is None else self._local.actions.reports()
+        rows = {(one.model, one.version): one for one in of_rows}
         held, found = self.held(), []
         for one in self._service.generations.all():
-            key = (one.model, one.version)
-            if key not in held:
+            if (key := (one.model, one.version)) not in held:
                 continue
-            served: ServedModel = one.payload
-            report = rows.get(key, VersionReport(model=one.model, version=one.version, state="ready"))
+            served, report = one.payload, rows.get(key, VersionReport(model=key[0], version=key[1], state="ready"))
             told = {
                 "progress": 1.0,
                 "identity": served.description.identity,
@@ -233,7 +209,7 @@ class ServingNode:
         return found
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """What is announced."""
+        """Make the record that is announced."""
         topology, now = self.directory.topology(), self._service.clock()
         if now - self._memory[0] >= MEMORY_EVERY_S:
             self._memory = (now, available_memory_bytes())
@@ -253,16 +229,15 @@ class ServingNode:
         )
 
     async def _topology(self, model: str, version: int) -> FleetRecord:
-        """How the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
+        """Find how the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
         self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self._fleet.fleet() or self.directory.topology()
         if topology is None:
             raise NotReadyError("no shard node has joined the fleet yet")
         count = topology.num_shards
-        missing = [str(index) for index in range(count) if not self.directory.replicas(model, version, index)]
-        if missing:
-            shards = ", ".join(missing)
+        if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
+            shards = ", ".join(map(str, missing))
             raise NotReadyError(f"no node of shard {shards} of {count} has version {version} of model {model!r} ready")
         return topology
 
@@ -318,7 +293,7 @@ class ServingNode:
         )
 
     def _discard(self, served: ServedModel) -> None:
-        """Frees a version that nobody used, in a thread of its own."""
+        """Free a version that nobody used, in a thread of its own."""
 
         def discard() -> None:
             served.close()
@@ -331,12 +306,12 @@ class ServingNode:
         return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
 
     def _replicas(self, snapshot: Snapshot, index: int) -> ReplicaSource:
-        """The nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
+        """Find the nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
         current = partial(self.directory.current, snapshot.spec.model, snapshot.version, index)
         return ReplicaSource(current, partial(ShardClient, clock=self._service.clock, tls=self._node_tls))
 
     def _is_live(self) -> bool:
-        """Whether each expected model has a live version."""
+        """Tell whether each expected model has a live version."""
         wanted = self.agent.wanted.values()
         expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
         if not expected:
@@ -352,8 +327,8 @@ class ServingNode:
                 is_silent = False
             except Exception as error:  # a fault of ours must not leave this process with the nodes of today for good
                 if not is_silent:
-                    is_ours = not isinstance(error, RegistryError)
-                    logger.warning("nodes are those that are known: %s", error, exc_info=is_ours)
+                    trace = not isinstance(error, RegistryError)
+                    logger.warning("nodes are those that are known: %s", error, exc_info=trace)
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
 

@@ -29,8 +29,7 @@ from serving.formats.requests import Codec
 from serving.observe.calls import Call as ServedCall
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.rank.answer import answer
-from serving.rank.service import RankingService
+from serving.rank.service import RankingService, answer
 
 HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
 CALL_WORTH_S = 1e-3

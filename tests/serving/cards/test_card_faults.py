@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from serving.cards.scorer import MAX_FAILED_CAPTURES
+from serving.cards.ranking import MAX_FAILED_CAPTURES
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
@@ -18,7 +18,16 @@ from serving.server import ServerConfig, serve
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError, MemoryBudgetError
 from shardrank_testing.card_engines import OnCards, options_for
-from shardrank_testing.card_ranking import ask, ranking_of, score, served_on, shop_batch, shop_spec, write_shop
+from shardrank_testing.card_ranking import (
+    ask,
+    num_graphs,
+    ranking_of,
+    score,
+    served_on,
+    shop_batch,
+    shop_spec,
+    write_shop,
+)
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, served_service
 
@@ -99,7 +108,7 @@ def test_a_class_of_batches_that_can_not_be_recorded_is_scored_without_a_graph(s
     rng = np.random.default_rng(0)
     with served_on(shop, OnCards(2, "peers")) as served, served_on(shop, None) as reference:
         ranking = ranking_of(served)
-        model, counts, calls = ranking._model.model, ranking.scorer.counts, itertools.count()
+        model, scorer, calls = ranking._model.model, ranking.scorer, itertools.count()
         forward = model.forward
 
         def no_room_to_record(inputs):
@@ -109,22 +118,22 @@ def test_a_class_of_batches_that_can_not_be_recorded_is_scored_without_a_graph(s
             return forward(inputs)
 
         monkeypatch.setattr(model, "forward", no_room_to_record)
-        before = counts.graphs
+        before = num_graphs(scorer)
         for _ in range(4):
             batch = shop_batch(served, rng, [3, 2])
             np.testing.assert_allclose(score(served, batch), score(reference, batch), rtol=1e-4, atol=1e-5)
-        assert (counts.graphs, counts.failed_captures) == (before, 1)
+        assert (num_graphs(scorer), scorer.failed_captures) == (before, 1)
         assert "ranked without a CUDA graph" in caplog.text
         for _ in range(2):
             score(served, shop_batch(served, rng, [30, 20]))
-        assert (counts.graphs, counts.failed_captures) == (before + 1, 1)
+        assert (num_graphs(scorer), scorer.failed_captures) == (before + 1, 1)
 
 
 def test_after_too_many_failures_nothing_is_recorded_any_more(shop, monkeypatch, caplog):
     rng, limits = np.random.default_rng(0), RequestLimits(max_batch_candidates=512)
     with served_on(shop, OnCards(2, "peers"), limits) as served, served_on(shop, None) as reference:
         ranking = ranking_of(served)
-        capture, before = ranking.scorer.lane.card.capture, ranking.scorer.counts.graphs
+        capture, before = ranking.scorer.lane.card.capture, num_graphs(ranking.scorer)
 
         def broken(stream, work):
             capture(stream, work)
@@ -135,7 +144,7 @@ def test_after_too_many_failures_nothing_is_recorded_any_more(shop, monkeypatch,
             batch = shop_batch(served, rng, [candidates - 1, 1], longest=2)
             for _ in range(2):
                 np.testing.assert_allclose(score(served, batch), score(reference, batch), rtol=1e-4, atol=1e-5)
-        assert (ranking.scorer.counts.graphs, ranking.scorer.counts.failed_captures) == (before, MAX_FAILED_CAPTURES)
+        assert (num_graphs(ranking.scorer), ranking.scorer.failed_captures) == (before, MAX_FAILED_CAPTURES)
         assert "and so are all that come from now on" in caplog.text
 
 

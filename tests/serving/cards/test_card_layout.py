@@ -113,4 +113,4 @@ def test_context_columns_that_are_neighbours_are_expanded_together():
         (starts["history"], 16 + 8),
         (starts["liked"], 12),
     ]
-    assert layout.context_width == 8 + 16 + 8 + 12 + 2
+    assert layout.context_dense_column == 8 + 16 + 8 + 12

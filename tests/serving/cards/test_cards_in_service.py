@@ -20,7 +20,7 @@ from serving.cards.ranking import usual_ids
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError, UnknownIdError
 from serving.limits import RequestLimits
-from serving.models.factory import bfloat16_is_native
+from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
 from shard_node.cuda.card_set import CardOptions, CardSet

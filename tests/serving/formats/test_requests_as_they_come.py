@@ -17,7 +17,7 @@ from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.rank.answer import answer
+from serving.rank.service import answer
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
 from shardrank_testing.request_forms import packed_message
 from shardrank_testing.serving_api import MODEL, PatientClient, api_request, api_service, api_spec, rank_message, run

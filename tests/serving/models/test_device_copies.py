@@ -6,8 +6,7 @@ import threading
 
 import torch
 
-from serving.models.factory import load_model
-from serving.models.ranking_models import CPU, DeviceCopies
+from serving.models.ranking_models import CPU, DeviceCopies, load_model
 from shardrank_testing.ranking import random_inputs, random_tensors, ranking_spec
 
 OTHER = torch.device("meta")

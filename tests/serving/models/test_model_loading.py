@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from serving.errors import RankingModelError
-from serving.models.factory import bfloat16_is_native, build_model, choose_dtype, load_model
+from serving.models import ranking_models
 from serving.models.inputs import RankingInputs
+from serving.models.ranking_models import bfloat16_is_native, build_model, choose_dtype, load_model
 from shardrank_testing.ranking import CONFIGS, compare_dtypes, converted, random_inputs, random_tensors, ranking_spec
 
 KINDS = sorted(CONFIGS)
@@ -104,26 +105,28 @@ def test_a_tensor_that_is_not_finite_floats_is_refused(bias: torch.Tensor, probl
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_bfloat16_only_where_the_cpu_has_it(native: bool, dtype: torch.dtype) -> None:
-    assert choose_dtype("auto", native=native) == dtype
-    assert choose_dtype("float32", native=native) == torch.float32
+def test_auto_is_bfloat16_only_where_the_cpu_has_it(monkeypatch, native: bool, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(ranking_models, "bfloat16_is_native", lambda: native)
+    assert choose_dtype("auto") == dtype
+    assert choose_dtype("float32") == torch.float32
 
 
-def test_auto_asks_this_cpu() -> None:
-    assert choose_dtype("auto") == choose_dtype("auto", native=bfloat16_is_native())
-
-
-def test_bfloat16_is_refused_where_the_cpu_has_none() -> None:
-    assert choose_dtype("bfloat16", native=True) == torch.bfloat16
+def test_bfloat16_is_refused_where_the_cpu_has_none(monkeypatch) -> None:
+    monkeypatch.setattr(ranking_models, "bfloat16_is_native", lambda: True)
+    assert choose_dtype("bfloat16") == torch.bfloat16
+    monkeypatch.setattr(ranking_models, "bfloat16_is_native", lambda: False)
     with pytest.raises(RankingModelError, match="'bfloat16': this CPU has no bfloat16"):
-        choose_dtype("bfloat16", native=False)
+        choose_dtype("bfloat16")
 
 
-def test_the_error_names_the_device_that_has_no_bfloat16() -> None:
+def test_the_error_names_the_device_that_has_no_bfloat16(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_dtype("auto", torch.device("cuda", 0)) == torch.float32
     with pytest.raises(RankingModelError, match="'bfloat16': this GPU has no bfloat16"):
-        choose_dtype("bfloat16", torch.device("cuda", 0), native=False)
+        choose_dtype("bfloat16", torch.device("cuda", 0))
 
 
-def test_emulated_bfloat16_does_not_count_as_native() -> None:
+def test_emulated_bfloat16_does_not_count_as_native(monkeypatch) -> None:
     emulating = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
-    assert not bfloat16_is_native(emulating)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: emulating)
+    assert not bfloat16_is_native()

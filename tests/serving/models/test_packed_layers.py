@@ -7,8 +7,15 @@ import copy
 import pytest
 import torch
 
-from serving.models.factory import bfloat16_is_native, build_model, load_model
-from serving.models.ranking_models import DeviceCopies, LogitHead, Mlp, can_pack
+from serving.models.ranking_models import (
+    DeviceCopies,
+    LogitHead,
+    Mlp,
+    bfloat16_is_native,
+    build_model,
+    can_pack,
+    load_model,
+)
 from shardrank_testing.ranking import CONFIGS, random_inputs, random_tensors, ranking_spec
 
 DTYPES = [

@@ -7,7 +7,7 @@ import pytest
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, MlpConfig, parse_dense_model
-from serving.models.factory import build_model
+from serving.models.ranking_models import build_model
 from shardrank_testing.ranking import CONFIGS, ranking_spec
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from serving.models.factory import load_model
 from serving.models.inputs import RankingInputs
-from serving.models.ranking_models import MAX_PAIRS, TargetAttention
+from serving.models.ranking_models import MAX_PAIRS, TargetAttention, load_model
 from shardrank_testing.ranking import CONFIGS, DIM, numpy_mlp, random_inputs, random_tensors, ranking_spec
 
 

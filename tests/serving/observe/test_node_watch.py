@@ -14,6 +14,7 @@ from router.plan import Plan
 from serving.observe.watch import NodeWatch
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
+from serving.versions.served_versions import ServedVersions
 from shard_node.generation import Generations
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
@@ -34,13 +35,14 @@ class Broken:
 
 
 def test_a_defect_of_one_model_is_told_and_stops_neither_the_watch_nor_the_others(caplog):
-    generations: Generations = Generations(lambda payload: None)
     payloads = {"books": Broken(), "films": Broken()}
+    versions = ServedVersions(list(payloads), lambda model, version: None)
+    generations: Generations = versions.generations
     payloads["films"].error = None
     for model, payload in payloads.items():
         generations.stage(model, 1, payload)
         generations.flip(model, 1)
-    watch = NodeWatch(generations, list(payloads))
+    watch = NodeWatch(versions)
 
     async def main() -> None:
         await watch.refresh()

@@ -60,19 +60,6 @@ def test_answers_are_the_models_and_no_thread_ranks(api_model):
     run(main())
 
 
-def test_what_has_come_by_one_turn_of_the_loop_is_one_batch(api_model):
-    async def main():
-        service = await loaded(api_model)
-        requests = [api_request(seed) for seed in range(12)]
-        answers = await asyncio.gather(*(rank(service, request) for request in requests))
-        for request, answer in zip(requests, answers, strict=True):
-            np.testing.assert_allclose(answer.scores, api_model.scores(request), rtol=1e-5, atol=1e-5)
-        assert batches(service) == (1, 12)
-        await closed(service)
-
-    run(main())
-
-
 def test_the_loop_goes_on_between_two_batches(api_model):
     async def main():
         service = await loaded(api_model, RequestLimits(max_batch_requests=1))
@@ -96,19 +83,19 @@ def test_the_loop_goes_on_between_two_batches(api_model):
     run(main())
 
 
-def test_a_bad_id_is_its_own_requests_error_in_a_batch(api_model):
+def test_what_has_come_by_one_turn_of_the_loop_is_one_batch_and_a_bad_id_its_own_requests_error(api_model):
     async def main():
         service = await loaded(api_model)
-        bad = api_request(1)
+        requests = [api_request(seed) for seed in range(12)]
+        bad = api_request(12)
         bad["candidates"]["sparse"]["film"][0] = 10**6
-        good = [api_request(0), api_request(2)]
-        first, refused, last = await asyncio.gather(
-            rank(service, good[0]), rank(service, bad), rank(service, good[1]), return_exceptions=True
+        answers = await asyncio.gather(
+            *(rank(service, request) for request in (*requests, bad, *requests)), return_exceptions=True
         )
-        assert isinstance(refused, UnknownIdError)
-        for request, answer in zip(good, (first, last), strict=True):
+        assert isinstance(answers.pop(len(requests)), UnknownIdError)
+        for request, answer in zip(requests * 2, answers, strict=True):
             np.testing.assert_allclose(answer.scores, api_model.scores(request), rtol=1e-5, atol=1e-5)
-        assert batches(service) == (1, 3)
+        assert batches(service) == (1, 25)
         await closed(service)
 
     run(main())

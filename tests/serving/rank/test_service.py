@@ -12,8 +12,7 @@ from router.plan import Plan
 from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.limits import RequestLimits
-from serving.rank.answer import answer
-from serving.rank.service import RankingService
+from serving.rank.service import RankingService, answer
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from shard_node.errors import DeadlineExceededError

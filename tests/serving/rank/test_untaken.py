@@ -12,7 +12,7 @@ import pytest
 from serving.errors import OverloadedError
 from serving.formats.requests import Encoded
 from serving.limits import RequestLimits
-from serving.rank.untaken import MAX_WAITING_OF_AN_OWNER, UntakenAnswers
+from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, UntakenAnswers
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.serving_api import MODEL, api_service, run, running_api
 

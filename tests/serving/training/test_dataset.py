@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loader.snapshot.manifest import fingerprint_strings
-from serving.models.factory import build_model
+from serving.models.ranking_models import build_model
 from serving.training.dataset import (
     NO_FOLD,
     NUM_FOLDS,

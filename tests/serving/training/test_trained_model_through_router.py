@@ -17,8 +17,8 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
-from serving.models.factory import load_model
 from serving.models.inputs import InputAssembler
+from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset
 from serving.training.description import FilmsOptions, films_spec
 from serving.training.trainer import train

@@ -11,7 +11,7 @@ import torch
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from serving.models.factory import load_model
+from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset, evaluation_requests
 from serving.training.description import FilmsOptions, films_spec
 from serving.training.interactions import TrainingError, generate_interactions

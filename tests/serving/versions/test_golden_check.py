@@ -14,7 +14,7 @@ from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError
 from serving.limits import RequestLimits
-from serving.models.factory import bfloat16_is_native
+from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, local_shards
 from serving.versions.served_model import ServedModel

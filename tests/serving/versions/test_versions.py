@@ -23,9 +23,8 @@ from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundE
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.messages import MessageCodec
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.rank.answer import answer, answer_in_thread
 from serving.rank.batcher import Pending
-from serving.rank.service import RankingService
+from serving.rank.service import RankingService, answer, answer_in_thread
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import CanaryChoice

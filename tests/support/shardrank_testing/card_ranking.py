@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
-from serving.cards.ranking import CardRanking
+from serving.cards.ranking import CardRanking, CardScorer
 from serving.limits import RequestLimits
 from serving.rank.merge import MergedBatch, merge
 from serving.rank.ranking import Ranking
@@ -150,6 +150,16 @@ def ranking_of(served: ServedModel, replica: int = 0) -> CardRanking:
     ranking = ask(served._replicas[replica], work)
     assert isinstance(ranking, CardRanking)
     return ranking
+
+
+def num_graphs(scorer: CardScorer) -> int:
+    """Classes of batches whose work is recorded."""
+    return sum(one.is_captured for one in scorer._batches.values())
+
+
+def num_replays(scorer: CardScorer) -> int:
+    """Batches of those classes, as far as they are kept."""
+    return sum(one.num_uses for one in scorer._batches.values() if one.is_captured)
 
 
 @contextmanager

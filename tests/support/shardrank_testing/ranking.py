@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from serving.models.factory import build_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.ranking_models import RankingModel
+from serving.models.ranking_models import RankingModel, build_model
 
 DIM = 4
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -32,11 +32,10 @@ from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Answer, Buffer, Encoded, Method
 from serving.limits import RequestLimits
-from serving.models.factory import build_model
 from serving.models.inputs import RankingInputs, SequenceInput
+from serving.models.ranking_models import build_model
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
-from serving.rank.answer import answer, answer_in_thread
-from serving.rank.service import RankingService
+from serving.rank.service import RankingService, answer, answer_in_thread
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
