@@ -28,10 +28,9 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
+from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.registry.opening import open_registry
-from loader.registry.records import PublishedVersion, delta_stream
 from loader.registry.registry import Registry
-from loader.registry.typed import FleetRegistry
 from loader.rollout.requests import read_rollout
 from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
 from loader.snapshot.publishing import stream_end

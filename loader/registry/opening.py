@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, cut
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.redis_link import REDIS_SCHEMES, without_password
+from loader.registry.redis_registry import REDIS_SCHEMES, without_password
 from loader.registry.registry import Registry
 
 

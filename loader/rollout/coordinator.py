@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
-from loader.registry.records import COORDINATOR_LOCK, ROLLOUTS, WantedModel, delta_stream, rollout_key
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
 from loader.rollout.coverage import BakeTally, FleetView, Lag, Roster, baseline_of, cannot_roll, lags, refusals
 from loader.rollout.guards import compare, golden_breach
-from loader.rollout.record import Rollout, decode_rollout, encode_rollout
-from loader.rollout.steps import (
+from loader.rollout.plan import (
     BAKE,
     CANARY,
     REPLAY,
     ROLL,
     STAGE_SERVING,
     STAGE_SHARDS,
+    Rollout,
     advanced,
     baking,
+    decode_rollout,
+    encode_rollout,
     forwarded,
     given_up,
     noted,

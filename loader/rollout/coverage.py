@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from loader.registry.records import FleetRecord, NodeRecord, VersionReport, VersionStats
-from loader.rollout.record import NodeBaseline, Rollout
-from loader.rollout.steps import (
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, VersionStats
+from loader.rollout.plan import (
     BAKE,
     CANARY,
     FLIP,
@@ -23,6 +22,8 @@ from loader.rollout.steps import (
     STAGE_SERVING,
     STAGE_SHARDS,
     UNFLIP,
+    NodeBaseline,
+    Rollout,
     group_of,
 )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loader.registry.records import LATENCY_BOUNDS_MS, NodeRecord, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, VersionStats
 
 MAX_FALSE_ALARM = 1e-4
 _P99 = 0.99

@@ -32,14 +32,12 @@ from loader.errors import (
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.registry.records import PublishedVersion, delta_stream
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.rollout.requests import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest, ModelSpec, read_manifest, snapshot_file
-from loader.snapshot.reader import Snapshot
+from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store, fsync_path, open_export_folder
-from loader.snapshot.verify import verify_snapshot
 
 _CHUNK_BYTES = 4 << 20
 _QUOTED_PROBLEMS = 5

@@ -24,10 +24,16 @@ from safetensors import SafetensorError
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
-from loader.snapshot.access_counts import access_count_tensors
-from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.codecs import (
+    ByteArray,
+    Float32Array,
+    RowCodec,
+    codec_for,
+    default_rows_per_file,
+    row_positions,
+    rows_in_file,
+)
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.layout import default_rows_per_file, row_positions, rows_in_file
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
     MAX_DENSE_BYTES,
@@ -45,10 +51,10 @@ from loader.snapshot.manifest import (
     parse_manifest,
     quoted_errors,
 )
+from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary_tensors
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, fingerprint_of
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
-from loader.snapshot.vocabulary import Vocabulary, vocabulary_tensors
 
 DENSE_PATH = "dense.safetensors"
 GOLDEN_PATH = "golden.safetensors"

@@ -15,12 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from loader.errors import RegistryUnavailableError, RolloutError
-from loader.registry.records import COORDINATOR_LOCK, ROLLOUTS
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry
 from loader.rollout.guards import Verdict, VersionNumbers
-from loader.rollout.record import Rollout
-from loader.rollout.requests import read_rollout
-from loader.rollout.status import NodeStatus, RolloutStatus, VersionStatus, read_status
+from loader.rollout.plan import Rollout
+from loader.rollout.requests import NodeStatus, RolloutStatus, VersionStatus, read_rollout, read_status
 from serving.cli.output import human_bytes, human_time, print_json, stdout_console
 
 SHOWN_EVENTS = 8

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import RegistryRecordError, RolloutError
-from loader.rollout.record import MAX_EVENTS, Rollout, decode_rollout, encode_rollout
-from loader.rollout.steps import (
+from loader.rollout.plan import (
+    MAX_EVENTS,
+    Rollout,
     advanced,
+    decode_rollout,
+    encode_rollout,
     forwarded,
     noted,
     plan_steps,

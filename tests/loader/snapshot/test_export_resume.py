@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from loader.checkpoints.checkpoint import open_checkpoint
+from loader.checkpoints import open_checkpoint
 from loader.errors import ExportError
 from loader.snapshot import store
 from loader.snapshot.reader import Snapshot

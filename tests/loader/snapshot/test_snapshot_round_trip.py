@@ -15,8 +15,7 @@ import torch
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
 from loader.snapshot import writer
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.layout import bucket_shift, bucket_start_in_file
+from loader.snapshot.codecs import bucket_shift, bucket_start_in_file, codec_for
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_from_blocks, rows_of
 from loader.snapshot.writer import export_snapshot
