@@ -24,6 +24,7 @@ ROLLOUTS = "rollouts/"
 NODES = "nodes/"
 COORDINATOR_LOCK = "locks/coordinator"
 STAGING_LOCKS = "locks/staging/"
+SPECS = "specs/"
 
 
 def version_key(model: str, version: int) -> str:
@@ -44,6 +45,11 @@ def rollout_key(model: str) -> str:
 def node_key(node_id: str) -> str:
     """Returns the key of a `NodeRecord`; announced, not put."""
     return f"{NODES}{node_id}"
+
+
+def spec_key(model: str, version: int) -> str:
+    """Returns the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
+    return f"{SPECS}{model}/{version:020d}"
 
 
 def delta_stream(model: str, delta_base: int) -> str:
@@ -85,7 +91,7 @@ class PublishedVersion(Record):
         identity: SHA-256 (hex) of its manifest: a folder with another one is not this version.
         delta_base: the version with which the stream of deltas began that this one continues; itself if it is new.
         last_delta: the last delta of that stream whose rows it contains; 0 for none.
-        rows_bytes: bytes of all rows of one copy.
+        rows_bytes: of one copy.
         published_at: seconds since the epoch.
     """
 
@@ -197,18 +203,15 @@ class NodeRecord(Record):
 
     Attributes:
         node_id: stable over restarts.
-        kind: a shard node or a serving process.
-        process_id: the process; another one has begun to count anew.
+        process_id: another process of the same node has begun to count anew.
         address: where it is asked; a shard node's wire address, a serving process' HTTP address.
-        shard_index: shard nodes only.
         num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
-        sharding, replicate_bytes, num_cards: shard nodes only.
+        shard_index, sharding, replicate_bytes, num_cards: shard nodes only.
         memory_total_bytes, memory_available_bytes: of the machine, or of the process' own limit.
         models: the only models that it is for; None for all.
         draining: it is about to end and wants no new requests.
         applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
         live: by model, the version that it answers with; serving processes only.
-        versions: what it holds, is staging, or has refused.
     """
 
     node_id: NodeId
@@ -253,16 +256,10 @@ def parse_record(key: str, value: bytes, schema: type[R]) -> R:
         raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
 
 
-MAX_ATTEMPTS: Final = 64
+_MAX_ATTEMPTS: Final = 64
 """How often a change is tried again because somebody else wrote first."""
-SPECS: Final = "specs/"
 
 _log = logging.getLogger(__name__)
-
-
-def spec_key(model: str, version: int) -> str:
-    """Returns the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
-    return f"{SPECS}{model}/{version:020d}"
 
 
 class FleetRegistry:
@@ -284,8 +281,6 @@ class FleetRegistry:
         """The registry's, for logs."""
         return self.registry.name
 
-    # What is wanted
-
     async def wanted(self) -> dict[str, WantedModel]:
         """Returns what is wanted, by model."""
         entries = await self.registry.entries(WANTED)
@@ -301,8 +296,7 @@ class FleetRegistry:
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
         """Writes what is wanted over a record of that epoch; None if there must be none.
 
-        Raises:
-            RegistryConflictError: what is there has another epoch, or changed meanwhile.
+        Raises RegistryConflictError if what is there has another epoch, or changed meanwhile.
         """
         key = wanted_key(record.model)
         entry = await self.registry.get(key)
@@ -314,7 +308,7 @@ class FleetRegistry:
     async def update_wanted(
         self, model: str, change: Callable[[WantedModel | None], WantedModel | None], epoch_above: int = 0
     ) -> WantedModel | None:
-        """Changes what is wanted, again and again from what is there until nobody else wrote in between.
+        """Changes what is wanted, from what is there until nobody else wrote in between. Returns what is there now.
 
         Args:
             model: whose record.
@@ -323,11 +317,8 @@ class FleetRegistry:
             epoch_above: the highest epoch that the writer knows of: the new one is higher, also if the registry
                 has lost its record.
 
-        Returns:
-            What is there now.
-
         Raises:
-            RegistryConflictError: somebody else was faster `MAX_ATTEMPTS` times.
+            RegistryConflictError: somebody else was faster each time.
         """
         key = wanted_key(model)
         there: WantedModel | None = None
@@ -351,12 +342,9 @@ class FleetRegistry:
         """Gives a record back to a registry that has none, or one of a lower epoch. True if it was written."""
         return await self.restore_raw(wanted_key(record.model), _encode(record), record.epoch)
 
-    # Versions
-
     async def versions(self, model: str | None = None) -> list[PublishedVersion]:
         """Returns what is published, of one model or of all, by model and version."""
-        prefix = VERSIONS if model is None else f"{VERSIONS}{model}/"
-        entries = await self.registry.entries(prefix)
+        entries = await self.registry.entries(VERSIONS if model is None else f"{VERSIONS}{model}/")
         return [_version(key, entry.value) for key, entry in entries.items()]
 
     async def version(self, model: str, version: int) -> PublishedVersion | None:
@@ -368,15 +356,14 @@ class FleetRegistry:
     async def put_version(self, record: PublishedVersion) -> None:
         """Puts a version on record. The same one again, published at whatever time, changes nothing.
 
-        Raises:
-            RegistryConflictError: there is another one of that number.
+        Raises RegistryConflictError if there is another one of that number.
         """
         key = version_key(record.model, record.version)
         there = _version(key, await self._put_once(key, _encode(record)))
         if there.model_copy(update={"published_at": record.published_at}) != record:
             raise RegistryConflictError(
-                f"{key} is published with identity {there.identity}, last_delta {there.last_delta}; this one has "
-                f"identity {record.identity}, last_delta {record.last_delta}: a version is immutable"
+                f"{key} is published with identity {there.identity}, last_delta {there.last_delta}; this one "
+                f"has identity {record.identity}, last_delta {record.last_delta}: a version is immutable"
             )
 
     async def drop_version(self, model: str, version: int) -> bool:
@@ -396,8 +383,6 @@ class FleetRegistry:
         entry = await self.registry.get(spec_key(model, version))
         return entry.value.decode() if entry is not None else None
 
-    # Nodes
-
     async def nodes(self) -> list[NodeRecord]:
         """Returns what every node told last, by node id; those whose announcement has expired are not there."""
         announced = await self.registry.announced(NODES)
@@ -406,7 +391,11 @@ class FleetRegistry:
         for key, value in announced.items():
             known = self._nodes.get(key)
             try:
-                record = known[1] if known is not None and known[0] == value else _node(key, value)
+                record = (
+                    known[1]
+                    if known and known[0] == value
+                    else _placed(key, value, NodeRecord, lambda one: node_key(one.node_id))
+                )
             except RegistryRecordError as error:
                 if self._skipped.get(key) != value:
                     _log.warning("a node's announcement is skipped: %s", error)
@@ -433,8 +422,6 @@ class FleetRegistry:
         """Says how the fleet divides rows, if nobody has yet; gives what is on record then. The caller compares."""
         return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
 
-    # Records that the caller reads itself
-
     async def raw(self, key: str) -> Entry | None:
         """Returns a key's bytes and revision."""
         return await self.registry.get(key)
@@ -442,8 +429,7 @@ class FleetRegistry:
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
         """Gives a JSON record with an `epoch` back to a registry that has none, or one of a lower epoch.
 
-        Returns:
-            True if it was written.
+        Returns whether it was written.
         """
         return await self._change(
             key, lambda entry: None if entry is not None and epoch_of(key, entry.value) >= epoch else value
@@ -463,7 +449,7 @@ class FleetRegistry:
 
     async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
         """Writes what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
             value = following(entry)
             if value is None:
@@ -471,17 +457,17 @@ class FleetRegistry:
             with suppress(RegistryConflictError):
                 await self.registry.put(key, value, entry.revision if entry is not None else 0)
                 return True
-        raise RegistryConflictError(f"{key}: others wrote first {MAX_ATTEMPTS} times in a row")
+        raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
 
     async def _drop(self, key: str) -> bool:
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
             if entry is None:
                 return False
             with suppress(RegistryConflictError):
                 await self.registry.delete(key, entry.revision)
                 return True
-        raise RegistryConflictError(f"{key}: others wrote first {MAX_ATTEMPTS} times in a row")
+        raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
 
 
 def epoch_of(key: str, value: bytes) -> int:
@@ -500,24 +486,17 @@ def _encode(record: Record) -> bytes:
     return record.model_dump_json().encode()
 
 
-def _wanted(key: str, value: bytes) -> WantedModel:
-    record = parse_record(key, value, WantedModel)
-    _check_place(key, wanted_key(record.model))
+def _placed(key: str, value: bytes, schema: type[R], key_of: Callable[[R], str]) -> R:
+    """Reads a record that says itself under which key it belongs."""
+    record = parse_record(key, value, schema)
+    if (belongs := key_of(record)) != key:
+        raise RegistryRecordError(f"{key}: the record there belongs to {belongs}")
     return record
+
+
+def _wanted(key: str, value: bytes) -> WantedModel:
+    return _placed(key, value, WantedModel, lambda record: wanted_key(record.model))
 
 
 def _version(key: str, value: bytes) -> PublishedVersion:
-    record = parse_record(key, value, PublishedVersion)
-    _check_place(key, version_key(record.model, record.version))
-    return record
-
-
-def _node(key: str, value: bytes) -> NodeRecord:
-    record = parse_record(key, value, NodeRecord)
-    _check_place(key, node_key(record.node_id))
-    return record
-
-
-def _check_place(key: str, belongs: str) -> None:
-    if key != belongs:
-        raise RegistryRecordError(f"{key}: the record there belongs to {belongs}")
+    return _placed(key, value, PublishedVersion, lambda record: version_key(record.model, record.version))

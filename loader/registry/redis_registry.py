@@ -14,7 +14,7 @@ ends:<name>         hash: first, last, writer (of the last append)
 ```
 
 A writer's token makes it safe to send a write again when the first answer was lost. A stream's ends lie beside it since
-XINFO, which knows them, also copies its first and last payload.
+XINFO, which knows them, also copies its first and last payload. Passwords stay out of messages and logs.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection, UnixDoma
 from redis.asyncio.connection import AbstractConnection, Connection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ReadOnlyError,
-    RedisError,
-)
+from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError, cut
+from loader.errors import (
+    RegistryConflictError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    StreamSequenceError,
+    cut,
+)
 from loader.registry.registry import (
     Entry,
     StreamBounds,
@@ -55,26 +55,17 @@ from loader.registry.registry import (
     check_sequence,
     check_ttl,
     check_value,
+    without_password,
 )
 
-REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
-DEFAULT_PORT: Final = 6379
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 """Options of `rediss://`, by the names of redis-py."""
 _OPTIONS: Final = ("fleet", *_TLS_FILES, "password_file")
-_FLEET = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What a URL says.
-
-    Attributes:
-        name: the URL without its password.
-        scheme: one of `REDIS_SCHEMES`.
-        fleet: whose keys; they begin with `shardrank:<fleet>:`.
-        connection: arguments of the client's connection, the password among them.
-    """
+    """What a URL says: its text without the password, whose keys, and arguments of the client's connection."""
 
     name: str
     scheme: str
@@ -88,7 +79,7 @@ def parse_redis_url(url: str) -> RedisUrl:
     try:
         parts = urlsplit(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        port = parts.port
+        port = 6379 if parts.port is None else parts.port
     except ValueError:
         # Nothing of it is told: a password may stand where it does not belong.
         raise RegistryRecordError(
@@ -96,98 +87,72 @@ def parse_redis_url(url: str) -> RedisUrl:
             "SCHEME://[[USER]:PASSWORD@]HOST[:PORT][/DB][?OPTION=VALUE&...] is one, special characters percent-encoded"
         ) from None
     options = dict(pairs)
-    if len(options) != len(pairs) or (set(options) - set(_OPTIONS)) or parts.fragment:
-        raise RegistryRecordError(
-            f"registry URL {cut(name)}: allowed are the options {list(_OPTIONS)}, each once; found are "
-            f"{[cut(key, 40) for key, _ in pairs]}"
+    try:
+        if len(options) != len(pairs) or (set(options) - set(_OPTIONS)) or parts.fragment:
+            found = [cut(key, 40) for key, _ in pairs]
+            raise ValueError(f"allowed are the options {list(_OPTIONS)}, each once; found are {found}")
+        fleet = options.get("fleet", "default")
+        if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", fleet):
+            raise ValueError(f"fleet {cut(repr(fleet))}; allowed are 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+        return RedisUrl(
+            name, parts.scheme, fleet, _place(parts, port) | _credentials(parts, options) | _tls(parts, options)
         )
-    fleet = options.get("fleet", "default")
-    if _FLEET.match(fleet) is None:
-        raise RegistryRecordError(
-            f"registry URL {cut(name)}: fleet {cut(repr(fleet))}; allowed are 1 to 64 characters out of "
-            "A-Z a-z 0-9 _ . -"
-        )
-    place = _unix_socket(name, parts) if parts.scheme == "unix" else _host(name, parts, port)
-    return RedisUrl(name, parts.scheme, fleet, place | _credentials(name, parts, options) | _tls(name, parts, options))
+    except ValueError as error:
+        raise RegistryRecordError(f"registry URL {cut(name)}: {error}") from None
 
 
-def without_password(url: str) -> str:
-    """Returns a URL for messages: what stands for a user and a password becomes `***`."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return url
-    # Up to the last @ before the first / would let a password with a raw / through: up to the last @ of all.
-    _, at, place = rest.rpartition("@")
-    return f"{scheme}://{'***@' if at else ''}{place}"
-
-
-def _host(name: str, parts: SplitResult, port: int | None) -> dict[str, Any]:
+def _place(parts: SplitResult, port: int) -> dict[str, Any]:
+    if parts.scheme == "unix":
+        if parts.hostname or not parts.path:
+            raise ValueError("unix:///PATH of a socket is needed")
+        return {"path": unquote(parts.path)}
     if not parts.hostname:
-        raise RegistryRecordError(f"registry URL {cut(name)}: a host is needed")
+        raise ValueError("a host is needed")
     database = parts.path.removeprefix("/")
     if database and not re.fullmatch(r"[0-9]{1,5}", database):
-        raise RegistryRecordError(f"registry URL {cut(name)}: database {cut(repr(database))}; allowed is a number")
-    return {
-        "host": parts.hostname,
-        "port": DEFAULT_PORT if port is None else port,
-        "db": int(database or 0),
-    }
+        raise ValueError(f"database {cut(repr(database))}; allowed is a number")
+    return {"host": parts.hostname, "port": port, "db": int(database or 0)}
 
 
-def _unix_socket(name: str, parts: SplitResult) -> dict[str, Any]:
-    if parts.hostname or not parts.path:
-        raise RegistryRecordError(f"registry URL {cut(name)}: unix:///PATH of a socket is needed")
-    return {"path": unquote(parts.path)}
-
-
-def _credentials(name: str, parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
+def _credentials(parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
     password = unquote(parts.password) if parts.password else None
     if (path := options.get("password_file")) is not None:
         if password is not None:
-            raise RegistryRecordError(f"registry URL {cut(name)}: a password and a password_file; one is allowed")
+            raise ValueError("a password and a password_file; one is allowed")
         try:
             password = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise RegistryRecordError(f"registry URL {cut(name)}: password_file: {reason}") from None
+            raise ValueError(f"password_file: {reason}") from None
         if not password:
-            raise RegistryRecordError(f"registry URL {cut(name)}: password_file: it is empty")
+            raise ValueError("password_file: it is empty")
     user = unquote(parts.username) if parts.username else None
     if user is not None and password is None:
-        raise RegistryRecordError(
-            f"registry URL {cut(name)}: a user without a password; redis://:PASSWORD@HOST gives a password alone"
-        )
+        raise ValueError("a user without a password; redis://:PASSWORD@HOST gives a password alone")
     return {key: value for key, value in (("username", user), ("password", password)) if value is not None}
 
 
-def _tls(name: str, parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
-    files = {option: options[option] for option in _TLS_FILES if option in options}
+def _tls(parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
+    files: dict[str, Any] = {option: options[option] for option in _TLS_FILES if option in options}
     if parts.scheme != "rediss":
         if files:
-            raise RegistryRecordError(f"registry URL {cut(name)}: {', '.join(files)}: only for rediss://")
+            raise ValueError(f"{', '.join(files)}: only for rediss://")
         return {}
     for option, path in files.items():
         if not Path(path).is_file():
-            raise RegistryRecordError(f"registry URL {cut(name)}: {option} {cut(path)}: there is no such file")
-    checks = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    return checks | files | _client_certificate(name, files.get("ssl_certfile"), files.get("ssl_keyfile"))
-
-
-def _client_certificate(name: str, cert: str | None, key: str | None) -> dict[str, Any]:
+            raise ValueError(f"{option} {cut(path)}: there is no such file")
+    cert, key = files.get("ssl_certfile"), files.get("ssl_keyfile")
     if (cert is None) != (key is None):
-        raise RegistryRecordError(f"registry URL {cut(name)}: ssl_certfile and ssl_keyfile belong together")
-    if cert is None:
-        return {}
-    # Without a password OpenSSL would ask for one at the terminal.
-    password = {"ssl_password": ""}
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password["ssl_password"])
-    except OSError as error:
-        reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error
-        raise RegistryRecordError(
-            f"registry URL {cut(name)}: ssl_certfile {cut(cert)} with ssl_keyfile {cut(key)}: {reason}"
-        ) from None
-    return password
+        raise ValueError("ssl_certfile and ssl_keyfile belong together")
+    if cert is not None:
+        # Without a password OpenSSL would ask for one at the terminal.
+        files["ssl_password"] = ""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, "")
+        except OSError as error:
+            reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error
+            raise ValueError(f"ssl_certfile {cut(cert)} with ssl_keyfile {cut(key)}: {reason}") from None
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | files
 
 
 SOCKET_TIMEOUT_S: Final = 2.0
@@ -204,7 +169,6 @@ class _TlsConnection(SSLConnection):
     """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
 
     async def connect(self) -> None:
-        """Connects, as in redis-py."""
         if not self.is_connected:
             self.ssl_context.context = None
         await super().connect()  # type: ignore[no-untyped-call]
@@ -213,14 +177,13 @@ class _TlsConnection(SSLConnection):
 class RedisLink:
     """Runs scripts and commands. Belongs to the event loop that it is first used on."""
 
-    def __init__(self, url: RedisUrl, socket_timeout_s: float, call_timeout_s: float, max_connections: int) -> None:
-        """Opens a link to the Redis that a URL names. Connects when it is first used."""
+    def __init__(self, url: RedisUrl, socket_timeout_s: float, call_timeout_s: float) -> None:
         self._url = url
         self._call_timeout_s = call_timeout_s
         kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
         pool = BlockingConnectionPool(
             connection_class=kinds.get(url.scheme, Connection),
-            max_connections=max_connections,
+            max_connections=MAX_CONNECTIONS,
             timeout=socket_timeout_s,
             socket_timeout=socket_timeout_s,
             socket_connect_timeout=socket_timeout_s,
@@ -354,23 +317,30 @@ redis.call('ZREM', KEYS[2], ARGV[2])
 return {1, revision}
 """
 
-ENTRIES: Final = """
+PAGE: Final = """
 local names = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
 local found, bytes = {}, 0
 for place, name in ipairs(names) do
-    local there = redis.call('HMGET', ARGV[1] .. name, 'value', 'revision')
-    if there[1] then
-        bytes = bytes + #there[1]
+    local value, revision
+    if ARGV[6] == 'key' then
+        local there = redis.call('HMGET', ARGV[1] .. name, 'value', 'revision')
+        value, revision = there[1], there[2]
+    else
+        value = redis.call('GET', ARGV[1] .. name)
+        if not value then redis.call('ZREM', KEYS[1], name) end
+    end
+    if value then
+        bytes = bytes + #value
         found[#found + 1] = name
-        found[#found + 1] = there[1]
-        found[#found + 1] = there[2]
+        found[#found + 1] = value
+        found[#found + 1] = revision or ''
     end
     if bytes >= tonumber(ARGV[5]) and place < #names then return {name, found} end
 end
 if #names < tonumber(ARGV[4]) then return {'', found} end
 return {names[#names], found}
 """
-"""A page, and the name to go on after; '' after the last one."""
+"""Entries or announcements, and the name to go on after; '' after the last one."""
 
 ANNOUNCE: Final = """
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
@@ -382,24 +352,6 @@ WITHDRAW: Final = """
 redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 return 1
-"""
-
-ANNOUNCED: Final = """
-local names = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
-local found, bytes = {}, 0
-for place, name in ipairs(names) do
-    local value = redis.call('GET', ARGV[1] .. name)
-    if value then
-        bytes = bytes + #value
-        found[#found + 1] = name
-        found[#found + 1] = value
-    else
-        redis.call('ZREM', KEYS[1], name)
-    end
-    if bytes >= tonumber(ARGV[5]) and place < #names then return {name, found} end
-end
-if #names < tonumber(ARGV[4]) then return {'', found} end
-return {names[#names], found}
 """
 
 ACQUIRE: Final = """
@@ -472,26 +424,16 @@ class RedisRegistry:
         *,
         socket_timeout_s: float = SOCKET_TIMEOUT_S,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        max_connections: int = MAX_CONNECTIONS,
-        new_token: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        """Opens a registry by its URL. Connects when it is first used.
+        """Opens a registry by its URL, and connects when it is first used. Raises RegistryRecordError.
 
-        Args:
-            url: see `open_registry`.
-            socket_timeout_s: how long a connection may take to be made, and a read from one to bring anything.
-            call_timeout_s: how long a method may take in all; longer is a RegistryUnavailableError.
-            max_connections: to Redis at a time; a method waits for a free one.
-            new_token: gives each write a text that no other write has, by which it is known when it is sent again.
-
-        Raises:
-            RegistryRecordError: not such a URL.
+        A connection may take `socket_timeout_s` to be made, as may a read from one to bring anything. A method that
+        takes longer than `call_timeout_s` in all is a RegistryUnavailableError.
         """
         settings = parse_redis_url(url)
         self._url, self._name = url, settings.name
         self._prefix = f"shardrank:{settings.fleet}:"
-        self._new_token = new_token
-        self._link = RedisLink(settings, socket_timeout_s, call_timeout_s, max_connections)
+        self._link = RedisLink(settings, socket_timeout_s, call_timeout_s)
 
     @property
     def url(self) -> str:
@@ -510,31 +452,24 @@ class RedisRegistry:
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
         """See `Registry.entries`. Key by key: not all are of the same moment."""
-        flat = await self._pages(ENTRIES, "keys", "key", check_prefix(prefix))
-        found = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        return {name.decode(): _entry(name.decode(), value, revision) for name, value, revision in found}
+        found = await self._pages("keys", "key", check_prefix(prefix))
+        return {name: _entry(name, value, revision) for name, value, revision in found}
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
         """See `Registry.put`."""
         check_value(check_key(key), value)
-        done, revision = await self._link.script(
-            PUT,
-            [self._at("key", key), self._at("keys"), self._at("revision")],
-            [value, str(expected_revision), self._new_token(), key],
-        )
+        keys = [self._at("key", key), self._at("keys"), self._at("revision")]
+        arguments: list[str | bytes | int] = [value, str(expected_revision), secrets.token_hex(12), key]
+        done, revision = await self._link.script(PUT, keys, arguments)
         if not done:
             raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
         return int(revision)
 
     async def delete(self, key: str, expected_revision: int) -> None:
         """See `Registry.delete`."""
-        done, revision = await self._link.script(
-            DELETE,
-            [self._at("key", check_key(key)), self._at("keys")],
-            [str(expected_revision), key],
-            # The second time it would find nothing, and call that a conflict.
-            repeatable=False,
-        )
+        keys = [self._at("key", check_key(key)), self._at("keys")]
+        # Not repeatable: the second time it would find nothing, and call that a conflict.
+        done, revision = await self._link.script(DELETE, keys, [str(expected_revision), key], repeatable=False)
         if not done:
             raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
 
@@ -542,11 +477,8 @@ class RedisRegistry:
         """See `Registry.announce`."""
         check_value(check_key(key), value)
         check_ttl(key, ttl_s)
-        await self._link.script(
-            ANNOUNCE,
-            [self._at("announced", key), self._at("announcements")],
-            [value, _milliseconds(ttl_s), key],
-        )
+        keys = [self._at("announced", key), self._at("announcements")]
+        await self._link.script(ANNOUNCE, keys, [value, _milliseconds(ttl_s), key])
 
     async def withdraw(self, key: str) -> None:
         """See `Registry.withdraw`."""
@@ -554,8 +486,7 @@ class RedisRegistry:
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`."""
-        flat = await self._pages(ANNOUNCED, "announcements", "announced", check_prefix(prefix))
-        return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return {name: value for name, value, _ in await self._pages("announcements", "announced", check_prefix(prefix))}
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
         """See `Registry.acquire`."""
@@ -578,11 +509,8 @@ class RedisRegistry:
         """See `Registry.append`. As durable as `appendfsync` makes it."""
         check_value(check_key(stream, "stream"), payload)
         check_sequence(stream, sequence)
-        done, last = await self._link.script(
-            APPEND,
-            [self._at("stream", stream), self._at("ends", stream)],
-            [str(sequence), payload, self._new_token()],
-        )
+        keys = [self._at("stream", stream), self._at("ends", stream)]
+        done, last = await self._link.script(APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
         if not done:
             raise StreamSequenceError(
                 f"stream {stream}: sequence {sequence} after {int(last)}; {int(last) + 1} is next"
@@ -614,14 +542,13 @@ class RedisRegistry:
         """Ends its connections."""
         await self._link.close()
 
-    async def _pages(self, script: str, index: str, values: str, prefix: str) -> list[bytes]:
+    async def _pages(self, index: str, values: str, prefix: str) -> list[tuple[str, bytes, bytes]]:
         start, end = (f"[{prefix}", f"[{prefix}\x7f") if prefix else ("-", "+")
-        found: list[bytes] = []
+        found: list[tuple[str, bytes, bytes]] = []
         while True:
-            last, flat = await self._link.script(
-                script, [self._at(index)], [self._at(values, ""), start, end, PAGE_ENTRIES, PAGE_BYTES]
-            )
-            found += flat
+            arguments: list[str | bytes | int] = [self._at(values, ""), start, end, PAGE_ENTRIES, PAGE_BYTES, values]
+            last, flat = await self._link.script(PAGE, [self._at(index)], arguments)
+            found += zip(map(bytes.decode, flat[::3]), flat[1::3], flat[2::3], strict=True)
             if not last:
                 return found
             start = f"({last.decode()}"
@@ -631,7 +558,7 @@ class RedisRegistry:
 
 
 def _entry(key: str, value: Any, revision: Any) -> Entry:
-    if revision is None or not revision.isdigit():
+    if not revision or not revision.isdigit():
         raise RegistryRecordError(f"{key}: its revision is {revision!r}; a number is needed")
     return Entry(value, int(revision))
 
