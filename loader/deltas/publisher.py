@@ -31,7 +31,7 @@ from loader.errors import (
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry
-from loader.rollout.requests import read_rollout
+from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
 from loader.snapshot.publishing import stream_end
 

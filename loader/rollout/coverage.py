@@ -142,7 +142,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
     if step == UNFLIP:
         return _elsewhere(view, model, old)
     if step == RETIRE_SERVING:
-        kept, leaving = rollout.kept_version, rollout.leaving_version
+        kept, leaving = (new, old) if rollout.forward else (old, new)
         return _elsewhere(view, model, kept) + _with(_all(view, "serving"), model, leaving)
     if step == RETIRE_SHARDS and rollout.forward:
         return _with(view.shard_nodes(), model, old) + _bare_shards(view, model, new)

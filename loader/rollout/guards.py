@@ -51,14 +51,10 @@ class VersionNumbers(BaseModel):
     score_deviation: float | None
 
 
-class Verdict(BaseModel):
-    """What the guards say.
+class GuardReport(BaseModel):
+    """What the guards say; if nothing was compared, the reason says why.
 
-    Attributes:
-        breached: a limit is exceeded.
-        compared: there was enough traffic to compare.
-        reason: which limit, or why nothing was compared; empty if all is well.
-        live, new: the numbers.
+    `reason` is also which limit is breached; empty if all is well.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -74,19 +70,19 @@ class Verdict(BaseModel):
         return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
 
 
-def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Verdict:
+def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
     """Compares what a new version answered with what the live one did in the same time."""
     numbers = {"live": numbers_of(live), "new": numbers_of(new)}
     if min(live.requests, new.requests) < limits.min_requests:
         reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"
-        return Verdict(breached=False, compared=False, reason=reason, **numbers)
+        return GuardReport(breached=False, compared=False, reason=reason, **numbers)
     reasons = [
         _errors(live, new, limits),
         _latency(live, new, limits),
         _drift(numbers["live"], numbers["new"], limits),
     ]
     reason = "; ".join(filter(None, reasons))
-    return Verdict(breached=bool(reason), compared=True, reason=reason, **numbers)
+    return GuardReport(breached=bool(reason), compared=True, reason=reason, **numbers)
 
 
 def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:

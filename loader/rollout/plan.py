@@ -1,13 +1,15 @@
-"""Define the durable plan of a rollout and its steps: what is wanted of a fleet in each, and how it changes. Pure.
+"""Define the durable plan of a rollout and its steps: what is wanted of a fleet in each, and how it changes.
 
 The plan is kept in the registry under `rollouts/<model>`: the running rollout of a model, or the last one. Every change
 counts `epoch` up, and of two records the one of the higher epoch counts, so that a registry that lost its last writes
-can be given them back. What is wanted in a step follows from this record alone, never from what was wanted before.
+can be given them back. What is wanted in a step follows from this record alone, never from what was wanted before: a
+step may be done twice, and a registry that lost everything can be written anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +18,7 @@ from loader.errors import RegistryRecordError, RolloutError
 from loader.registry.fleet import (
     MAX_REASON_CHARACTERS,
     Canary,
+    FleetRegistry,
     NodeId,
     Record,
     Version,
@@ -37,13 +40,7 @@ MAX_BAKE_S = 7 * 24 * 3600.0
 
 
 class Event(Record):
-    """Something that happened in a rollout.
-
-    Attributes:
-        at: seconds since the epoch.
-        step: in which step.
-        text: what.
-    """
+    """Something that happened in a rollout, `at` seconds since the epoch."""
 
     at: float
     step: str
@@ -51,13 +48,7 @@ class Event(Record):
 
 
 class NodeBaseline(Record):
-    """What a serving process had counted when a bake began.
-
-    Attributes:
-        process_id: another process of the same node began anew.
-        live: of the version that is replaced.
-        new: of the one that replaces it.
-    """
+    """What a serving process had counted of both versions when a bake began; another process counts anew."""
 
     process_id: int
     live: VersionStats
@@ -68,9 +59,7 @@ class Rollout(Record):
     """One rollout of one model.
 
     Attributes:
-        model: whose versions.
         epoch: counts up with every write of this key.
-        rollout_id: 32 hexadecimal digits.
         from_version: the version that is live when it starts; None for a model's first.
         to_version: the version that is to be live.
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
@@ -80,9 +69,7 @@ class Rollout(Record):
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is held against the live one, in seconds; 0 for not at all.
         guards: what the comparison allows.
-        steps: names of the steps; when it is undone, those of undoing come after the last one that was begun.
-        step_index: the step it is in.
-        undo_index: the first step of undoing.
+        steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
         base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
             done, above it it was. It is also what keeps a coordinator with an old copy of this record from writing.
         step_began_at: seconds since the epoch; likewise `started_at` and `bake_began_at`.
@@ -92,8 +79,6 @@ class Rollout(Record):
         baseline: what serving processes had counted when the bake began, by node id.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
         outcome: how it will end once it is undone.
-        reason: why it is undone.
-        events: what happened, the last `MAX_EVENTS`.
     """
 
     model: Name
@@ -156,16 +141,6 @@ class Rollout(Record):
         return self.state in ("running", "done")
 
     @property
-    def kept_version(self) -> int | None:
-        """The version that is left when it ends as it now goes."""
-        return self.to_version if self.forward else self.from_version
-
-    @property
-    def leaving_version(self) -> int | None:
-        """The version that is gone when it ends as it now goes."""
-        return self.from_version if self.forward else self.to_version
-
-    @property
     def committed(self) -> bool:
         """There is no way back but another rollout: the old version is being retired, or there is none to flip to."""
         last = "flip" if self.from_version is None else "retire_serving"
@@ -175,6 +150,20 @@ class Rollout(Record):
     def rollback_target(self) -> int | None:
         """The version that was live before the one that is live once this rollout has ended."""
         return self.from_version if self.forward else self.previous_version
+
+
+@dataclass(frozen=True, slots=True)
+class OnRecord:
+    """A rollout as it was read, with the revision that a write of it must follow."""
+
+    rollout: Rollout
+    revision: int
+
+
+async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
+    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one."""
+    entry = await fleet.raw(rollout_key(model))
+    return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
@@ -233,10 +222,8 @@ def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[t
     """Groups of shard nodes to roll together, at most one of each shard in a group.
 
     Of each shard, half of its nodes (at least one, by id) are in the groups that come before the flip and the rest in
-    those after it, so that both versions have a node of each shard in between.
-
-    Returns:
-        The groups, and how many come before the flip.
+    those after it, so that both versions have a node of each shard in between. Returns the groups, and how many come
+    before the flip.
     """
     early = {shard: max(1, len(nodes) // 2) for shard, nodes in nodes_by_shard.items()}
     num_early = max(early.values(), default=0)
@@ -306,44 +293,28 @@ def _versions(version: int | None) -> tuple[int, ...]:
     return () if version is None else (version,)
 
 
-def noted(rollout: Rollout, now: float, text: str) -> Rollout:
-    """Adds one more event, of the step that it is in."""
-    return _changed(rollout, now, text)
-
-
 def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
     """Moves to the next step, or ends. Its write follows `wanted_epoch`; `text` says how this step was done."""
     if rollout.step == RETIRE_SHARDS:
-        return _changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
+        return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
-    return _changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
-
-
-def rebased(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
-    """Stays in the same step, which is to be done again after the wanted record's epoch as it is now."""
-    return _changed(rollout, now, text, base_epoch=wanted_epoch)
+    return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
 
 
 def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
     """Moves to a later step that is wanted already: this record is older than the wanted one."""
-    return _changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
-
-
-def replaying(rollout: Rollout, now: float, last_delta: int) -> Rollout:
-    """Records the delta up to which the new version is to be brought."""
-    return _changed(rollout, now, f"deltas are replayed up to {last_delta}", replay_until=last_delta)
+    return changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
 
 
 def given_up(rollout: Rollout, now: float, reason: str) -> Rollout:
     """Ends where it is, since somebody else has taken over what is wanted."""
-    return _changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
+    return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
 
 
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
     """Turns back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
 
-    Raises:
-        RolloutError: it has ended, is undone already, or there is no way back any more.
+    Raises RolloutError if it has ended, is undone already, or there is no way back any more.
     """
     name = f"{rollout.model}: the rollout of version {rollout.to_version}"
     if not rollout.active:
@@ -357,16 +328,11 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
     begun = rollout.steps[: rollout.step_index + 1]
     steps = {"steps": (*begun, *UNDO_STEPS), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
     change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
-    return _changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
+    return changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
 
 
-def baking(rollout: Rollout, now: float, baseline: Mapping[str, NodeBaseline]) -> Rollout:
-    """Begins the bake, and records what the serving processes had counted by then."""
-    text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
-    return _changed(rollout, now, text, bake_began_at=now, baseline=dict(baseline))
-
-
-def _changed(rollout: Rollout, now: float, text: str, **change: object) -> Rollout:
+def changed(rollout: Rollout, now: float, text: str, **change: object) -> Rollout:
+    """Returns the rollout with one more event, of the step that it is in, and with these fields changed."""
     event = Event(at=now, step=rollout.step, text=cut_reason(text))
     update = {"epoch": rollout.epoch + 1, "events": (*rollout.events, event)[-MAX_EVENTS:], **change}
     # Not model_copy: what comes out must be a record that can be read again.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
 from loader.registry.fleet import (
@@ -18,37 +18,25 @@ from loader.registry.fleet import (
     WantedModel,
     rollout_key,
 )
-from loader.rollout.coordinator import OnRecord
 from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
-from loader.rollout.guards import GuardLimits, Verdict, compare
+from loader.rollout.guards import GuardLimits, GuardReport, compare
 from loader.rollout.plan import (
     Event,
     Outcome,
     Rollout,
     RolloutState,
     Strategy,
-    decode_rollout,
     encode_rollout,
     plan_steps,
+    read_rollout,
     replica_groups,
     same_wish,
     undone,
     wanted_in_step,
 )
-from loader.snapshot.manifest import schema_errors
+from loader.snapshot.manifest import Frozen, schema_errors
 
 MAX_ATTEMPTS = 16
-
-
-async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
-    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one.
-
-    Raises:
-        RegistryRecordError: the record can't be read.
-        RegistryUnavailableError: the registry does not answer.
-    """
-    entry = await fleet.raw(rollout_key(model))
-    return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
 async def start_rollout(
@@ -78,7 +66,6 @@ async def start_rollout(
 
     Raises:
         RolloutError: one is running, or this one can't be carried out; the message says why.
-        RegistryError: the registry does not answer, or a record can't be read.
     """
     # First the rollout, then what is wanted: while the first is not running nobody changes the second.
     last = await read_rollout(fleet, model)
@@ -146,10 +133,7 @@ async def roll_back(
     """Returns to the version before the live one, by a rollout of it; while one is running, aborts that instead.
 
     It has the strategy of the last one: nodes that could not hold two versions on the way there can't on the way back.
-
-    Raises:
-        RolloutError: there is no such version, or a running rollout can no longer be aborted.
-        RegistryError: the registry does not answer, or a record can't be read.
+    Raises RolloutError if there is no such version, or a running rollout can no longer be aborted.
     """
     last = await read_rollout(fleet, model)
     if last is not None and last.rollout.active:
@@ -227,8 +211,8 @@ def _plan(
         raise RolloutError(f"{published.model}: {reasons}") from error
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+class _Part(Frozen, from_attributes=True):
+    pass
 
 
 class StepStatus(_Part):
@@ -253,14 +237,7 @@ class VersionStatus(_Part):
 
 
 class NodeStatus(_Part):
-    """What a node tells of a model.
-
-    Attributes:
-        node_id, kind, address, shard_index, draining: of `NodeRecord`.
-        live: the version that a serving process answers with.
-        applied_epoch: of the wanted record that it has last acted on in full; 0 for none.
-        versions: by version.
-    """
+    """What a node tells of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
 
     node_id: str
     kind: NodeKind
@@ -273,22 +250,15 @@ class NodeStatus(_Part):
 
 
 class RolloutStatus(_Part):
-    """The state of one model's rollout. The fields of a rollout are None or empty if there was never one.
+    """The state of one model's rollout; see `Rollout`. Its fields are None or empty if there was never one.
 
     Attributes:
-        model: whose.
         live: the version that is wanted to answer; None before the first rollout.
         wanted: what is wanted in full; None before the first rollout.
-        state, outcome, reason, strategy, from_version, to_version, canary_share, bake_s: of `Rollout`.
-        rollout_id: of `Rollout`.
-        started_at: seconds since the epoch; likewise `step_began_at` and `bake_began_at`.
         step: the step it is in, or ended in.
-        steps: all of them.
         written: what the step wants is written; else it is on record and about to be.
         waiting_for: who lags behind the step.
         guards: the comparison since the bake began; None if there is none.
-        nodes: what each node tells of the model.
-        events: what happened, oldest first.
     """
 
     model: str
@@ -310,18 +280,13 @@ class RolloutStatus(_Part):
     steps: tuple[StepStatus, ...] = ()
     written: bool = False
     waiting_for: tuple[str, ...] = ()
-    guards: Verdict | None = None
+    guards: GuardReport | None = None
     nodes: tuple[NodeStatus, ...]
     events: tuple[Event, ...] = ()
 
 
 async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
-    """Reads how far a model's rollout is now.
-
-    Raises:
-        RegistryUnavailableError: the registry does not answer.
-        RegistryRecordError: a record in it can't be read.
-    """
+    """Reads how far a model's rollout is now."""
     on_record = await read_rollout(fleet, model)
     wanted = await fleet.wanted_model(model)
     view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)

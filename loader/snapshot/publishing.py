@@ -33,7 +33,7 @@ from loader.errors import (
 )
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
-from loader.rollout.requests import read_rollout
+from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest, ModelSpec, read_manifest, snapshot_file
 from loader.snapshot.reader import Snapshot, verify_snapshot

@@ -21,8 +21,7 @@ from loader.registry.fleet import (
 )
 from loader.registry.registry import Registry
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
-from loader.rollout.plan import Rollout
-from loader.rollout.requests import read_rollout
+from loader.rollout.plan import Rollout, read_rollout
 
 MODEL = "films"
 OLD, NEW = 1, 2
