@@ -26,7 +26,6 @@ from loader.snapshot.row_source import (
     FLOAT_DTYPES,
     RowSource,
     SafetensorsRows,
-    ShapedRows,
     TensorRows,
     file_fingerprint,
 )
@@ -216,7 +215,7 @@ class DistributedCheckpoint(Checkpoint):
         return [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
 
 
-class ChunkedRows(ShapedRows):
+class ChunkedRows(RowSource):
     """Rows of one table of a distributed checkpoint. Keeps the chunks that the last block came from, and no others."""
 
     def __init__(self, checkpoint: DistributedCheckpoint, name: str, chunks: list[Chunk]) -> None:

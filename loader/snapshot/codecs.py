@@ -1,4 +1,4 @@
-"""How float32 rows become stored bytes and back, one codec per `RowDtype`.
+"""How float32 rows become stored bytes and back, and where in a file they lie.
 
 The quantised layouts are FBGEMM's fused row-wise CPU layouts, so that the torch ops
 `quantized::embedding_bag_{byte,4bit}_rowwise_offsets` read stored rows as they lie
@@ -10,11 +10,17 @@ The quantised layouts are FBGEMM's fused row-wise CPU layouts, so that the torch
 | int4 | D/2 code bytes (element 2k in the low 4 bits of byte k), float16 scale, float16 bias | code[i] * scale + bias |
 | fp16 | D float16 | as stored |
 | fp32 | D float32 | as stored |
+
+Every table has 256 buckets. With bucketing `hash`, bucket = row mod 256; with `range`, bucket = row >> shift, where
+shift is the smallest that leaves at most 256 buckets. Both are `(row >> shift) & 255`, with shift 0 for `hash`.
+
+File i of a table holds rows [i * rows_per_file, (i + 1) * rows_per_file). Inside a `hash` file the rows of bucket 0
+come first, then bucket 1, ...; inside a bucket they ascend. A `range` file is in row order, so its buckets are too.
+A loader that wants some buckets therefore reads one contiguous run of each file per run of buckets.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,63 +34,34 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class RowCodec(ABC):
-    """Encodes and decodes rows of one dtype and dim.
-
-    Attributes:
-        dtype: how rows are stored.
-        embedding_dim: elements of a row.
-    """
+class RowCodec:
+    """Encodes and decodes rows of `embedding_dim` elements, stored as `dtype`."""
 
     dtype: RowDtype
     embedding_dim: int
 
     @property
-    @abstractmethod
     def row_bytes(self) -> int:
         """Stored bytes of one row, without padding."""
+        return self._code_bytes + (2 if self._code_bytes else self.embedding_dim) * self._float.itemsize
 
-    @abstractmethod
     def encode(self, rows: Float32Array) -> ByteArray:
         """Encodes float32 [n, dim] as uint8 [n, row_bytes]. Values must be finite; check with `first_non_finite`."""
-
-    @abstractmethod
-    def decode(self, stored: ByteArray) -> Float32Array:
-        """Decodes uint8 [n, row_bytes] to float32 [n, dim], computed in float32."""
-
-    @abstractmethod
-    def first_non_finite(self, stored: ByteArray) -> int | None:
-        """Finds the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
-
-
-@dataclass(frozen=True)
-class _FusedCodec(RowCodec):
-    """Codes, then scale and bias at the tail of the row."""
-
-    @property
-    def _code_bytes(self) -> int:
-        return self.embedding_dim if self.dtype == "int8" else self.embedding_dim // 2
-
-    @property
-    def _tail_dtype(self) -> np.dtype[np.floating]:
-        return np.dtype("<f4") if self.dtype == "int8" else np.dtype("<f2")
-
-    @property
-    def row_bytes(self) -> int:
-        return self._code_bytes + 2 * self._tail_dtype.itemsize
-
-    def encode(self, rows: Float32Array) -> ByteArray:
+        if not self._code_bytes:
+            with np.errstate(over="ignore"):  # an overflow to inf is found, and named, by first_non_finite
+                return np.ascontiguousarray(rows, dtype=self._float).view(np.uint8)
         # from_numpy needs a writable array; a block of a read-only memmap is copied here, block by block.
         weights = torch.from_numpy(np.require(rows, np.float32, ["C_CONTIGUOUS", "WRITEABLE"]))
-        if self.dtype == "int8":
-            stored = torch.ops.quantized.embedding_bag_byte_prepack(weights)
-        else:
-            stored = torch.ops.quantized.embedding_bag_4bit_prepack(weights)
-        encoded: ByteArray = stored.numpy()
+        ops = torch.ops.quantized
+        pack = ops.embedding_bag_byte_prepack if self.dtype == "int8" else ops.embedding_bag_4bit_prepack
+        encoded: ByteArray = pack(weights).numpy()
         return encoded
 
     def decode(self, stored: ByteArray) -> Float32Array:
-        tail = self._tail(stored).astype(np.float32)
+        """Decodes uint8 [n, row_bytes] to float32 [n, dim], computed in float32."""
+        floats = self._floats(stored).astype(np.float32)
+        if not self._code_bytes:
+            return floats
         codes = stored[:, : self._code_bytes]
         if self.dtype == "int8":
             values = codes.astype(np.float32)
@@ -92,59 +69,39 @@ class _FusedCodec(RowCodec):
             values = np.empty((len(stored), self.embedding_dim), np.float32)
             values[:, 0::2] = codes & 0x0F
             values[:, 1::2] = codes >> 4
-        values *= tail[:, 0:1]
-        values += tail[:, 1:2]
+        values *= floats[:, 0:1]
+        values += floats[:, 1:2]
         return values
 
     def first_non_finite(self, stored: ByteArray) -> int | None:
-        # Finite scale and bias are not enough: code * scale + bias can still overflow, if so at the largest code.
-        tail = self._tail(stored).astype(np.float32)
-        largest_code = np.float32(255 if self.dtype == "int8" else 15)
-        with np.errstate(over="ignore", invalid="ignore"):
-            largest = tail[:, 0] * largest_code + tail[:, 1]
-        return _first_row(~(np.isfinite(tail).all(axis=1) & np.isfinite(largest)))
-
-    def _tail(self, stored: ByteArray) -> npt.NDArray[np.floating]:
-        """Scale and bias, [n, 2]. Copied, since they are not aligned in the row."""
-        return np.ascontiguousarray(stored[:, self._code_bytes :]).view(self._tail_dtype)
-
-
-@dataclass(frozen=True)
-class _FloatCodec(RowCodec):
-    """Plain little-endian floats."""
+        """Finds the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
+        floats = self._floats(stored)
+        finite = np.isfinite(floats).all(axis=1)
+        if self._code_bytes:
+            # Finite scale and bias are not enough: code * scale + bias can still overflow, if so at the largest code.
+            largest_code = np.float32(255 if self.dtype == "int8" else 15)
+            with np.errstate(over="ignore", invalid="ignore"):
+                tail = floats.astype(np.float32)
+                finite &= np.isfinite(tail[:, 0] * largest_code + tail[:, 1])
+        return None if finite.all() else int(np.argmin(finite))
 
     @property
-    def _item_dtype(self) -> np.dtype[np.floating]:
-        return np.dtype("<f4") if self.dtype == "fp32" else np.dtype("<f2")
+    def _code_bytes(self) -> int:
+        """Bytes of codes, which scale and bias follow; 0 for rows of plain floats."""
+        return {"int8": self.embedding_dim, "int4": self.embedding_dim // 2}.get(self.dtype, 0)
 
     @property
-    def row_bytes(self) -> int:
-        return self.embedding_dim * self._item_dtype.itemsize
+    def _float(self) -> np.dtype[np.floating]:
+        return np.dtype("<f4" if self.dtype in ("int8", "fp32") else "<f2")
 
-    def encode(self, rows: Float32Array) -> ByteArray:
-        with np.errstate(over="ignore"):  # an overflow to inf is found, and named, by first_non_finite
-            items = np.ascontiguousarray(rows, dtype=self._item_dtype)
-        return items.view(np.uint8)
-
-    def decode(self, stored: ByteArray) -> Float32Array:
-        return self._items(stored).astype(np.float32)
-
-    def first_non_finite(self, stored: ByteArray) -> int | None:
-        return _first_row(~np.isfinite(self._items(stored)).all(axis=1))
-
-    def _items(self, stored: ByteArray) -> npt.NDArray[np.floating]:
-        return np.ascontiguousarray(stored).view(self._item_dtype)
+    def _floats(self, stored: ByteArray) -> npt.NDArray[np.floating]:
+        """Returns scale and bias, [n, 2], or the elements. Copied where they are not aligned."""
+        return np.ascontiguousarray(stored[:, self._code_bytes :]).view(self._float)
 
 
 def codec_for(dtype: RowDtype, embedding_dim: int) -> RowCodec:
     """Returns the codec for rows of `embedding_dim` elements stored as `dtype`."""
-    if dtype in ("int8", "int4"):
-        return _FusedCodec(dtype, embedding_dim)
-    return _FloatCodec(dtype, embedding_dim)
-
-
-def _first_row(bad: npt.NDArray[np.bool_]) -> int | None:
-    return int(np.argmax(bad)) if bad.any() else None
+    return RowCodec(dtype, embedding_dim)
 
 
 def bucket_shift(bucketing: Bucketing, num_embeddings: int) -> int:
@@ -176,10 +133,6 @@ def bucket_start_in_file(table: TableSpec, rows_per_file: int, file_index: int, 
     return min(max((bucket << bucket_shift("range", table.num_embeddings)) - first_row, 0), rows)
 
 
-# 256 MiB: large enough for few files, small enough to hold one in memory and to redo after an interruption.
-MAX_DEFAULT_FILE_BYTES = 256 << 20
-
-
 def row_positions(
     table: TableSpec, rows_per_file: int, file_index: int, local_rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
@@ -187,8 +140,6 @@ def row_positions(
 
     The closed form of `bucket_start_in_file` plus the number of earlier rows of the same bucket: since a file of a
     `hash` table starts at a multiple of 256, local row r is the (r >> 8)-th of bucket r & 255.
-
-    `local_rows` and what is returned are int64 [n], each at least 0 and below the rows of that file.
     """
     if table.bucketing == "range":
         return local_rows
@@ -201,7 +152,8 @@ def row_positions(
 
 def default_rows_per_file(num_embeddings: int, row_bytes: int) -> int:
     """Picks the largest power of two whose rows fit 256 MiB; at least 256, at most what one file of all rows needs."""
-    largest = 1 << max(8, (MAX_DEFAULT_FILE_BYTES // row_bytes).bit_length() - 1)
+    # Large enough for few files, small enough to hold one in memory and to redo after an interruption.
+    largest = 1 << max(8, ((256 << 20) // row_bytes).bit_length() - 1)
     needed = 1 << max(8, (num_embeddings - 1).bit_length())
     return min(largest, needed)
 

@@ -26,7 +26,7 @@ from loader.checkpoints import open_checkpoint
 from loader.errors import ExportError
 from loader.snapshot import store
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import SafetensorsRows, rows_from_blocks, rows_of
+from loader.snapshot.row_source import RowSource, SafetensorsRows, rows_from_blocks, rows_of
 from loader.snapshot.store import Store, fsync_path
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
@@ -42,7 +42,7 @@ class TrainingDiedError(Exception):
     """Stands for whatever ends a training job."""
 
 
-class Rows:
+class Rows(RowSource):
     """A source over an array that can end the export at its n-th request, and remembers what was asked."""
 
     def __init__(self, rows, requests, fail_at):

@@ -17,7 +17,7 @@ from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
 from loader.snapshot import writer
 from loader.snapshot.codecs import bucket_shift, bucket_start_in_file, codec_for
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_from_blocks, rows_of
+from loader.snapshot.row_source import RowSource, rows_from_blocks, rows_of
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import (
     make_spec,
@@ -162,7 +162,7 @@ def test_the_last_delta_that_the_rows_contain_is_kept(tmp_path):
         assert (snapshot.version, snapshot.manifest.last_delta) == (version, last_delta)
 
 
-class RecordingRows:
+class RecordingRows(RowSource):
     """A source that remembers what was asked of it."""
 
     def __init__(self, num_embeddings, embedding_dim):
