@@ -274,12 +274,9 @@ _STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a checkpoint; its form is told by its name and contents.
 
-    Args:
-        path: a `.safetensors` file or a folder of them; a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict; or a
-            folder that `torch.distributed.checkpoint` wrote.
-
-    Raises:
-        CheckpointError: it is none of these, can't be read, or holds objects other than tensors and plain data.
+    Forms are a `.safetensors` file or a folder of them; a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict; or a
+    folder that `torch.distributed.checkpoint` wrote. Raises CheckpointError for anything else, and for objects other
+    than tensors and plain data.
     """
     at = Path(path)
     if at.is_dir():
@@ -395,17 +392,9 @@ def match_checkpoint(
     """Splits a checkpoint into the rows of every table and the dense model's state dict.
 
     A table's rows are looked for, behind any prefix, as `embedding_bags.<table>.weight` or `embeddings.<table>.weight`,
-    and if there is neither, as `<table>.weight` or `tables.<table>`.
-
-    Args:
-        checkpoint: the opened checkpoint.
-        spec: the tables to find.
-        dense_prefix: take as the dense model only the keys that start with it, and cut it off. Without it, all keys
-            that are no table, as they are.
-        table_keys: for tables whose key is not found by the names above, their key.
-
-    Returns:
-        A row source for every table, and the dense tensors by name.
+    and if there is neither, as `<table>.weight` or `tables.<table>`; `table_keys` gives the key of other tables.
+    `dense_prefix` takes as the dense model only the keys that start with it, and cuts it off. Without it, all keys that
+    are no table are taken, as they are.
 
     Raises:
         CheckpointError: a table's key is missing or ambiguous (the message lists the candidates), a shape differs from

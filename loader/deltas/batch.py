@@ -35,15 +35,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
-    """Encodes changed rows.
+    """Encodes changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
 
     Args:
         table: the table.
         rows: whole numbers [n], in any order. Of a row that is there twice, the last one counts.
         values: floats [n, embedding_dim]; float32, or what can become it. Arrays or tensors, on any device.
-
-    Returns:
-        int64 [m], the rows, ascending, none twice; and uint8 [m, row_bytes].
 
     Raises:
         DeltaFormatError: another shape or dtype, a row outside the table, or a value that is not finite or that the
@@ -134,19 +131,13 @@ def rows_per_batch(row_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBatch:
-    """One delta.
+    """One delta of rows (int64 [n], ascending, none twice) and what they are now (uint8 [n, row_bytes]).
 
     Attributes:
-        model: whose table.
         delta_base: the version that the stream began with.
         base_version: the version that its publisher trains on from.
         sequence: its place in the stream, from 1 on.
         published_at: by the publisher's clock, in seconds since the epoch.
-        table: the table's name.
-        dtype: how rows are stored.
-        embedding_dim: their width.
-        rows: int64 [n], ascending, none twice.
-        stored: uint8 [n, row_bytes].
     """
 
     model: str
@@ -190,16 +181,14 @@ class DeltaBatch:
     def decode(cls, payload: bytes) -> DeltaBatch:
         """Reads what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
 
-        Raises:
-            DeltaFormatError: these are not the bytes of a delta, or not all of them as they were written.
+        Raises DeltaFormatError if these are not the bytes of a delta, or not all of them as they were written.
         """
         if len(payload) < _BODY_START + _HEADER.size or payload[: len(MAGIC)] != MAGIC:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
         if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
             raise DeltaFormatError(f"a delta of {len(payload)} bytes does not have the checksum that it states")
-        fields = _HEADER.unpack_from(payload, _BODY_START)
-        sequence, delta_base, base_version, published_at, count, row_bytes, dim, dtype, model_bytes, table_bytes, _ = (
-            fields
+        sequence, base, trained_from, published_at, count, row_bytes, dim, dtype, model_bytes, table_bytes, _ = (
+            _HEADER.unpack_from(payload, _BODY_START)
         )
         names = _BODY_START + _HEADER.size
         rows = names + model_bytes + table_bytes
@@ -216,8 +205,8 @@ class DeltaBatch:
             raise DeltaFormatError(f"delta {sequence}: a name is not UTF-8: {error}") from error
         batch = cls(
             model=model,
-            delta_base=delta_base,
-            base_version=base_version,
+            delta_base=base,
+            base_version=trained_from,
             sequence=sequence,
             published_at=published_at,
             table=table,

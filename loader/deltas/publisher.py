@@ -12,10 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
-
-from pydantic import ValidationError
 
 from loader.deltas.batch import DeltaBatch, encode_rows, rows_per_batch
 from loader.errors import (
@@ -24,11 +21,10 @@ from loader.errors import (
     DeltaFormatError,
     DeltaGapError,
     RegistryConflictError,
-    RegistryRecordError,
     RegistryUnavailableError,
     StreamSequenceError,
 )
-from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
+from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream, parse_record
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry
 from loader.rollout.plan import read_rollout
@@ -62,9 +58,8 @@ class DeltaStream:
     async def find_end(self) -> None:
         """Finds out what the next number is.
 
-        Raises:
-            DeltaGapError: nodes, or this publisher, know of deltas that the registry has lost and that nobody here can
-                give back. New ones under the same numbers would be taken for those by some nodes and not by others.
+        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that nobody here
+        can give back: new ones under the same numbers would be taken for those by some nodes and not by others.
         """
         known = max(self.sequence, await stream_end(self._fleet, self._model, self._delta_base))
         # Read after what nodes tell, so that what others append meanwhile is in it.
@@ -89,10 +84,9 @@ class DeltaStream:
             await self.find_end()
 
     async def append(self, sequence: int, payload: bytes) -> bool:
-        """Appends the next one. May be repeated with the same payload after any failure.
+        """Appends the next one; false if somebody else has appended under that number: then call `find_end`.
 
-        Returns:
-            False if somebody else has appended under that number; then `find_end` is called for.
+        May be repeated with the same payload after any failure.
         """
         try:
             await self._registry.append(self.name, sequence, payload)
@@ -107,11 +101,7 @@ class DeltaStream:
         return True
 
     async def make_room(self) -> None:
-        """Drops the oldest entries of a stream that is full, as far as no held version needs them.
-
-        Raises:
-            DeltaError: all are needed.
-        """
+        """Drops the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
         if self.sequence + 1 - self._first < self._max_entries:
             return
         self._first = (await self._registry.bounds(self.name)).first or self.sequence + 1
@@ -180,8 +170,7 @@ class AsyncDeltaPublisher:
         max_stream_entries: the stream is kept at most that long. What a held version needs is never dropped.
         retry_s: how long a registry that does not answer is asked again.
         clock: seconds since the epoch; dates the deltas.
-        monotonic: seconds; bounds retries.
-        sleep: waits between them.
+        monotonic, sleep: bound retries, in seconds.
     """
 
     def __init__(
@@ -212,12 +201,7 @@ class AsyncDeltaPublisher:
         self._delta_base = 0
 
     async def open(self) -> None:
-        """Reads what the registry says of the version; `publish` does it if nobody has.
-
-        Raises:
-            DeltaBaseError: the version is not published.
-            RegistryUnavailableError: the registry does not answer.
-        """
+        """Reads what the registry says of the version; `publish` does it if nobody has. Raises as `publish`."""
         async with self._one_at_a_time:
             await self._opened()
 
@@ -309,12 +293,7 @@ class AsyncDeltaPublisher:
     async def _spec(self, version: PublishedVersion) -> ModelSpec:
         text = await self._again(lambda: self._fleet.spec(self._model, self._base_version))
         if text is not None:
-            try:
-                return ModelSpec.model_validate_json(text)
-            except ValidationError as error:
-                raise RegistryRecordError(
-                    f"the spec of {self._model!r} version {self._base_version} can't be read: {error}"
-                ) from error
+            return parse_record(f"the spec of {self._model!r} version {self._base_version}", text.encode(), ModelSpec)
         if self._store is None:
             raise DeltaBaseError(
                 f"the registry has no spec of {self._model!r} version {self._base_version}: publish it again, or give "
@@ -344,11 +323,7 @@ class DeltaPublisher:
     """Publishes changed rows from a trainer; thread-safe. A context manager.
 
     It has an event loop and a connection to the registry of its own, in a thread of its own. `registry` is a URL or
-    folder, or a registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes it.
-
-    Raises:
-        DeltaBaseError: the version is not published.
-        RegistryUnavailableError: the registry does not answer.
+    folder, or a registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes and raises it.
     """
 
     def __init__(
@@ -376,8 +351,7 @@ class DeltaPublisher:
     def publish(self, table: str, rows: Any, values: Any) -> int:
         """Publishes as `AsyncDeltaPublisher.publish` does; waits until the rows are durable.
 
-        Raises:
-            DeltaError: it is closed, or another thread closes it meanwhile; then the rows may be published or not.
+        Raises DeltaError if another thread closes it meanwhile; then the rows may be published or not.
         """
         with self._lock:
             if self._closed:
@@ -412,9 +386,7 @@ class DeltaPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     async def _open(

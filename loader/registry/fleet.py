@@ -73,7 +73,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=BaseModel)
 
 
 class FleetRecord(Record):

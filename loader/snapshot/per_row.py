@@ -26,7 +26,6 @@ from loader.snapshot.tensor_files import (
     expect_tensors,
     length_of,
     load_numpy,
-    map_tensor,
     read_header,
 )
 
@@ -36,9 +35,8 @@ Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
     """Makes the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
 
-    Raises:
-        ExportError: wrong type, negative or too large an id, too many ids, a duplicate, or two strings whose
-            fingerprints collide.
+    Raises ExportError for a wrong type, a negative or too large an id, too many ids, a duplicate, or two strings whose
+    fingerprints collide.
     """
     if not 1 <= len(vocabulary) <= table.num_embeddings:
         allowed = f"1 to num_embeddings {table.num_embeddings}"
@@ -139,7 +137,7 @@ def _first_duplicate(ids: npt.NDArray[np.int64]) -> tuple[int, int] | None:
 
 
 MAX_ACCESS_COUNT = 2**32 - 1
-TENSOR = "counts"
+COUNTS_TENSOR = "counts"
 # In a file of several tables: rows that were seen, and how often each. A dense table is one tensor under its name.
 ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
 
@@ -159,31 +157,15 @@ def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str
             f"table {table.name!r}: access counts: row {row} has {bad}, which is not in [0, 2^32); "
             "only the ratios matter, so all counts may be divided by the same number"
         )
-    return {TENSOR: np.ascontiguousarray(array, dtype=np.uint32)}
-
-
-def check_access_counts_header(path: Path, table: TableSpec, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises SnapshotCorruptError if dtype or shape in a file of access counts do not fit the table."""
-    expect_tensors(path, tensors, {TENSOR: ("U32", (table.num_embeddings,))})
-
-
-def map_access_counts(path: Path, tensors: Mapping[str, TensorInfo]) -> npt.NDArray[np.uint32]:
-    """Returns the counts of a checked file: read-only uint32 [num_embeddings], mapped. Raises as `map_tensor`."""
-    counts: npt.NDArray[np.uint32] = map_tensor(path, tensors[TENSOR], np.uint32)
-    return counts
+    return {COUNTS_TENSOR: np.ascontiguousarray(array, dtype=np.uint32)}
 
 
 def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any]]:
-    """Returns what `export_snapshot` takes as `access_counts`, from disk.
+    """Returns what `export_snapshot` takes as `access_counts` for a model, from disk. Raises ExportError.
 
-    Args:
-        path: a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
-            mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
-            `<table>/counts` of the rows that were seen, as `shard_node` saves what it observed.
-        spec: the model that they are for.
-
-    Raises:
-        ExportError: it can't be read, is of another model, or is neither.
+    `path` is a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
+    mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
+    `<table>/counts` of the rows that were seen, as `shard_node` saves what it observed.
     """
     tables = {table.name: table for table in spec.tables}
     found = _read_folder(path) if path.is_dir() else _read_file(path, tables)

@@ -42,12 +42,11 @@ from loader.snapshot.manifest import (
     snapshot_file,
 )
 from loader.snapshot.per_row import (
-    check_access_counts_header,
+    COUNTS_TENSOR,
     check_vocabulary_header,
     check_vocabulary_ids,
     decode_strings,
     id_type_is_string,
-    map_access_counts,
 )
 from loader.snapshot.store import hash_file
 from loader.snapshot.tensor_files import (
@@ -68,8 +67,7 @@ class Snapshot:
     Attributes:
         path: its folder.
         manifest: what its manifest says.
-        identity: SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files, so that it ties tables,
-            dense model and vocabularies of one version together.
+        identity: SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
     """
 
     def __init__(
@@ -212,7 +210,9 @@ class Snapshot:
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
         """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known."""
         entry = self._files[table].access_counts
-        return None if entry is None else map_access_counts(self.path / entry.path, self._headers[entry.path])
+        if entry is None:
+            return None
+        return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the dense model's tensors by name, in memory."""
@@ -264,7 +264,8 @@ class Snapshot:
             check_vocabulary_header(path, table, self._headers[files.vocabulary.path])
         if files.access_counts is not None:
             path = self.path / files.access_counts.path
-            check_access_counts_header(path, table, self._headers[files.access_counts.path])
+            counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
+            expect_tensors(path, self._headers[files.access_counts.path], counts)
 
     def _check_vocabularies(self) -> None:
         for files in self.manifest.tables:

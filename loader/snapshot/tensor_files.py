@@ -1,9 +1,8 @@
-"""Safetensors files: written durably, and read with a header that is not trusted.
+"""Read safetensors files by a header that is not trusted.
 
-The safetensors library writes files. Rows are mapped in place, which needs the offset of the tensor's bytes; the
-library does not tell it, so the header is parsed here, and checked in full
-(format: https://github.com/huggingface/safetensors#format). Small files are read by that same checked header: the
-library would set aside memory for whatever a header claims, and panics where there is none.
+Rows are mapped in place, which needs the offset of the tensor's bytes; the library does not tell it, so the header is
+parsed here, and checked in full (format: https://github.com/huggingface/safetensors#format). Small files are read by
+that same header: the library would set aside memory for whatever a header claims, and panics where there is none.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
-
-    Attributes:
-        dtype: safetensors' name of it, for example `U8` or `F32`.
-        shape: its dims.
-        offset: of its first byte, from the start of the file.
-    """
+    """Where one tensor lies: `dtype` by safetensors' names, `offset` of its first byte from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,8 +45,7 @@ class TensorInfo:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name.
 
-    Raises:
-        SnapshotCorruptError: the header is too long, is not what the format allows, or does not fit the file's size.
+    Raises SnapshotCorruptError if the header is too long, not what the format allows, or does not fit the file's size.
     """
     try:
         with path.open("rb") as file:
@@ -148,9 +140,8 @@ def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtyp
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
     """Returns a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
 
-    Raises:
-        SnapshotCorruptError: the file is not there any more, or shorter.
-        SnapshotResourceError: no file descriptor, mapping or memory is left.
+    Raises SnapshotCorruptError if the file is not there any more, or shorter, SnapshotResourceError if no file
+    descriptor, mapping or memory is left.
     """
     if 0 in info.shape:
         return np.zeros(info.shape, dtype)
@@ -165,9 +156,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
 def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, npt.NDArray[Any]]:
     """Returns all tensors of a small file, copied into memory. `tensors` is its header, if it was read already.
 
-    Raises:
-        SnapshotCorruptError: it can't be read, is shorter than its header says, or has bfloat16 in it.
-        SnapshotResourceError: no file descriptor or memory is left.
+    Raises as `map_tensor`; SnapshotCorruptError also if it has bfloat16 in it.
     """
     header = read_header(path) if tensors is None else tensors
     loaded: dict[str, npt.NDArray[Any]] = {}
