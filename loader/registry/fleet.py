@@ -121,7 +121,6 @@ class WantedModel(Record):
         hold: versions that shard nodes hold.
         serve: versions that serving processes hold beside it, ready to be flipped to; each is in `hold`.
         follow: those of `hold` to which deltas are applied.
-        canary: part of the requests goes to another version than the live one.
         node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
     """
 
@@ -171,7 +170,6 @@ class VersionReport(Record):
         state: `waiting` to be staged, `ready` to be asked for, `draining` once it is asked for no more.
         progress: of staging, 0 to 1.
         reason: why it is refused, or what it waits for.
-        identity: of its manifest, once it is read.
         plan_digest: who owns what; shard nodes only.
         memory_bytes: of its rows in RAM and on cards; shard nodes, and serving processes that hold rows.
         leases: requests that use it now.
@@ -179,7 +177,6 @@ class VersionReport(Record):
         golden_tolerance: what the manifest allows.
         delta_sequence: the last delta that is applied, contained ones included; shard nodes only.
         delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
-        stats: serving processes only.
     """
 
     model: Name
@@ -419,7 +416,7 @@ class FleetRegistry:
         return parse_record(FLEET, entry.value, FleetRecord) if entry is not None else None
 
     async def join_fleet(self, record: FleetRecord) -> FleetRecord:
-        """Says how the fleet divides rows, if nobody has yet; gives what is on record then. The caller compares."""
+        """Says how the fleet divides rows, if nobody has yet; gives what is on record then."""
         return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
 
     async def raw(self, key: str) -> Entry | None:

@@ -201,12 +201,9 @@ class RedisLink:
     async def script(
         self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int], *, repeatable: bool = True
     ) -> Any:
-        """Runs a Lua script with these KEYS and ARGV.
+        """Runs a Lua script with these KEYS and ARGV; if `repeatable`, once more when the connection broke.
 
-        If it is `repeatable`, it is sent once more when the connection broke, when it may have run already.
-
-        Raises:
-            RegistryUnavailableError: Redis can't be reached, takes too long, or refuses.
+        Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
         """
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(script)
@@ -214,7 +211,7 @@ class RedisLink:
         return await self._run(lambda: ready(keys=keys, args=args), repeatable)
 
     async def command(self, *parts: str) -> Any:
-        """Runs a command that only reads. Raises RegistryUnavailableError like `script`."""
+        """Runs a command that only reads. Raises as `script`."""
         return await self._run(lambda: self._client.execute_command(*parts), True)
 
     async def close(self) -> None:

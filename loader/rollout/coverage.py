@@ -72,13 +72,9 @@ class FleetView:
 
 
 class Roster:
-    """Remembers for `settle_s` seconds who was there.
-
-    It is longer than the pause between two announcements of a node, and shorter than a rollout's patience.
-    """
+    """Remembers who was there for `settle_s` seconds, above the pause between two announcements of a node."""
 
     def __init__(self, settle_s: float) -> None:
-        """Has seen nobody."""
         self._settle_s = settle_s
         self._since: float | None = None
         self._seen: dict[str, tuple[float, NodeRecord]] = {}
@@ -102,12 +98,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """One reason why a step is not done.
-
-    Attributes:
-        text: who lags, and with what.
-        staging: it is loading a version, or replaying its deltas, which may take long.
-    """
+    """One reason why a step is not done; `staging`: a version is loaded or deltas are replayed, which may take long."""
 
     text: str
     staging: bool = False
@@ -142,8 +133,10 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
     if step == UNFLIP:
         return _elsewhere(view, model, old)
     if step == RETIRE_SERVING:
+        # Those that are about to end as well: they may still answer with a version.
+        everyone = [node for node in view.nodes if node.kind == "serving"]
         kept, leaving = (new, old) if rollout.forward else (old, new)
-        return _elsewhere(view, model, kept) + _with(_all(view, "serving"), model, leaving)
+        return _elsewhere(view, model, kept) + _with(everyone, model, leaving)
     if step == RETIRE_SHARDS and rollout.forward:
         return _with(view.shard_nodes(), model, old) + _bare_shards(view, model, new)
     if step == RETIRE_SHARDS:
@@ -180,11 +173,6 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
         for shard in range(view.num_shards or 0)
         if shard not in there
     )
-
-
-def _all(view: FleetView, kind: str) -> list[NodeRecord]:
-    """Returns those that are about to end as well: they may still answer with a version."""
-    return [node for node in view.nodes if node.kind == kind]
 
 
 def _reports(
@@ -313,6 +301,7 @@ def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
 
 
 NOTHING = VersionStats()
+_SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
 
 
 def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
@@ -335,7 +324,6 @@ class BakeTally:
     """
 
     def __init__(self) -> None:
-        """Follows nothing yet."""
         self._bake: tuple[str, float] | None = None
         self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
 
@@ -368,24 +356,20 @@ class BakeTally:
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
     """Returns what was counted between two moments; all of `now` if the counts began anew in between."""
-    late, early = now.model_dump(), then.model_dump()
-    counts = zip_longest(late.pop("latency_counts"), early.pop("latency_counts"), fillvalue=0)
+    counts = zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)
     difference = VersionStats(
         latency_counts=tuple(after - before for after, before in counts),
-        **{name: late[name] - early[name] for name in late},
+        **{name: getattr(now, name) - getattr(then, name) for name in _SUMMED},
     )
     grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)
     return now if min(grown) < 0 else difference
 
 
-def added(parts: Iterable[VersionStats]) -> VersionStats:
+def added(parts: Sequence[VersionStats]) -> VersionStats:
     """Returns the sum of counts."""
-    listed = [part.model_dump() for part in parts]
-    columns = zip_longest(*(part.pop("latency_counts") for part in listed), fillvalue=0)
-    totals = {
-        name: sum(part[name] for part in listed) for name in VersionStats.model_fields if name != "latency_counts"
-    }
-    return VersionStats(latency_counts=tuple(sum(column) for column in columns), **totals)
+    columns = zip_longest(*(part.latency_counts for part in parts), fillvalue=0)
+    totals = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    return VersionStats(latency_counts=tuple(map(sum, columns)), **totals)
 
 
 def _stats(node: NodeRecord, model: str, version: int | None) -> VersionStats | None:

@@ -318,12 +318,12 @@ def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, v
 
 
 def _steps(rollout: Rollout) -> tuple[StepStatus, ...]:
-    found = []
-    for index, name in enumerate(rollout.steps):
-        ended = index < rollout.step_index or (index == rollout.step_index and not rollout.active)
-        state: Literal["done", "running", "pending"] = "done" if ended else "pending"
-        found.append(StepStatus(name=name, state="running" if not ended and index == rollout.step_index else state))
-    return tuple(found)
+    def state(index: int) -> Literal["done", "running", "pending"]:
+        if index == rollout.step_index and rollout.active:
+            return "running"
+        return "done" if index <= rollout.step_index else "pending"
+
+    return tuple(StepStatus(name=name, state=state(index)) for index, name in enumerate(rollout.steps))
 
 
 def _node_status(model: str, node: NodeRecord) -> NodeStatus:

@@ -90,13 +90,12 @@ class Snapshot:
         threads: int = 2,
         progress: Progress = no_progress,
     ) -> Self:
-        """Opens the snapshot in a folder `<store>/<model>/<version>`.
+        """Opens a snapshot in `<store>/<model>/<version>`. Paths, sizes, dtypes and shapes are always checked.
 
         Args:
             path: the folder.
             verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
-                there twice, and that they are those of its strings. May be left out for a local store that is trusted;
-                paths, sizes, dtypes and shapes are always checked.
+                there twice, and that they are those of its strings. May be left out for a local store that is trusted.
             files: whose content is checked: `rows` (and access counts) for who only pools them, `other` (dense model,
                 vocabularies, golden requests) for who leaves that to shard nodes.
             threads: how many files are hashed at a time.

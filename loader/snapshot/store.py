@@ -194,10 +194,7 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
     """Locks the folder in which `target` (`<store>/<model>/<version>`) is made; a failure leaves it for a later run.
 
     `inputs_digest` is the SHA-256 (hex) of all inputs that shape the files; a folder of other inputs is started over.
-
-    Raises:
-        SnapshotExistsError: the version exists.
-        ExportError: another export of the same version is running.
+    Raises SnapshotExistsError if the version exists, ExportError if another export of it is running.
     """
     work = target.parent / f"{WORK_FOLDER_PREFIX}{target.name}"
     _remove_leftovers(target.parent)
@@ -289,7 +286,7 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
 
 @contextmanager
 def _new_journal(work: Path, inputs_digest: str, finished: dict[str, FileEntry]) -> Iterator[IO[str]]:
-    """Returns a journal that starts with what is known, put in place of the old one in one step."""
+    """Yields a journal that starts with what is known, put in place of the old one in one step."""
     fresh = work / "export-state.jsonl.new"
     with fresh.open("w", encoding="utf-8") as journal:
         header = json.dumps({"inputs_sha256": inputs_digest})

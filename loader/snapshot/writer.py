@@ -281,9 +281,6 @@ def _encode_block(table: TableSpec, codec: RowCodec, block: Float32Array, first_
     return encoded
 
 
-DEFAULT_GOLDEN_TOLERANCE = 0.05
-
-
 def export_snapshot(
     store_path: str | Path,
     spec: ModelSpec,
@@ -293,7 +290,7 @@ def export_snapshot(
     vocabularies: Mapping[str, Vocabulary] | None = None,
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     golden: GoldenRequests | None = None,
-    golden_tolerance: float = DEFAULT_GOLDEN_TOLERANCE,
+    golden_tolerance: float = 0.05,
     version: int | None = None,
     metadata: Mapping[str, str] | None = None,
     last_delta: int | None = None,
@@ -343,7 +340,7 @@ def export_snapshot(
     try:
         with open_export_folder(target, one.digest(rows), progress) as folder:
             entries = _write_row_files(one, folder, rows, progress)
-            entries |= {path: folder.write(path, _saver(tensors)) for path, tensors in files.items()}
+            entries |= {path: folder.write(path, partial(_save, tensors)) for path, tensors in files.items()}
             folder.publish(manifest_texts(one.manifest(clock(), entries)))
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
@@ -369,12 +366,9 @@ def _write_row_files(
     return entries
 
 
-def _saver(tensors: Tensors) -> Callable[[Path], None]:
-    def save(path: Path) -> None:
-        values: dict[str, Any] = dict(tensors)
-        if all(isinstance(value, torch.Tensor) for value in values.values()):
-            safetensors.torch.save_file(values, path)
-        else:
-            safetensors.numpy.save_file(values, path)
-
-    return save
+def _save(tensors: Tensors, path: Path) -> None:
+    values: dict[str, Any] = dict(tensors)
+    if all(isinstance(value, torch.Tensor) for value in values.values()):
+        safetensors.torch.save_file(values, path)
+    else:
+        safetensors.numpy.save_file(values, path)
