@@ -232,9 +232,14 @@ class NodeRecord(Record):
         """Tells whether it takes part in what happens to a model."""
         return self.models is None or model in self.models
 
-    def report(self, model: str, version: int) -> VersionReport | None:
+    def report(self, model: str, version: int | None) -> VersionReport | None:
         """Returns what it tells of a version; None if it does not have it."""
         return next((one for one in self.versions if (one.model, one.version) == (model, version)), None)
+
+    def has(self, model: str, version: int | None, state: VersionState) -> bool:
+        """Tells whether it has a version, in that state."""
+        report = self.report(model, version)
+        return report is not None and report.state == state
 
 
 def cut_reason(reason: str) -> str:

@@ -168,8 +168,7 @@ def _groups(view: FleetView, model: str, live: int | None) -> tuple[tuple[tuple[
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
     by_shard: dict[int, list[str]] = {shard: [] for shard in range(view.num_shards or 0)}
     for node in view.shard_nodes():
-        report = node.report(model, live)
-        if node.shard_index in by_shard and report is not None and report.state == "ready":
+        if node.shard_index in by_shard and node.has(model, live, "ready"):
             by_shard[node.shard_index].append(node.node_id)
     few = [f"shard {shard}: {len(nodes)}" for shard, nodes in by_shard.items() if len(nodes) < 2]
     if few or not by_shard:
