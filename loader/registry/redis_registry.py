@@ -155,11 +155,7 @@ def _tls(parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
     return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | files
 
 
-SOCKET_TIMEOUT_S: Final = 2.0
-"""How long a connection may take to be made, and a read from one to bring anything."""
-CALL_TIMEOUT_S: Final = 5.0
-"""How long a method may take in all."""
-MAX_CONNECTIONS: Final = 16
+_MAX_CONNECTIONS: Final = 16
 
 _log = logging.getLogger(__name__)
 _FINAL = (AuthenticationError, AuthorizationError, BusyLoadingError)
@@ -172,120 +168,6 @@ class _TlsConnection(SSLConnection):
         if not self.is_connected:
             self.ssl_context.context = None
         await super().connect()  # type: ignore[no-untyped-call]
-
-
-class RedisLink:
-    """Runs scripts and commands. Belongs to the event loop that it is first used on."""
-
-    def __init__(self, url: RedisUrl, socket_timeout_s: float, call_timeout_s: float) -> None:
-        self._url = url
-        self._call_timeout_s = call_timeout_s
-        kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
-        pool = BlockingConnectionPool(
-            connection_class=kinds.get(url.scheme, Connection),
-            max_connections=MAX_CONNECTIONS,
-            timeout=socket_timeout_s,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=socket_timeout_s,
-            # What may be repeated is decided in `_send`.
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            **url.connection,
-        )
-        self._client: Any = Redis.from_pool(pool)
-        self._scripts: dict[str, Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._inspected = False
-        self._closed = False
-
-    async def script(
-        self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int], *, repeatable: bool = True
-    ) -> Any:
-        """Runs a Lua script with these KEYS and ARGV; if `repeatable`, once more when the connection broke.
-
-        Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
-        """
-        if script not in self._scripts:
-            self._scripts[script] = self._client.register_script(script)
-        ready = self._scripts[script]
-        return await self._run(lambda: ready(keys=keys, args=args), repeatable)
-
-    async def command(self, *parts: str) -> Any:
-        """Runs a command that only reads. Raises as `script`."""
-        return await self._run(lambda: self._client.execute_command(*parts), True)
-
-    async def close(self) -> None:
-        """Ends all connections. Idempotent."""
-        self._closed = True
-        await self._client.aclose()
-
-    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
-        if self._closed:
-            raise RegistryUnavailableError(f"registry {self._url.name} is closed")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
-            raise RuntimeError(f"registry {self._url.name} belongs to another event loop: open one for each")
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task is not None else 0
-        try:
-            return await self._answer(send, repeatable)
-        finally:
-            # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
-            # it waits for is done by then. Whoever cancelled would wait for ever.
-            if task is not None and task.cancelling() > cancels:
-                raise asyncio.CancelledError
-
-    async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
-        try:
-            async with asyncio.timeout(self._call_timeout_s):
-                answer = await self._send(send, repeatable)
-                await self._inspect()
-                return answer
-        except TimeoutError as error:
-            raise self._unavailable(f"no answer within {self._call_timeout_s:g} s") from error
-        except ReadOnlyError as error:
-            # It was the primary and is none any more. New connections find the new one.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-            raise self._unavailable(error) from error
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from error
-
-    async def _send(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
-        try:
-            return await send()
-        except RedisConnectionError as error:
-            if not repeatable or isinstance(error, _FINAL):
-                raise
-        # A connection that was open when Redis was restarted: a new one may work.
-        return await send()
-
-    async def _inspect(self) -> None:
-        """Tells once, in the log, of settings with which Redis can lose what is kept in it."""
-        if self._inspected:
-            return
-        self._inspected = True
-        try:
-            told = await self._client.info("persistence") | await self._client.info("memory")
-        except RedisError as error:
-            _log.info("registry %s: its settings can't be read: %s", self._url.name, cut(error))
-            return
-        if not told.get("aof_enabled"):
-            _log.warning(
-                "registry %s: appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes",
-                self._url.name,
-            )
-        policy = told.get("maxmemory_policy", "noeviction")
-        if told.get("maxmemory") and policy != "noeviction":
-            _log.warning(
-                "registry %s: maxmemory-policy is %s: Redis may drop deltas and plans; set it to noeviction",
-                self._url.name,
-                policy,
-            )
-
-    def _unavailable(self, reason: object) -> RegistryUnavailableError:
-        return RegistryUnavailableError(f"registry {self._url.name}: {cut(reason) or type(reason).__name__}")
 
 
 # TIME makes a script's effects differ from run to run: before Redis 7 it has to be told that effects are replicated.
@@ -413,14 +295,17 @@ TRIM_ENTRIES: Final = 1024
 
 
 class RedisRegistry:
-    """A `Registry` in Redis. Revisions and expiry go by the clock of Redis, so those of the machines need not agree."""
+    """A `Registry` in Redis. Belongs to the event loop that it is first used on.
+
+    Revisions and expiry go by the clock of Redis, so those of the machines need not agree.
+    """
 
     def __init__(
         self,
         url: str,
         *,
-        socket_timeout_s: float = SOCKET_TIMEOUT_S,
-        call_timeout_s: float = CALL_TIMEOUT_S,
+        socket_timeout_s: float = 2.0,
+        call_timeout_s: float = 5.0,
     ) -> None:
         """Opens a registry by its URL, and connects when it is first used. Raises RegistryRecordError.
 
@@ -430,7 +315,24 @@ class RedisRegistry:
         settings = parse_redis_url(url)
         self._url, self._name = url, settings.name
         self._prefix = f"shardrank:{settings.fleet}:"
-        self._link = RedisLink(settings, socket_timeout_s, call_timeout_s)
+        self._call_timeout_s = call_timeout_s
+        kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
+        pool = BlockingConnectionPool(
+            connection_class=kinds.get(settings.scheme, Connection),
+            max_connections=_MAX_CONNECTIONS,
+            timeout=socket_timeout_s,
+            socket_timeout=socket_timeout_s,
+            socket_connect_timeout=socket_timeout_s,
+            # What may be repeated is decided in `_send`.
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **settings.connection,
+        )
+        self._client: Any = Redis.from_pool(pool)
+        self._scripts: dict[str, Any] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inspected = False
+        self._closed = False
 
     @property
     def url(self) -> str:
@@ -444,7 +346,7 @@ class RedisRegistry:
 
     async def get(self, key: str) -> Entry | None:
         """See `Registry.get`."""
-        value, revision = await self._link.command("HMGET", self._at("key", check_key(key)), "value", "revision")
+        value, revision = await self._command("HMGET", self._at("key", check_key(key)), "value", "revision")
         return _entry(key, value, revision) if value is not None else None
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
@@ -457,7 +359,7 @@ class RedisRegistry:
         check_value(check_key(key), value)
         keys = [self._at("key", key), self._at("keys"), self._at("revision")]
         arguments: list[str | bytes | int] = [value, str(expected_revision), secrets.token_hex(12), key]
-        done, revision = await self._link.script(PUT, keys, arguments)
+        done, revision = await self._script(PUT, keys, arguments)
         if not done:
             raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
         return int(revision)
@@ -466,7 +368,7 @@ class RedisRegistry:
         """See `Registry.delete`."""
         keys = [self._at("key", check_key(key)), self._at("keys")]
         # Not repeatable: the second time it would find nothing, and call that a conflict.
-        done, revision = await self._link.script(DELETE, keys, [str(expected_revision), key], repeatable=False)
+        done, revision = await self._script(DELETE, keys, [str(expected_revision), key], repeatable=False)
         if not done:
             raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
 
@@ -475,11 +377,11 @@ class RedisRegistry:
         check_value(check_key(key), value)
         check_ttl(key, ttl_s)
         keys = [self._at("announced", key), self._at("announcements")]
-        await self._link.script(ANNOUNCE, keys, [value, _milliseconds(ttl_s), key])
+        await self._script(ANNOUNCE, keys, [value, _milliseconds(ttl_s), key])
 
     async def withdraw(self, key: str) -> None:
         """See `Registry.withdraw`."""
-        await self._link.script(WITHDRAW, [self._at("announced", check_key(key)), self._at("announcements")], [key])
+        await self._script(WITHDRAW, [self._at("announced", check_key(key)), self._at("announcements")], [key])
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`."""
@@ -489,17 +391,17 @@ class RedisRegistry:
         """See `Registry.acquire`."""
         check_owner(check_key(key), owner)
         check_ttl(key, ttl_s)
-        taken = await self._link.script(ACQUIRE, [self._at("lock", key)], [owner, _milliseconds(ttl_s)])
+        taken = await self._script(ACQUIRE, [self._at("lock", key)], [owner, _milliseconds(ttl_s)])
         return bool(taken)
 
     async def release(self, key: str, owner: str) -> None:
         """See `Registry.release`."""
         check_owner(check_key(key), owner)
-        await self._link.script(RELEASE, [self._at("lock", key)], [owner])
+        await self._script(RELEASE, [self._at("lock", key)], [owner])
 
     async def holder(self, key: str) -> str | None:
         """See `Registry.holder`."""
-        owner = await self._link.command("GET", self._at("lock", check_key(key)))
+        owner = await self._command("GET", self._at("lock", check_key(key)))
         return owner.decode() if owner is not None else None
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
@@ -507,7 +409,7 @@ class RedisRegistry:
         check_value(check_key(stream, "stream"), payload)
         check_sequence(stream, sequence)
         keys = [self._at("stream", stream), self._at("ends", stream)]
-        done, last = await self._link.script(APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
+        done, last = await self._script(APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
         if not done:
             raise StreamSequenceError(
                 f"stream {stream}: sequence {sequence} after {int(last)}; {int(last) + 1} is next"
@@ -518,33 +420,32 @@ class RedisRegistry:
     ) -> list[StreamEntry]:
         """See `Registry.read`."""
         check_read(check_key(stream, "stream"), max_entries, max_bytes)
-        flat = await self._link.script(
-            READ, [self._at("stream", stream)], [str(max(after, 0) + 1), max_entries, max_bytes]
-        )
+        flat = await self._script(READ, [self._at("stream", stream)], [str(max(after, 0) + 1), max_entries, max_bytes])
         return [StreamEntry(int(sequence), payload) for sequence, payload in zip(flat[::2], flat[1::2], strict=True)]
 
     async def bounds(self, stream: str) -> StreamBounds:
         """See `Registry.bounds`."""
         ends = self._at("ends", check_key(stream, "stream"))
-        first, last = await self._link.command("HMGET", ends, "first", "last")
+        first, last = await self._command("HMGET", ends, "first", "last")
         return StreamBounds(int(first), int(last)) if last is not None else StreamBounds(0, 0)
 
     async def trim(self, stream: str, before: int) -> None:
         """See `Registry.trim`."""
         keys = [self._at("stream", check_key(stream, "stream")), self._at("ends", stream)]
-        while not await self._link.script(TRIM, keys, [str(max(before, 0)), TRIM_ENTRIES]):
+        while not await self._script(TRIM, keys, [str(max(before, 0)), TRIM_ENTRIES]):
             pass
 
     async def close(self) -> None:
         """Ends its connections."""
-        await self._link.close()
+        self._closed = True
+        await self._client.aclose()
 
     async def _pages(self, index: str, values: str, prefix: str) -> list[tuple[str, bytes, bytes]]:
         start, end = (f"[{prefix}", f"[{prefix}\x7f") if prefix else ("-", "+")
         found: list[tuple[str, bytes, bytes]] = []
         while True:
             arguments: list[str | bytes | int] = [self._at(values, ""), start, end, PAGE_ENTRIES, PAGE_BYTES, values]
-            last, flat = await self._link.script(PAGE, [self._at(index)], arguments)
+            last, flat = await self._script(PAGE, [self._at(index)], arguments)
             found += zip(map(bytes.decode, flat[::3]), flat[1::3], flat[2::3], strict=True)
             if not last:
                 return found
@@ -552,6 +453,90 @@ class RedisRegistry:
 
     def _at(self, kind: str, name: str | None = None) -> str:
         return f"{self._prefix}{kind}" if name is None else f"{self._prefix}{kind}:{name}"
+
+    async def _script(
+        self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int], *, repeatable: bool = True
+    ) -> Any:
+        """Runs a Lua script with these KEYS and ARGV; if `repeatable`, once more when the connection broke.
+
+        Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
+        """
+        if script not in self._scripts:
+            self._scripts[script] = self._client.register_script(script)
+        ready = self._scripts[script]
+        return await self._run(lambda: ready(keys=keys, args=args), repeatable)
+
+    async def _command(self, *parts: str) -> Any:
+        """Runs a command that only reads. Raises as `_script`."""
+        return await self._run(lambda: self._client.execute_command(*parts), True)
+
+    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
+        if self._closed:
+            raise RegistryUnavailableError(f"registry {self._name} is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError(f"registry {self._name} belongs to another event loop: open one for each")
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
+        try:
+            return await self._answer(send, repeatable)
+        finally:
+            # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
+            # it waits for is done by then. Whoever cancelled would wait for ever.
+            if task is not None and task.cancelling() > cancels:
+                raise asyncio.CancelledError
+
+    async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                answer = await self._send(send, repeatable)
+                await self._inspect()
+                return answer
+        except TimeoutError as error:
+            raise self._unavailable(f"no answer within {self._call_timeout_s:g} s") from error
+        except ReadOnlyError as error:
+            # It was the primary and is none any more. New connections find the new one.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            raise self._unavailable(error) from error
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from error
+
+    async def _send(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
+        try:
+            return await send()
+        except RedisConnectionError as error:
+            if not repeatable or isinstance(error, _FINAL):
+                raise
+        # A connection that was open when Redis was restarted: a new one may work.
+        return await send()
+
+    async def _inspect(self) -> None:
+        """Tells once, in the log, of settings with which Redis can lose what is kept in it."""
+        if self._inspected:
+            return
+        self._inspected = True
+        try:
+            told = await self._client.info("persistence") | await self._client.info("memory")
+        except RedisError as error:
+            _log.info("registry %s: its settings can't be read: %s", self._name, cut(error))
+            return
+        if not told.get("aof_enabled"):
+            _log.warning(
+                "registry %s: appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes",
+                self._name,
+            )
+        policy = told.get("maxmemory_policy", "noeviction")
+        if told.get("maxmemory") and policy != "noeviction":
+            _log.warning(
+                "registry %s: maxmemory-policy is %s: Redis may drop deltas and plans; set it to noeviction",
+                self._name,
+                policy,
+            )
+
+    def _unavailable(self, reason: object) -> RegistryUnavailableError:
+        return RegistryUnavailableError(f"registry {self._name}: {cut(reason) or type(reason).__name__}")
 
 
 def _entry(key: str, value: Any, revision: Any) -> Entry:

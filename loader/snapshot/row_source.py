@@ -147,8 +147,8 @@ class SafetensorsRows(RowSource):
         return file_fingerprint(self._path, self._name)
 
 
-class IteratorRows(RowSource):
-    """Rows from an iterable of blocks that is read once, front to back. Blocks may have any number of rows."""
+class RowsFromBlocks(RowSource):
+    """Rows from an iterable of blocks [k, dim], in row order and of any number of rows, that is read once."""
 
     def __init__(
         self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
@@ -207,13 +207,6 @@ class IteratorRows(RowSource):
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
     """Makes a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
     return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
-
-
-def rows_from_blocks(
-    blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
-) -> IteratorRows:
-    """Makes a source of an iterable of row blocks [k, dim] in row order, read once; together `num_embeddings` rows."""
-    return IteratorRows(blocks, num_embeddings, embedding_dim)
 
 
 def _to_float32(block: npt.NDArray[Any]) -> Float32Array:

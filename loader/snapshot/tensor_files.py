@@ -114,7 +114,13 @@ def expect_tensors(
 ) -> None:
     """Raises SnapshotCorruptError unless the file has exactly these tensors, each of its dtype and shape."""
     for name, (dtype, shape) in expected.items():
-        expect_tensor(path, tensors, name, dtype, shape)
+        info = tensors.get(name)
+        if info is None:
+            raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {cut(sorted(tensors))}")
+        if (info.dtype, info.shape) != (dtype, shape):
+            raise SnapshotCorruptError(
+                f"{path}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
+            )
     if extra := sorted(set(tensors) - set(expected)):
         raise SnapshotCorruptError(f"{path}: has the tensors {cut(extra)} besides {cut(sorted(expected))}")
 
@@ -124,17 +130,6 @@ def expect_at_most(path: Path, tensors: Mapping[str, TensorInfo], max_bytes: int
     size_bytes = sum(info.size_bytes for info in tensors.values())
     if size_bytes > max_bytes:
         raise SnapshotCorruptError(f"{path}: tensors of {size_bytes} bytes; at most {max_bytes} are read")
-
-
-def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises SnapshotCorruptError unless the tensor is there with that dtype and shape."""
-    info = tensors.get(name)
-    if info is None:
-        raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {cut(sorted(tensors))}")
-    if (info.dtype, info.shape) != (dtype, shape):
-        raise SnapshotCorruptError(
-            f"{path}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
-        )
 
 
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
