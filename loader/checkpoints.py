@@ -145,7 +145,7 @@ _METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
 
-class DistributedCheckpoint(Checkpoint):
+class _DistributedCheckpoint(Checkpoint):
     """Tensors of a folder written by `torch.distributed.checkpoint`; what is not a tensor in it is left alone.
 
     Its `.metadata` says which chunks (a rank's part of a tensor) make up a tensor, and where each of them lies, as
@@ -153,18 +153,15 @@ class DistributedCheckpoint(Checkpoint):
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the metadata can't be read, or holds what metadata never does."""
         metadata = _read_metadata(path / _METADATA_NAME)
         found = metadata.state_dict_metadata.items()
         super().__init__(path, {name: one for name, one in found if hasattr(one, "chunks")})
         self._stored = {(at.fqn, tuple(at.offset or ())): info for at, info in metadata.storage_data.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
         return tuple(self._entry(name).size)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor, put together from all its chunks."""
         entry = self._entry(name)
         target = torch.empty(entry.size, dtype=entry.properties.dtype)
         for offsets, sizes in self._chunks_of(name):
@@ -173,14 +170,13 @@ class DistributedCheckpoint(Checkpoint):
         return target
 
     def rows(self, name: str) -> RowSource:
-        """Reads rows chunk by chunk."""
         entry = self._entry(name)
         if len(entry.size) != 2 or entry.properties.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r}: expected floats [rows, dim], "
                 f"got {entry.properties.dtype} {list(entry.size)}"
             )
-        return ChunkedRows(self, name, self._chunks_of(name))
+        return _ChunkedRows(self, name, self._chunks_of(name))
 
     def read_chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """Reads the chunk of a tensor that begins at `offsets`. Raises CheckpointError."""
@@ -215,10 +211,10 @@ class DistributedCheckpoint(Checkpoint):
         return [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
 
 
-class ChunkedRows(RowSource):
+class _ChunkedRows(RowSource):
     """Rows of one table of a distributed checkpoint. Keeps the chunks that the last block came from, and no others."""
 
-    def __init__(self, checkpoint: DistributedCheckpoint, name: str, chunks: list[Chunk]) -> None:
+    def __init__(self, checkpoint: _DistributedCheckpoint, name: str, chunks: list[Chunk]) -> None:
         num_embeddings, embedding_dim = checkpoint.shape(name)
         super().__init__(num_embeddings, embedding_dim)
         self._checkpoint = checkpoint
@@ -281,25 +277,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     at = Path(path)
     if at.is_dir():
         if (at / ".metadata").is_file():
-            return DistributedCheckpoint(at)
+            return _DistributedCheckpoint(at)
         if files := sorted(at.glob("*.safetensors")):
-            return SafetensorsCheckpoint(at, files)
+            return _SafetensorsCheckpoint(at, files)
         raise CheckpointError(f"{at}: holds neither .safetensors files nor the .metadata of a distributed checkpoint")
     if not at.is_file():
         raise CheckpointError(f"{at}: no such file or folder")
     if at.suffix == ".safetensors":
-        return SafetensorsCheckpoint(at, [at])
+        return _SafetensorsCheckpoint(at, [at])
     if at.suffix in _STATE_DICT_SUFFIXES:
-        return StateDictCheckpoint(at)
+        return _StateDictCheckpoint(at)
     allowed = ", ".join((".safetensors", *_STATE_DICT_SUFFIXES))
     raise CheckpointError(f"{at}: file name must end in one of {allowed}")
 
 
-class SafetensorsCheckpoint(Checkpoint):
+class _SafetensorsCheckpoint(Checkpoint):
     """Tensors of one or several safetensors files."""
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        """Raises CheckpointError if a file can't be read or two have a tensor of the same name."""
         found: dict[str, tuple[Path, Any]] = {}
         for file in files:
             try:
@@ -314,11 +309,9 @@ class SafetensorsCheckpoint(Checkpoint):
         super().__init__(path, found)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
         return tuple(self._entry(name)[1].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor in memory."""
         file, handle = self._entry(name)
         try:
             tensor: torch.Tensor = handle.get_tensor(name)
@@ -327,18 +320,16 @@ class SafetensorsCheckpoint(Checkpoint):
         return tensor
 
     def rows(self, name: str) -> RowSource:
-        """Reads rows from the file block by block."""
         try:
             return SafetensorsRows(self._entry(name)[0], name)
         except ExportError as error:
             raise CheckpointError(str(error)) from error
 
 
-class StateDictCheckpoint(Checkpoint):
+class _StateDictCheckpoint(Checkpoint):
     """A state dict written by `torch.save`, mapped. Nested dicts are flattened, their keys joined by dots."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if it can't be read, or holds more than `weights_only` allows."""
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
@@ -353,16 +344,13 @@ class StateDictCheckpoint(Checkpoint):
         super().__init__(path, dict(_flattened(content, "")))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
         return tuple(self._entry(name).shape)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor, mapped from the file."""
         tensor: torch.Tensor = self._entry(name)
         return tensor
 
     def rows(self, name: str) -> RowSource:
-        """Reads rows of the mapped tensor."""
         try:
             return TensorRows(self.tensor(name), self.path)
         except ExportError as error:

@@ -109,11 +109,10 @@ def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda c
 
 
 def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) -> None:
-    """Gives the pages that lie wholly within an array back to the system, piece by piece.
+    """Gives the pages that lie wholly within an array back to the system, piece by piece; `rest` is called in between.
 
-    The array must be all that lies in them, and nobody may need its content: private memory reads as zeros afterwards.
-    It is contiguous, over mapped memory of its own, not the heap's. Unmapping what is left takes next to no time.
-    `rest` is called between two pieces.
+    The array must be all that lies in them, contiguous and over mapped memory of its own, not the heap's. Nobody may
+    need its content: private memory reads as zeros afterwards. Unmapping what is left takes next to no time.
     """
     begin = -(-_address(array) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (_address(array) + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,16 +1,6 @@
 """Encode changed rows of one table as a delta: the same row bytes that an export would store.
 
-Little-endian; documented in docs/deltas.md:
-
-| bytes | what |
-|---|---|
-| 8 | `SRDELTA1` |
-| 16 | XXH3-128 (https://github.com/Cyan4973/xxHash), as a little-endian number, of all that follows |
-| 56 | sequence u64, delta_base u64, base_version u64, published_at f64, rows u32, row_bytes u32, embedding_dim u32,
-  dtype u16 (its place in `DTYPES`), bytes of the model's name u16, bytes of the table's name u16, 6 zeros |
-| | the model's name, the table's name (UTF-8), zeros up to a multiple of 8 |
-| 8 · rows | row numbers, i64, ascending, none twice |
-| row_bytes · rows | the rows as the table's codec stores them |
+The format is documented in docs/deltas.md. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -119,6 +109,7 @@ MAX_BATCH_BYTES: Final = 4 << 20
 """Bytes of one delta's rows and row numbers; at least one row is always allowed."""
 
 _CHECKSUM_BYTES = 16
+# sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, zeros
 _HEADER = struct.Struct("<QQQdIIIHHH6s")
 _BODY_START = len(MAGIC) + _CHECKSUM_BYTES
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")

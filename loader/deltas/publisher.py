@@ -38,7 +38,7 @@ MAX_REMEMBERED_BYTES: Final = 64 << 20
 _log = logging.getLogger(__name__)
 
 
-class DeltaStream:
+class _DeltaStream:
     """Appends to the stream that began with `delta_base`. Used by one task at a time; call `find_end` first."""
 
     def __init__(self, fleet: FleetRegistry, model: str, delta_base: int, max_entries: int) -> None:
@@ -197,7 +197,7 @@ class AsyncDeltaPublisher:
         self._sleep = sleep
         self._one_at_a_time = asyncio.Lock()
         self._tables: dict[str, TableSpec] = {}
-        self._stream: DeltaStream | None = None
+        self._stream: _DeltaStream | None = None
         self._delta_base = 0
 
     async def open(self) -> None:
@@ -254,7 +254,7 @@ class AsyncDeltaPublisher:
         """The last delta of the stream that this publisher knows of; 0 before it is open."""
         return 0 if self._stream is None else self._stream.sequence
 
-    async def _append(self, stream: DeltaStream, batch: DeltaBatch) -> None:
+    async def _append(self, stream: _DeltaStream, batch: DeltaBatch) -> None:
         await self._again(stream.make_room)
         payload, sequence = b"", 0
 
@@ -274,7 +274,7 @@ class AsyncDeltaPublisher:
             if self._monotonic() >= deadline:
                 raise RegistryConflictError(f"stream {stream.name}: others were faster for {self._retry_s} s")
 
-    async def _opened(self) -> DeltaStream:
+    async def _opened(self) -> _DeltaStream:
         if self._stream is not None:
             return self._stream
         version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
@@ -283,7 +283,7 @@ class AsyncDeltaPublisher:
                 f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}"
             )
         spec = await self._spec(version)
-        stream = DeltaStream(self._fleet, self._model, version.delta_base, self._max_stream_entries)
+        stream = _DeltaStream(self._fleet, self._model, version.delta_base, self._max_stream_entries)
         await self._again(stream.find_end)
         self._tables = {table.name: table for table in spec.tables}
         self._delta_base = version.delta_base

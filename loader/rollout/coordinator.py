@@ -65,7 +65,7 @@ class CoordinatorConfig(Frozen):
     step_delay_s: float = Field(default=0.0, ge=0, le=60)
 
 
-class Patience:
+class _Patience:
     """Measures how long there has been one and the same reason to wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -74,7 +74,6 @@ class Patience:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Waits no more."""
         self._reason = None
 
     def is_out(self, reason: object, timeout_s: float) -> bool:
@@ -85,7 +84,7 @@ class Patience:
         return now - self._since >= timeout_s
 
 
-class StepRunner:
+class _StepRunner:
     """Carries the rollout of one model. Belongs to one coordinator, which tells it when it lost sight of the fleet."""
 
     def __init__(self, fleet: FleetRegistry, config: CoordinatorConfig, clock: Callable[[], float]) -> None:
@@ -93,8 +92,8 @@ class StepRunner:
         self._config = config
         self._clock = clock
         self._tally = BakeTally()
-        self._patience = Patience(clock)
-        self._restoring = Patience(clock)
+        self._patience = _Patience(clock)
+        self._restoring = _Patience(clock)
 
     def lose_sight(self) -> None:
         """Starts all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
@@ -234,7 +233,7 @@ class Coordinator:
         self._sleep = sleep
         self._config = config or CoordinatorConfig()
         self._roster = Roster(self._config.settle_s)
-        self._runners: dict[str, StepRunner] = {}
+        self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}
         self._problems: dict[str, str] = {}
@@ -307,7 +306,7 @@ class Coordinator:
             if on_record is not None and on_record.rollout.active:
                 runner = self._runners.get(model)
                 if runner is None:
-                    runner = self._runners[model] = StepRunner(self._fleet, self._config, self._clock)
+                    runner = self._runners[model] = _StepRunner(self._fleet, self._config, self._clock)
                 moved = await runner.move(on_record, wanted, view.for_model(model))
             if moved is not None:
                 self._rollouts[model] = moved

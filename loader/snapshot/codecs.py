@@ -11,12 +11,9 @@ The quantised layouts are FBGEMM's fused row-wise CPU layouts, so that the torch
 | fp16 | D float16 | as stored |
 | fp32 | D float32 | as stored |
 
-Every table has 256 buckets. With bucketing `hash`, bucket = row mod 256; with `range`, bucket = row >> shift, where
-shift is the smallest that leaves at most 256 buckets. Both are `(row >> shift) & 255`, with shift 0 for `hash`.
-
-File i of a table holds rows [i * rows_per_file, (i + 1) * rows_per_file). Inside a `hash` file the rows of bucket 0
-come first, then bucket 1, ...; inside a bucket they ascend. A `range` file is in row order, so its buckets are too.
-A loader that wants some buckets therefore reads one contiguous run of each file per run of buckets.
+Every table has 256 buckets, `(row >> shift) & 255`, which docs/snapshot-format.md lays out: shift is 0 with bucketing
+`hash`, and with `range` the smallest that leaves at most 256 buckets. File i of a table holds rows [i * rows_per_file,
+(i + 1) * rows_per_file) in bucket order, so that some buckets are one contiguous run of each file.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ class GoldenRequests:
 
     Attributes:
         num_candidates: int32 [R], candidates of each request, at least 1.
-        values: per feature, int64 [nnz], the ids of its bags one after the other.
-        lengths: per feature, int32 [bags], ids in each bag.
+        values, lengths: per feature, int64 [nnz], the ids of its bags one after the other; int32 [bags], ids in each.
         weights: per weighted feature, float32 [nnz].
         context_dense: float32 [R, dense_inputs.context].
         candidate_dense: float32 [N, dense_inputs.candidate].

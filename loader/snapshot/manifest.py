@@ -365,10 +365,8 @@ def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
 def snapshot_file(root: Path, relative_path: str) -> Path:
     """Returns the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
-    Raises:
-        SnapshotPathError: absolute, with an empty, '.' or '..' part, a backslash or a control character, or a link
-            whose end lies outside the folder.
-        SnapshotCorruptError: there is no such plain file.
+    Raises SnapshotPathError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
+    link that leaves the folder, SnapshotCorruptError if there is no such plain file.
     """
     parts = relative_path.split("/")
     if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):

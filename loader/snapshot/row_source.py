@@ -154,16 +154,15 @@ class RowsFromBlocks(RowSource):
         self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
     ) -> None:
         super().__init__(num_embeddings, embedding_dim)
-        self._iterator = iter(blocks)
+        self._blocks = (block for block in map(rows_of, blocks) if block.num_embeddings)
         self._next_row = 0
         self._block: ArrayRows | TensorRows | None = None
         self._block_first_row = 0
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Returns the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+        """Yields the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
 
-        Raises:
-            ExportError: the rows were already read, a block has the wrong dim, or there are too few or too many rows.
+        Raises ExportError if they were already read, a block has the wrong dim, or there are too few or too many rows.
         """
         if first_row < self._next_row:
             raise ExportError(
@@ -179,12 +178,12 @@ class RowsFromBlocks(RowSource):
                 self._block, self._block_first_row = None, block_end
             if start < stop:
                 yield from block.blocks(start - block_first_row, stop - start)
-        if last_row == self.num_embeddings:
-            self._check_end()
+        if last_row == self.num_embeddings and (self._block is not None or next(self._blocks, None) is not None):
+            raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
 
     def _current_block(self) -> ArrayRows | TensorRows:
         if self._block is None:
-            block = self._take_block()
+            block = next(self._blocks, None)
             if block is None:
                 raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self.num_embeddings}")
             if block.embedding_dim != self.embedding_dim:
@@ -194,14 +193,6 @@ class RowsFromBlocks(RowSource):
                 )
             self._block = block
         return self._block
-
-    def _take_block(self) -> ArrayRows | TensorRows | None:
-        """Returns the next block that has rows, or None at the end."""
-        return next((block for block in map(rows_of, self._iterator) if block.num_embeddings), None)
-
-    def _check_end(self) -> None:
-        if self._block is not None or self._take_block() is not None:
-            raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
 
 
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
