@@ -10,15 +10,16 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, Record, VersionStats
+from loader.snapshot.manifest import Frozen
 
 MAX_FALSE_ALARM = 1e-4
 _P99 = 0.99
 
 
-class GuardLimits(BaseModel):
+class GuardLimits(Frozen):
     """How much worse than the live version a new one may be.
 
     Attributes:
@@ -29,8 +30,6 @@ class GuardLimits(BaseModel):
         max_score_drift: how far its mean score may lie from the live one's, in standard deviations of a live score.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     min_requests: int = Field(default=50, ge=1)
     max_error_rate_increase: float = Field(default=0.01, ge=0, le=1)
     max_p99_ratio: float = Field(default=2.0, ge=1)
@@ -38,10 +37,8 @@ class GuardLimits(BaseModel):
     max_score_drift: float = Field(default=0.5, ge=0)
 
 
-class VersionNumbers(BaseModel):
+class VersionNumbers(Record):
     """What was compared of one version; None where it has no answers or scores."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     requests: int
     errors: int
@@ -51,13 +48,8 @@ class VersionNumbers(BaseModel):
     score_deviation: float | None
 
 
-class GuardReport(BaseModel):
-    """What the guards say; if nothing was compared, the reason says why.
-
-    `reason` is also which limit is breached; empty if all is well.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class GuardReport(Record):
+    """What the guards say: which limit is breached, or why nothing was compared; no reason if all is well."""
 
     breached: bool
     compared: bool

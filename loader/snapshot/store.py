@@ -232,24 +232,21 @@ def _remove_leftovers(model_folder: Path) -> None:
 @contextmanager
 def _lock(work: Path) -> Iterator[None]:
     path = work / "lock"
+    busy = ExportError(f"another export works in {work}; one export of a version runs at a time")
     try:
         file = path.open("w")
     except FileNotFoundError as error:
-        raise _busy(work) from error
+        raise busy from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The export that held the lock may have finished and removed this folder since we opened the file.
             still_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError) as error:
-            raise _busy(work) from error
+            raise busy from error
         if not still_there:
-            raise _busy(work)
+            raise busy
         yield
-
-
-def _busy(work: Path) -> ExportError:
-    return ExportError(f"another export works in {work}; one export of a version runs at a time")
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:

@@ -71,22 +71,19 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        tensors[name], begin = _check_entry(path, name, entry, data_offset)
-        spans.append((begin, begin + tensors[name].size_bytes))
-    position = 0
+        tensors[name] = info = _check_entry(path, name, entry, data_offset)
+        spans.append((info.offset, info.offset + info.size_bytes))
+    position = data_offset
     for begin, end in sorted(spans):
         if begin != position:
             raise SnapshotCorruptError(f"{path}: the tensors overlap or leave a gap at byte {position}")
         position = end
-    if data_offset + position != file_bytes:
-        raise SnapshotCorruptError(
-            f"{path}: the header describes {data_offset + position} bytes, the file has {file_bytes}"
-        )
+    if position != file_bytes:
+        raise SnapshotCorruptError(f"{path}: the header describes {position} bytes, the file has {file_bytes}")
     return tensors
 
 
-def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[TensorInfo, int]:
-    """Reads one tensor of a header, and where its bytes begin after it."""
+def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorInfo:
     where = f"{path}: tensor {cut(repr(name))}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -101,7 +98,7 @@ def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[T
         raise SnapshotCorruptError(f"{where}: {numbers}: not whole numbers in [0, 2^63)")
     if end - begin != item_bytes * math.prod(shape):
         raise SnapshotCorruptError(f"{where}: bytes {begin} to {end} do not hold {dtype} {shape}")
-    return TensorInfo(dtype, tuple(shape), data_offset + begin), begin
+    return TensorInfo(dtype, tuple(shape), data_offset + begin)
 
 
 def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:
