@@ -70,14 +70,15 @@ def id_type_is_string(table: TableSpec) -> bool:
 def check_vocabulary_header(path: Path, table: TableSpec, tensors: Mapping[str, TensorInfo]) -> None:
     """Raises SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
     length = length_of(tensors, "ids")
+    if "ids" in tensors and not 1 <= length <= table.num_embeddings:
+        raise SnapshotCorruptError(f"{path}: {length} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
     expected: dict[str, tuple[str, tuple[int, ...]]] = {"ids": ("I64", (length,))}
     if id_type_is_string(table):
         expected |= {"strings": ("U8", (length_of(tensors, "strings"),)), "offsets": ("I64", (length + 1,))}
+    expect_tensors(path, tensors, expected)
+    if id_type_is_string(table):
         # A file of strings is read as a whole.
         expect_at_most(path, tensors, 8 * length + 8 * (length + 1) + MAX_STRING_ID_BYTES * length)
-    expect_tensors(path, tensors, expected)
-    if not 1 <= length <= table.num_embeddings:
-        raise SnapshotCorruptError(f"{path}: {length} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
 
 
 def check_vocabulary_ids(path: Path, ids: npt.NDArray[np.int64]) -> None:
