@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec as ModelSpec
     from loader.snapshot.manifest import TableSpec as TableSpec
     from loader.snapshot.manifest import VocabularyMapping as VocabularyMapping
+    from loader.snapshot.reader import verify_snapshot as verify_snapshot
     from loader.snapshot.row_source import ArrayRows as ArrayRows
-    from loader.snapshot.row_source import IteratorRows as IteratorRows
+    from loader.snapshot.row_source import RowsFromBlocks as RowsFromBlocks
     from loader.snapshot.row_source import SafetensorsRows as SafetensorsRows
     from loader.snapshot.row_source import TensorRows as TensorRows
-    from loader.snapshot.verify import verify_snapshot as verify_snapshot
     from loader.snapshot.writer import export_snapshot as export_snapshot
     from router.hashing import hashed_rows as hashed_rows
     from serving.client.client import AsyncClient as AsyncClient
@@ -76,8 +76,8 @@ _NAMES = {
     "loader.snapshot.manifest": (
         "DenseInputs DenseModelSpec FeatureSpec HashMapping IdentityMapping ModelSpec TableSpec VocabularyMapping"
     ),
-    "loader.snapshot.row_source": "ArrayRows IteratorRows SafetensorsRows TensorRows",
-    "loader.snapshot.verify": "verify_snapshot",
+    "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows TensorRows",
+    "loader.snapshot.reader": "verify_snapshot",
     "loader.snapshot.writer": "export_snapshot",
     "router.hashing": "hashed_rows",
     "serving.client.client": "AsyncClient Client RetryPolicy",

@@ -26,25 +26,26 @@ class ShardrankError(Exception):
     grpc_status: ClassVar[str] = "INTERNAL"
     kind: ClassVar[str] = "internal"
 
+    def __init_subclass__(
+        cls, *, http_status: int | None = None, grpc_status: str | None = None, kind: str | None = None
+    ) -> None:
+        """Takes over what is given here; the rest is as in the base."""
+        super().__init_subclass__()
+        for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
+            if value is not None:
+                setattr(cls, name, value)
+
 
 class LoaderError(ShardrankError):
     """Something about a snapshot, a checkpoint or a store."""
 
 
-class SnapshotError(LoaderError):
+class SnapshotError(LoaderError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="bad_snapshot"):
     """A snapshot that must not be served. The message names the file and the reason."""
 
-    http_status = 422
-    grpc_status = "FAILED_PRECONDITION"
-    kind = "bad_snapshot"
 
-
-class SnapshotNotFoundError(SnapshotError):
+class SnapshotNotFoundError(SnapshotError, http_status=404, grpc_status="NOT_FOUND", kind="snapshot_not_found"):
     """No such model or version in the store."""
-
-    http_status = 404
-    grpc_status = "NOT_FOUND"
-    kind = "snapshot_not_found"
 
 
 class SnapshotFormatError(SnapshotError):
@@ -59,113 +60,64 @@ class SnapshotCorruptError(SnapshotError):
     """A file is missing, or its size, SHA-256, dtype or shape is not what the manifest says."""
 
 
-class SnapshotResourceError(SnapshotError):
+class SnapshotResourceError(SnapshotError, http_status=503, grpc_status="UNAVAILABLE", kind="snapshot_resource"):
     """File descriptors or memory ran out while a snapshot was read. It may be sound: try again when there is room."""
 
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    kind = "snapshot_resource"
 
-
-class SnapshotExistsError(SnapshotError):
+class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_EXISTS", kind="snapshot_exists"):
     """A version is immutable: it can't be written a second time."""
 
-    http_status = 409
-    grpc_status = "ALREADY_EXISTS"
-    kind = "snapshot_exists"
 
-
-class ExportError(LoaderError):
+class ExportError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):
     """What was handed to the writer can't become a snapshot."""
-
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "bad_export"
 
 
 class NonFiniteRowError(ExportError):
     """A row holds NaN or inf. Quantisation would hide it, so it is refused by table and row."""
 
 
-class CheckpointError(LoaderError):
+class CheckpointError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_checkpoint"):
     """A checkpoint can't be read safely, or its tensors do not fit the model description."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "bad_checkpoint"
 
-
-class RegistryError(LoaderError):
+class RegistryError(LoaderError, kind="registry"):
     """Something about the registry."""
 
-    kind = "registry"
 
-
-class RegistryUnavailableError(RegistryError):
+class RegistryUnavailableError(RegistryError, http_status=503, grpc_status="UNAVAILABLE", kind="registry_unavailable"):
     """The registry does not answer. A write that failed like this may have taken place."""
 
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    kind = "registry_unavailable"
 
-
-class RegistryConflictError(RegistryError):
+class RegistryConflictError(RegistryError, http_status=409, grpc_status="ABORTED", kind="registry_conflict"):
     """Somebody else wrote the key since it was read."""
 
-    http_status = 409
-    grpc_status = "ABORTED"
-    kind = "registry_conflict"
 
-
-class RegistryRecordError(RegistryError):
+class RegistryRecordError(RegistryError, kind="registry_record"):
     """A record that does not fit its schema, or a key or URL that can't be one."""
 
-    kind = "registry_record"
 
-
-class StreamSequenceError(RegistryError):
+class StreamSequenceError(RegistryError, http_status=409, grpc_status="OUT_OF_RANGE", kind="stream_sequence"):
     """An entry whose sequence number is not the next one of its stream."""
 
-    http_status = 409
-    grpc_status = "OUT_OF_RANGE"
-    kind = "stream_sequence"
 
-
-class DeltaError(LoaderError):
+class DeltaError(LoaderError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="bad_delta"):
     """A batch of changed rows that must not be applied."""
 
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-    kind = "bad_delta"
 
-
-class DeltaFormatError(DeltaError):
+class DeltaFormatError(DeltaError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="delta_format"):
     """A delta that can't be made of what was given, or whose bytes are not what was published."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "delta_format"
 
-
-class DeltaBaseError(DeltaError):
+class DeltaBaseError(DeltaError, kind="delta_base"):
     """A delta for a version that this is not, and does not continue."""
 
-    kind = "delta_base"
 
-
-class DeltaGapError(DeltaError):
+class DeltaGapError(DeltaError, grpc_status="OUT_OF_RANGE", kind="delta_gap"):
     """A delta that is not the next one: applying it would skip changes."""
 
-    grpc_status = "OUT_OF_RANGE"
-    kind = "delta_gap"
 
-
-class RolloutError(LoaderError):
+class RolloutError(LoaderError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="rollout"):
     """A rollout that can't be started, aborted or undone as things are. The message says why."""
-
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-    kind = "rollout"
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:

@@ -22,20 +22,11 @@ _Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 class FileBacked(Generic[T]):
-    """A value made from files. Whoever asks for it gets what the files say now.
+    """A value made from files, which `read` turns into it. Whoever asks for it gets what the files say now.
 
-    There is no task that watches: the files are looked at when the value is asked for, so it needs no loop, may be
-    asked from any thread, and nobody waits for the next look. While the files can't be read, the last value stays, and
-    one warning says so for each state that they are in; a file that is half written is read again when it is whole.
-
-    Args:
-        paths: the files.
-        read: makes the value. Raises ShardrankError, naming the file, if it can't.
-        clock: monotonic seconds.
-        interval_s: files are looked at no more often than this.
-
-    Raises:
-        ShardrankError: as `read`, the first time.
+    There is no task that watches: the files are looked at when the value is asked for, no more often than `interval_s`,
+    so it needs no loop and may be asked from any thread. While the files can't be read (`read` raises ShardrankError),
+    the last value stays, and one warning says so for each state that they are in.
     """
 
     def __init__(

@@ -31,11 +31,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _MappedPages:
-    """Owns a mapping and gives it to NumPy; arrays keep their owner, and the pages are unmapped with the last of them.
+    """Owns a mapping and gives it to NumPy, by https://numpy.org/doc/stable/reference/arrays.interface.html.
 
-    Attributes:
-        __array_interface__: NumPy's array interface, version 3
-            (https://numpy.org/doc/stable/reference/arrays.interface.html).
+    Arrays keep their owner, and the pages are unmapped with the last of them.
     """
 
     def __init__(self, address: int, size_bytes: int, array_interface: dict[str, Any]) -> None:
@@ -50,11 +48,7 @@ def map_array(
     """Returns a read-only array of `shape` over a file's bytes from `offset` on; at least one element.
 
     With `copy_on_write` it can be written to: a page that is written becomes memory of this process, and the file stays
-    as it is.
-
-    Raises:
-        OSError: the file can't be opened or mapped.
-        ValueError: the file ends before the array does.
+    as it is. Raises OSError if the file can't be opened or mapped, ValueError if it ends before the array does.
     """
     item = np.dtype(dtype)
     end = offset + item.itemsize * math.prod(shape)
@@ -96,10 +90,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda count: None) -> None:
     """Brings all pages of a mapped array into memory and into this process's page tables, so that no read faults.
 
-    The array must be contiguous; `on_bytes` is told the bytes done since its last call.
-
-    Raises:
-        OSError: the kernel could not read a page, for example of a file that has become shorter.
+    The array must be contiguous; `on_bytes` is told the bytes done since its last call. Raises OSError if the kernel
+    could not read a page, for example of a file that has become shorter.
     """
     begin = _address(array)
     begin -= begin % mmap.PAGESIZE
@@ -117,11 +109,10 @@ def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda c
 
 
 def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) -> None:
-    """Gives the pages that lie wholly within an array back to the system, piece by piece.
+    """Gives the pages that lie wholly within an array back to the system, piece by piece; `rest` is called in between.
 
-    The array must be all that lies in them, and nobody may need its content: private memory reads as zeros afterwards.
-    It is contiguous, over mapped memory of its own, not the heap's. Unmapping what is left takes next to no time.
-    `rest` is called between two pieces.
+    The array must be all that lies in them, contiguous and over mapped memory of its own, not the heap's. Nobody may
+    need its content: private memory reads as zeros afterwards. Unmapping what is left takes next to no time.
     """
     begin = -(-_address(array) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (_address(array) + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -149,9 +140,8 @@ def _advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines, and the twice of it that goes with it.
-MMAP_THRESHOLD_BYTES = 32 << 20
-TRIM_THRESHOLD_BYTES = 2 * MMAP_THRESHOLD_BYTES
+_MMAP_THRESHOLD_BYTES = 32 << 20
+"""DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines."""
 # Objects with references to others that are made and not freed until the youngest ones are looked at.
 YOUNG_OBJECTS = 50_000
 
@@ -171,12 +161,8 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
-    _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # Other C libraries have none, and other ways.
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD_BYTES)

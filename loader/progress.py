@@ -37,7 +37,7 @@ _LONGEST_REST_S: Final = 5.0
 
 
 class Pace:
-    """Rests between pieces of work. Told the progress, it passes that on; of one thread's work at a time.
+    """Rests between pieces of work, of which it is told by their progress.
 
     Args:
         cpu_share: of the time that work takes part in, 0 to 1. Time in which the work itself waits for a disk or a core
@@ -138,21 +138,12 @@ class Wish:
 async def in_background(
     work: Callable[[Wish], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
 ) -> Result:
-    """Runs `work` in a thread of its own.
+    """Runs `work`, which looks at the wish now and then, in a thread of its own. Raises as `work`.
 
     When the caller is cancelled, the work is called off, and this ends only once the work has; a result that came
-    nevertheless is given to `free`.
-
-    Args:
-        work: looks at the wish now and then.
-        name: of the thread.
-        free: of a result that nobody takes.
-        low_priority: lower the thread's priority. Right for work that copies and hashes without the interpreter's lock;
-            wrong for work in Python: where cores are busy, a thread of low priority that has the lock is kept waiting
-            with it, and every request of the process with that thread.
-
-    Raises:
-        Exception: as `work`.
+    nevertheless is given to `free`. A low priority is right for work that copies and hashes without the interpreter's
+    lock, wrong for work in Python: where cores are busy, a thread of low priority that has the lock is kept waiting
+    with it, and every request of the process with that thread.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()

@@ -28,8 +28,8 @@ import torch
 from rich.console import Console
 
 from loader.deltas.publisher import DeltaPublisher
+from loader.registry.fleet import FleetRegistry
 from loader.registry.opening import open_registry
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loadtest.lookup_setup import MODEL, Shape, make_batch, make_node, write_snapshot

@@ -17,7 +17,7 @@ import uvloop
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_from_blocks
+from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.writer import export_snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
@@ -85,8 +85,7 @@ def write_snapshot(store: Path, shape: Shape) -> Path:
             yield block[: shape.rows_per_table - first]
 
     rows = {
-        table.name: rows_from_blocks(blocks(), table.num_embeddings, table.embedding_dim)
-        for table in shape.spec().tables
+        table.name: RowsFromBlocks(blocks(), table.num_embeddings, table.embedding_dim) for table in shape.spec().tables
     }
     return export_snapshot(store, shape.spec(), rows=rows, dense={"unused": torch.zeros(1)})
 

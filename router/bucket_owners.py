@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.layout import bucket_shift
+from loader.snapshot.codecs import bucket_shift
 from router.plan import REPLICATED, Plan
 from shard_node.bags import Int64Array, KeyedBags
 from shard_node.split import Owners

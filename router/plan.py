@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.layout import num_buckets_used
+from loader.snapshot.codecs import num_buckets_used
 from loader.snapshot.manifest import NUM_BUCKETS, ModelSpec, TableSpec
 from router.errors import PlanError
 from shard_node.engine.arena import row_bytes_of

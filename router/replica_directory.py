@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from pydantic import ValidationError
 
-from loader.registry.records import FleetRecord, NodeRecord
+from loader.registry.fleet import FleetRecord, NodeRecord
 from shard_node.errors import AddressError
 from shard_node.wire.address import Address
 

@@ -1,16 +1,6 @@
 """Encode changed rows of one table as a delta: the same row bytes that an export would store.
 
-Little-endian; documented in docs/deltas.md:
-
-| bytes | what |
-|---|---|
-| 8 | `SRDELTA1` |
-| 16 | XXH3-128 (https://github.com/Cyan4973/xxHash), as a little-endian number, of all that follows |
-| 56 | sequence u64, delta_base u64, base_version u64, published_at f64, rows u32, row_bytes u32, embedding_dim u32,
-  dtype u16 (its place in `DTYPES`), bytes of the model's name u16, bytes of the table's name u16, 6 zeros |
-| | the model's name, the table's name (UTF-8), zeros up to a multiple of 8 |
-| 8 · rows | row numbers, i64, ascending, none twice |
-| row_bytes · rows | the rows as the table's codec stores them |
+The format is documented in docs/deltas.md. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -35,15 +25,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
-    """Encodes changed rows.
+    """Encodes changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
 
     Args:
         table: the table.
         rows: whole numbers [n], in any order. Of a row that is there twice, the last one counts.
         values: floats [n, embedding_dim]; float32, or what can become it. Arrays or tensors, on any device.
-
-    Returns:
-        int64 [m], the rows, ascending, none twice; and uint8 [m, row_bytes].
 
     Raises:
         DeltaFormatError: another shape or dtype, a row outside the table, or a value that is not finite or that the
@@ -122,6 +109,7 @@ MAX_BATCH_BYTES: Final = 4 << 20
 """Bytes of one delta's rows and row numbers; at least one row is always allowed."""
 
 _CHECKSUM_BYTES = 16
+# sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, zeros
 _HEADER = struct.Struct("<QQQdIIIHHH6s")
 _BODY_START = len(MAGIC) + _CHECKSUM_BYTES
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
@@ -134,19 +122,13 @@ def rows_per_batch(row_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBatch:
-    """One delta.
+    """One delta of rows (int64 [n], ascending, none twice) and what they are now (uint8 [n, row_bytes]).
 
     Attributes:
-        model: whose table.
         delta_base: the version that the stream began with.
         base_version: the version that its publisher trains on from.
         sequence: its place in the stream, from 1 on.
         published_at: by the publisher's clock, in seconds since the epoch.
-        table: the table's name.
-        dtype: how rows are stored.
-        embedding_dim: their width.
-        rows: int64 [n], ascending, none twice.
-        stored: uint8 [n, row_bytes].
     """
 
     model: str
@@ -190,16 +172,14 @@ class DeltaBatch:
     def decode(cls, payload: bytes) -> DeltaBatch:
         """Reads what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
 
-        Raises:
-            DeltaFormatError: these are not the bytes of a delta, or not all of them as they were written.
+        Raises DeltaFormatError if these are not the bytes of a delta, or not all of them as they were written.
         """
         if len(payload) < _BODY_START + _HEADER.size or payload[: len(MAGIC)] != MAGIC:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
         if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
             raise DeltaFormatError(f"a delta of {len(payload)} bytes does not have the checksum that it states")
-        fields = _HEADER.unpack_from(payload, _BODY_START)
-        sequence, delta_base, base_version, published_at, count, row_bytes, dim, dtype, model_bytes, table_bytes, _ = (
-            fields
+        sequence, base, trained_from, published_at, count, row_bytes, dim, dtype, model_bytes, table_bytes, _ = (
+            _HEADER.unpack_from(payload, _BODY_START)
         )
         names = _BODY_START + _HEADER.size
         rows = names + model_bytes + table_bytes
@@ -216,8 +196,8 @@ class DeltaBatch:
             raise DeltaFormatError(f"delta {sequence}: a name is not UTF-8: {error}") from error
         batch = cls(
             model=model,
-            delta_base=delta_base,
-            base_version=base_version,
+            delta_base=base,
+            base_version=trained_from,
             sequence=sequence,
             published_at=published_at,
             table=table,

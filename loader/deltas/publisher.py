@@ -12,10 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
-
-from pydantic import ValidationError
 
 from loader.deltas.batch import DeltaBatch, encode_rows, rows_per_batch
 from loader.errors import (
@@ -24,15 +21,13 @@ from loader.errors import (
     DeltaFormatError,
     DeltaGapError,
     RegistryConflictError,
-    RegistryRecordError,
     RegistryUnavailableError,
     StreamSequenceError,
 )
+from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream, parse_record
 from loader.registry.opening import open_registry
-from loader.registry.records import PublishedVersion, delta_stream
 from loader.registry.registry import Registry
-from loader.registry.typed import FleetRegistry
-from loader.rollout.requests import read_rollout
+from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
 from loader.snapshot.publishing import stream_end
 
@@ -43,7 +38,7 @@ MAX_REMEMBERED_BYTES: Final = 64 << 20
 _log = logging.getLogger(__name__)
 
 
-class DeltaStream:
+class _DeltaStream:
     """Appends to the stream that began with `delta_base`. Used by one task at a time; call `find_end` first."""
 
     def __init__(self, fleet: FleetRegistry, model: str, delta_base: int, max_entries: int) -> None:
@@ -63,9 +58,8 @@ class DeltaStream:
     async def find_end(self) -> None:
         """Finds out what the next number is.
 
-        Raises:
-            DeltaGapError: nodes, or this publisher, know of deltas that the registry has lost and that nobody here can
-                give back. New ones under the same numbers would be taken for those by some nodes and not by others.
+        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that nobody here
+        can give back: new ones under the same numbers would be taken for those by some nodes and not by others.
         """
         known = max(self.sequence, await stream_end(self._fleet, self._model, self._delta_base))
         # Read after what nodes tell, so that what others append meanwhile is in it.
@@ -90,10 +84,9 @@ class DeltaStream:
             await self.find_end()
 
     async def append(self, sequence: int, payload: bytes) -> bool:
-        """Appends the next one. May be repeated with the same payload after any failure.
+        """Appends the next one; false if somebody else has appended under that number: then call `find_end`.
 
-        Returns:
-            False if somebody else has appended under that number; then `find_end` is called for.
+        May be repeated with the same payload after any failure.
         """
         try:
             await self._registry.append(self.name, sequence, payload)
@@ -108,11 +101,7 @@ class DeltaStream:
         return True
 
     async def make_room(self) -> None:
-        """Drops the oldest entries of a stream that is full, as far as no held version needs them.
-
-        Raises:
-            DeltaError: all are needed.
-        """
+        """Drops the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
         if self.sequence + 1 - self._first < self._max_entries:
             return
         self._first = (await self._registry.bounds(self.name)).first or self.sequence + 1
@@ -181,8 +170,7 @@ class AsyncDeltaPublisher:
         max_stream_entries: the stream is kept at most that long. What a held version needs is never dropped.
         retry_s: how long a registry that does not answer is asked again.
         clock: seconds since the epoch; dates the deltas.
-        monotonic: seconds; bounds retries.
-        sleep: waits between them.
+        monotonic, sleep: bound retries, in seconds.
     """
 
     def __init__(
@@ -209,16 +197,11 @@ class AsyncDeltaPublisher:
         self._sleep = sleep
         self._one_at_a_time = asyncio.Lock()
         self._tables: dict[str, TableSpec] = {}
-        self._stream: DeltaStream | None = None
+        self._stream: _DeltaStream | None = None
         self._delta_base = 0
 
     async def open(self) -> None:
-        """Reads what the registry says of the version; `publish` does it if nobody has.
-
-        Raises:
-            DeltaBaseError: the version is not published.
-            RegistryUnavailableError: the registry does not answer.
-        """
+        """Reads what the registry says of the version; `publish` does it if nobody has. Raises as `publish`."""
         async with self._one_at_a_time:
             await self._opened()
 
@@ -271,7 +254,7 @@ class AsyncDeltaPublisher:
         """The last delta of the stream that this publisher knows of; 0 before it is open."""
         return 0 if self._stream is None else self._stream.sequence
 
-    async def _append(self, stream: DeltaStream, batch: DeltaBatch) -> None:
+    async def _append(self, stream: _DeltaStream, batch: DeltaBatch) -> None:
         await self._again(stream.make_room)
         payload, sequence = b"", 0
 
@@ -291,7 +274,7 @@ class AsyncDeltaPublisher:
             if self._monotonic() >= deadline:
                 raise RegistryConflictError(f"stream {stream.name}: others were faster for {self._retry_s} s")
 
-    async def _opened(self) -> DeltaStream:
+    async def _opened(self) -> _DeltaStream:
         if self._stream is not None:
             return self._stream
         version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
@@ -300,7 +283,7 @@ class AsyncDeltaPublisher:
                 f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}"
             )
         spec = await self._spec(version)
-        stream = DeltaStream(self._fleet, self._model, version.delta_base, self._max_stream_entries)
+        stream = _DeltaStream(self._fleet, self._model, version.delta_base, self._max_stream_entries)
         await self._again(stream.find_end)
         self._tables = {table.name: table for table in spec.tables}
         self._delta_base = version.delta_base
@@ -310,12 +293,7 @@ class AsyncDeltaPublisher:
     async def _spec(self, version: PublishedVersion) -> ModelSpec:
         text = await self._again(lambda: self._fleet.spec(self._model, self._base_version))
         if text is not None:
-            try:
-                return ModelSpec.model_validate_json(text)
-            except ValidationError as error:
-                raise RegistryRecordError(
-                    f"the spec of {self._model!r} version {self._base_version} can't be read: {error}"
-                ) from error
+            return parse_record(f"the spec of {self._model!r} version {self._base_version}", text.encode(), ModelSpec)
         if self._store is None:
             raise DeltaBaseError(
                 f"the registry has no spec of {self._model!r} version {self._base_version}: publish it again, or give "
@@ -345,11 +323,7 @@ class DeltaPublisher:
     """Publishes changed rows from a trainer; thread-safe. A context manager.
 
     It has an event loop and a connection to the registry of its own, in a thread of its own. `registry` is a URL or
-    folder, or a registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes it.
-
-    Raises:
-        DeltaBaseError: the version is not published.
-        RegistryUnavailableError: the registry does not answer.
+    folder, or a registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes and raises it.
     """
 
     def __init__(
@@ -377,8 +351,7 @@ class DeltaPublisher:
     def publish(self, table: str, rows: Any, values: Any) -> int:
         """Publishes as `AsyncDeltaPublisher.publish` does; waits until the rows are durable.
 
-        Raises:
-            DeltaError: it is closed, or another thread closes it meanwhile; then the rows may be published or not.
+        Raises DeltaError if another thread closes it meanwhile; then the rows may be published or not.
         """
         with self._lock:
             if self._closed:
@@ -413,9 +386,7 @@ class DeltaPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     async def _open(

@@ -44,19 +44,15 @@ from loader.registry.registry import (
 )
 from loader.snapshot.store import fsync_path, make_folders
 
-VALUE_SUFFIX: Final = "="
+_SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
-_WRITING: Final = "~writing"
-_LOCK: Final = "~lock"
-_FIRST_PAUSE_S: Final = 0.0005
-_LONGEST_PAUSE_S: Final = 0.01
+_ENTRIES_PER_BLOCK: Final = 256
 
 
-class Area:
-    """A folder whose files are changed by one writer at a time."""
+class _Area:
+    """A folder whose files are changed by one writer at a time, durably or not. Made when it is first written to."""
 
     def __init__(self, path: Path, *, durable: bool, lock_timeout_s: float) -> None:
-        """Opens an area at `path`, made when it is first written to. `durable`: a write survives a loss of power."""
         self.path = path
         self._durable = durable
         self._lock_timeout_s = lock_timeout_s
@@ -65,28 +61,29 @@ class Area:
     def locked(self) -> Iterator[None]:
         """Keeps everybody else, in this process or another one, from writing here. Ends with the process."""
         make_folders(self.path)
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self.path / "~lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._wait_for(descriptor)
             yield
         finally:
             os.close(descriptor)
 
-    def write(self, path: Path, content: bytes) -> None:
+    def write(self, path: Path, content: bytes, *, durable: bool | None = None) -> None:
         """Puts a file in place at once. Only while `locked`."""
+        durable = self._durable if durable is None else durable
         make_folders(path.parent)
-        work = self.path / _WRITING
+        work = self.path / "~writing"
         descriptor = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             rest = memoryview(content)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
-            if self._durable:
+            if durable:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
         work.rename(path)
-        if self._durable:
+        if durable:
             fsync_path(path.parent)
 
     def remove(self, path: Path) -> None:
@@ -95,10 +92,28 @@ class Area:
         if self._durable and path.parent.is_dir():
             fsync_path(path.parent)
 
+    def file_of(self, key: str) -> Path:
+        """Returns where a key's value lies."""
+        return self.path / f"{key}{_SUFFIX}"
+
+    def keys_below(self, prefix: str) -> list[str]:
+        """Returns the keys below a prefix that have a file, sorted."""
+        found: list[str] = []
+        waiting = [prefix]
+        while waiting:
+            above = waiting.pop()
+            with contextlib.suppress(FileNotFoundError), os.scandir(self.path / above) as folder:
+                for entry in folder:
+                    if entry.name.endswith(_SUFFIX):
+                        found.append(above + entry.name.removesuffix(_SUFFIX))
+                    elif not entry.name.startswith("~"):
+                        waiting.append(f"{above}{entry.name}/")
+        return sorted(found)
+
     def _wait_for(self, descriptor: int) -> None:
         # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
         deadline = time.monotonic() + self._lock_timeout_s
-        pause_s = _FIRST_PAUSE_S
+        pause_s = 0.0005
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,54 +124,19 @@ class Area:
                         f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
                     ) from None
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, 0.01)
 
 
-def read_file(path: Path) -> bytes | None:
-    """Returns a file's content, or None if there is none."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def file_of(area: Path, key: str) -> Path:
-    """Returns where a key's value lies."""
-    return area / f"{key}{VALUE_SUFFIX}"
-
-
-def keys_below(area: Path, prefix: str) -> list[str]:
-    """Returns the keys below a prefix that have a file, sorted."""
-    found: list[str] = []
-    waiting = [prefix]
-    while waiting:
-        above = waiting.pop()
-        try:
-            with os.scandir(area / above) as folder:
-                for entry in folder:
-                    if entry.name.endswith(VALUE_SUFFIX):
-                        found.append(above + entry.name[: -len(VALUE_SUFFIX)])
-                    elif not entry.name.startswith("~"):
-                        waiting.append(f"{above}{entry.name}/")
-        except FileNotFoundError:
-            continue
-    return sorted(found)
-
-
-class KeyFiles:
+class _Keys:
     """Keys with revisions. Each file is replaced by one rename, so that readers need no lock."""
 
     def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
-        self._path = path
         self._clock = clock
-        self._area = Area(path, durable=True, lock_timeout_s=lock_timeout_s)
-        # Not durable: whoever loses it goes on with the clock.
-        self._last = Area(path, durable=False, lock_timeout_s=lock_timeout_s)
+        self._area = _Area(path, durable=True, lock_timeout_s=lock_timeout_s)
 
     def get(self, key: str) -> Entry | None:
-        """Returns a key's value and revision."""
-        path = file_of(self._path, key)
-        content = read_file(path)
+        path = self._area.file_of(key)
+        content = _read_file(path)
         if content is None:
             return None
         revision, separator, value = content.partition(b"\n")
@@ -165,22 +145,19 @@ class KeyFiles:
         return Entry(value, int(revision))
 
     def entries(self, prefix: str) -> dict[str, Entry]:
-        """Returns all below a prefix."""
-        found = ((key, self.get(key)) for key in keys_below(self._path, prefix))
+        found = ((key, self.get(key)) for key in self._area.keys_below(prefix))
         return {key: entry for key, entry in found if entry is not None}
 
     def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """Writes if the revision is the expected one."""
         with self._area.locked():
             revision = self._next_revision(self._check(key, expected_revision))
-            self._area.write(file_of(self._path, key), b"%d\n%b" % (revision, value))
+            self._area.write(self._area.file_of(key), b"%d\n%b" % (revision, value))
             return revision
 
     def delete(self, key: str, expected_revision: int) -> None:
-        """Deletes if the revision is the expected one."""
         with self._area.locked():
             self._check(key, expected_revision)
-            self._area.remove(file_of(self._path, key))
+            self._area.remove(self._area.file_of(key))
 
     def _check(self, key: str, expected_revision: int) -> int:
         entry = self.get(key)
@@ -191,25 +168,24 @@ class KeyFiles:
 
     def _next_revision(self, revision: int) -> int:
         # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
-        path = self._path / "~revision"
-        last = read_file(path) or b""
+        path = self._area.path / "~revision"
+        last = _read_file(path) or b""
         given = max(revision, int(last) if last.isdigit() else 0)
         following = max(given + 1, int(self._clock() * 1e6))
-        self._last.write(path, b"%d" % following)
+        # Not durable: whoever loses it goes on with the clock.
+        self._area.write(path, b"%d" % following, durable=False)
         return following
 
 
-class ExpiringFiles:
+class _Expiring:
     """Values with a deadline on the wall clock; none of them has to survive a loss of power."""
 
     def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
-        self._path = path
         self._clock = clock
-        self._area = Area(path, durable=False, lock_timeout_s=lock_timeout_s)
+        self._area = _Area(path, durable=False, lock_timeout_s=lock_timeout_s)
 
     def get(self, key: str) -> bytes | None:
-        """Returns a value that has not expired."""
-        head, _, value = (read_file(file_of(self._path, key)) or b"").partition(b"\n")
+        head, _, value = (_read_file(self._area.file_of(key)) or b"").partition(b"\n")
         try:
             deadline, ttl_s = map(float, head.split())
         except ValueError:
@@ -220,52 +196,39 @@ class ExpiringFiles:
 
     def all_below(self, prefix: str) -> dict[str, bytes]:
         """Returns all below a prefix that have not expired. Files of the others are removed."""
-        found = {key: self.get(key) for key in keys_below(self._path, prefix)}
+        found = {key: self.get(key) for key in self._area.keys_below(prefix)}
         alive = {key: value for key, value in found.items() if value is not None}
         if len(alive) < len(found):
             with self._area.locked():
                 for key in found.keys() - alive.keys():
                     # It may have been announced again since it was read.
                     if self.get(key) is None:
-                        self._area.remove(file_of(self._path, key))
+                        self._area.remove(self._area.file_of(key))
         return alive
 
-    def set(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Writes a value, whatever is there."""
+    def set(self, key: str, value: bytes, ttl_s: float, *, if_free: bool = False) -> bool:
+        """Writes a value; `if_free`, only if there is none or the same one. Tells whether it was written."""
         with self._area.locked():
-            self._write(key, value, ttl_s)
-
-    def set_if(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Writes a value if there is none, or the same one."""
-        with self._area.locked():
-            if self.get(key) not in (None, value):
+            if if_free and self.get(key) not in (None, value):
                 return False
-            self._write(key, value, ttl_s)
+            self._area.write(self._area.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
             return True
 
     def remove(self, key: str, value: bytes | None = None) -> None:
         """Removes a value; with `value`, only that one."""
         with self._area.locked():
             if value is None or self.get(key) == value:
-                self._area.remove(file_of(self._path, key))
-
-    def _write(self, key: str, value: bytes, ttl_s: float) -> None:
-        deadline = self._clock() + ttl_s
-        self._area.write(file_of(self._path, key), b"%r %r\n%b" % (deadline, ttl_s, value))
+                self._area.remove(self._area.file_of(key))
 
 
-ENTRIES_PER_BLOCK: Final = 256
-
-
-class StreamFiles:
-    """Streams, each with a lock of its own."""
+class _Streams:
+    """Streams, each with a lock of its own. Reading needs none: what is trimmed meanwhile is the lowest entries."""
 
     def __init__(self, path: Path, lock_timeout_s: float) -> None:
         self._path = path
         self._lock_timeout_s = lock_timeout_s
 
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        """Appends if it is the next one."""
         area = self._area(stream)
         with area.locked():
             last = _bounds(area.path).last
@@ -274,18 +237,17 @@ class StreamFiles:
             area.write(_entry_path(area.path, sequence), payload)
 
     def read(self, stream: str, after: int, max_entries: int, max_bytes: int) -> list[StreamEntry]:
-        """Entries above `after`. Needs no lock: what is trimmed meanwhile is the lowest ones."""
         folder = self._area(stream).path
         after = max(after, _read_ends(folder).first - 1)
         found: list[StreamEntry] = []
         size = 0
         for block in _numbers(folder):
-            if block < after // ENTRIES_PER_BLOCK:
+            if block < after // _ENTRIES_PER_BLOCK:
                 continue
             for sequence in _numbers(folder / f"{block:020d}"):
                 if sequence <= after:
                     continue
-                payload = read_file(_entry_path(folder, sequence))
+                payload = _read_file(_entry_path(folder, sequence))
                 size += len(payload or b"")
                 if found and (payload is None or size > max_bytes):
                     return found
@@ -297,7 +259,6 @@ class StreamFiles:
         return found
 
     def bounds(self, stream: str) -> StreamBounds:
-        """Returns where it begins and ends."""
         area = self._area(stream)
         if not area.path.is_dir():
             return StreamBounds(0, 0)
@@ -317,41 +278,48 @@ class StreamFiles:
             area.write(area.path / "ends", b"%d %d" % (first, now.last))
             _drop_below(area.path, first)
 
-    def _area(self, stream: str) -> Area:
-        return Area(file_of(self._path, stream), durable=True, lock_timeout_s=self._lock_timeout_s)
+    def _area(self, stream: str) -> _Area:
+        return _Area(self._path / f"{stream}{_SUFFIX}", durable=True, lock_timeout_s=self._lock_timeout_s)
+
+
+def _read_file(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _bounds(folder: Path) -> StreamBounds:
     ends = _read_ends(folder)
     blocks = _numbers(folder)
+
+    def kept(block: int) -> list[int]:
+        return [sequence for sequence in _numbers(folder / f"{block:020d}") if sequence >= ends.first]
+
     # A writer that was killed may leave a block without an entry, at either end.
-    lowest = next((found[0] for block in blocks if (found := _entries(folder, block, ends.first))), None)
-    highest = next((found[-1] for block in reversed(blocks) if (found := _entries(folder, block, ends.first))), None)
+    lowest = next(filter(None, map(kept, blocks)), None)
+    highest = next(filter(None, map(kept, reversed(blocks))), None)
     if lowest is None or highest is None:
         return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
-    return StreamBounds(lowest, max(highest, ends.last))
-
-
-def _entries(folder: Path, block: int, first: int) -> list[int]:
-    return [number for number in _numbers(folder / f"{block:020d}") if number >= first]
+    return StreamBounds(lowest[0], max(highest[-1], ends.last))
 
 
 def _drop_below(folder: Path, first: int) -> None:
     for block in _numbers(folder):
-        if block > first // ENTRIES_PER_BLOCK:
+        if block > first // _ENTRIES_PER_BLOCK:
             return
         path = folder / f"{block:020d}"
         for sequence in _numbers(path):
             if sequence < first:
                 (path / f"{sequence:020d}").unlink(missing_ok=True)
-        if block < first // ENTRIES_PER_BLOCK:
+        if block < first // _ENTRIES_PER_BLOCK:
             with contextlib.suppress(FileNotFoundError):
                 path.rmdir()
     fsync_path(folder)
 
 
 def _read_ends(folder: Path) -> StreamBounds:
-    content = read_file(folder / "ends")
+    content = _read_file(folder / "ends")
     if content is None:
         return StreamBounds(0, 0)
     numbers = content.split()
@@ -361,7 +329,7 @@ def _read_ends(folder: Path) -> StreamBounds:
 
 
 def _entry_path(folder: Path, sequence: int) -> Path:
-    return folder / f"{sequence // ENTRIES_PER_BLOCK:020d}" / f"{sequence:020d}"
+    return folder / f"{sequence // _ENTRIES_PER_BLOCK:020d}" / f"{sequence:020d}"
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -373,9 +341,6 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-LOCK_TIMEOUT_S: Final = 5.0
-_THREADS: Final = 4
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -384,22 +349,20 @@ class DirectoryRegistry:
     """A `Registry` in a directory. Between calls it holds no file open, so the directory may be emptied or replaced."""
 
     def __init__(
-        self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = LOCK_TIMEOUT_S
+        self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = 5.0
     ) -> None:
-        """Opens a registry at `path`, which is made when it is first written to.
+        """Opens a registry at `path` of a local file system, which is made when it is first written to.
 
-        Args:
-            path: the directory; one of a local file system.
-            clock: seconds since the epoch, the same for all processes.
-            lock_timeout_s: how long a write waits for another process' write before it is a RegistryUnavailableError.
+        `clock` gives seconds since the epoch, the same for all processes. A write waits for that of another process for
+        `lock_timeout_s` before it is a RegistryUnavailableError.
         """
         self.path = Path(path).absolute()
-        self._keys = KeyFiles(self.path / "keys", clock, lock_timeout_s)
-        self._announced = ExpiringFiles(self.path / "announced", clock, lock_timeout_s)
-        self._locks = ExpiringFiles(self.path / "locks", clock, lock_timeout_s)
-        self._streams = StreamFiles(self.path / "streams", lock_timeout_s)
+        self._keys = _Keys(self.path / "keys", clock, lock_timeout_s)
+        self._announced = _Expiring(self.path / "announced", clock, lock_timeout_s)
+        self._locks = _Expiring(self.path / "locks", clock, lock_timeout_s)
+        self._streams = _Streams(self.path / "streams", lock_timeout_s)
         # Its own threads: those of the event loop may all be busy with loads, and a heartbeat must not wait for these.
-        self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(_THREADS, thread_name_prefix="registry")
+        self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(4, thread_name_prefix="registry")
 
     @property
     def url(self) -> str:
@@ -446,7 +409,7 @@ class DirectoryRegistry:
         """See `Registry.acquire`."""
         check_owner(check_key(key), owner)
         check_ttl(key, ttl_s)
-        return await self._run(self._locks.set_if, key, owner.encode(), ttl_s)
+        return await self._run(self._locks.set, key, owner.encode(), ttl_s, if_free=True)
 
     async def release(self, key: str, owner: str) -> None:
         """See `Registry.release`."""

@@ -1,4 +1,4 @@
-"""From a URL to a registry."""
+"""Open a registry by its URL."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, cut
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.redis_link import REDIS_SCHEMES, without_password
-from loader.registry.registry import Registry
+from loader.registry.registry import REDIS_SCHEMES, Registry, without_password
 
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:

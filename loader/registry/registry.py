@@ -53,68 +53,50 @@ class Registry(Protocol):
     @property
     def url(self) -> str:
         """What `open_registry` opens it by, with its password: not for logs."""
-        ...
 
     @property
     def name(self) -> str:
         """For logs: its URL without a password."""
-        ...
 
     async def get(self, key: str) -> Entry | None:
         """Returns a key's value, or None."""
-        ...
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
         """Returns all keys below a prefix with their values, sorted by key."""
-        ...
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """Writes a key if it still has the revision that the writer knows; 0 if it must not exist.
+        """Writes a key if it still has the revision that the writer knows (0: it must not exist); gives the new one.
 
-        Returns:
-            Its new revision.
-
-        Raises:
-            RegistryConflictError: it has another revision.
+        Raises RegistryConflictError if it has another revision.
         """
-        ...
 
     async def delete(self, key: str, expected_revision: int) -> None:
         """Deletes a key if it still has that revision. Raises RegistryConflictError if not."""
-        ...
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         """Writes a value that disappears by itself unless it is announced again within `ttl_s`."""
-        ...
 
     async def withdraw(self, key: str) -> None:
         """Ends an announcement now. Does nothing if there is none."""
-        ...
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
         """Returns all announcements below a prefix that have not expired, sorted by key."""
-        ...
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
         """Takes a lock, or renews it. True if `owner` has it for `ttl_s` from now on; False if another one has it."""
-        ...
 
     async def release(self, key: str, owner: str) -> None:
         """Gives a lock back, if `owner` has it."""
-        ...
 
     async def holder(self, key: str) -> str | None:
         """Returns who has a lock now."""
-        ...
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """Appends to a stream, durably. A stream that does not exist yet may begin with any sequence number from 1 on.
 
-        Raises:
-            StreamSequenceError: `sequence` is not the last one plus 1; the message says what is. An append whose
-                outcome was not known and that did take place fails like this when it is repeated: compare `read`.
+        Raises StreamSequenceError if `sequence` is not the last one plus 1. An append whose outcome was not known and
+        that did take place fails like this when it is repeated: compare `read`.
         """
-        ...
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
@@ -123,19 +105,28 @@ class Registry(Protocol):
 
         What was trimmed is not there: compare the first one's number with `after + 1`.
         """
-        ...
 
     async def bounds(self, stream: str) -> StreamBounds:
         """Returns where a stream begins and ends."""
-        ...
 
     async def trim(self, stream: str, before: int) -> None:
         """Drops entries with a sequence number below `before`. The stream's end stays known."""
-        ...
 
     async def close(self) -> None:
         """Ends connections. Announcements and locks are left to expire. Idempotent."""
-        ...
+
+
+REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
+
+
+def without_password(url: str) -> str:
+    """Returns a URL for messages: what stands for a user and a password becomes `***`."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url
+    # Up to the last @ before the first / would let a password with a raw / through: up to the last @ of all.
+    _, at, place = rest.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{place}"
 
 
 MAX_PART_CHARACTERS: Final = 200

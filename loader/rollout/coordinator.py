@@ -10,42 +10,40 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
-from loader.registry.records import COORDINATOR_LOCK, ROLLOUTS, WantedModel, delta_stream, rollout_key
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
 from loader.rollout.coverage import BakeTally, FleetView, Lag, Roster, baseline_of, cannot_roll, lags, refusals
 from loader.rollout.guards import compare, golden_breach
-from loader.rollout.record import Rollout, decode_rollout, encode_rollout
-from loader.rollout.steps import (
+from loader.rollout.plan import (
     BAKE,
     CANARY,
     REPLAY,
     ROLL,
     STAGE_SERVING,
     STAGE_SHARDS,
+    OnRecord,
+    Rollout,
     advanced,
-    baking,
+    changed,
+    decode_rollout,
+    encode_rollout,
     forwarded,
-    given_up,
-    noted,
-    rebased,
-    replaying,
     same_wish,
     undone,
     wanted_in_step,
 )
+from loader.snapshot.manifest import Frozen
 
 logger = logging.getLogger(__name__)
 
 MAX_LAGS_TOLD = 8
 
 
-class CoordinatorConfig(BaseModel):
-    """How a coordinator works. Times in seconds.
+class CoordinatorConfig(Frozen):
+    """How a coordinator works.
 
     Attributes:
         tick_s: pause between two looks at the registry.
@@ -58,8 +56,6 @@ class CoordinatorConfig(BaseModel):
         step_delay_s: pause between putting a step on record and doing it; for drills that end processes in between.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     tick_s: float = Field(default=0.1, gt=0, le=10)
     lock_ttl_s: float = Field(default=3.0, gt=0, le=60)
     settle_s: float = Field(default=2.0, ge=0, le=60)
@@ -69,25 +65,15 @@ class CoordinatorConfig(BaseModel):
     step_delay_s: float = Field(default=0.0, ge=0, le=60)
 
 
-@dataclass(frozen=True, slots=True)
-class OnRecord:
-    """A rollout as it was read, with the revision that a write of it must follow."""
-
-    rollout: Rollout
-    revision: int
-
-
-class Patience:
+class _Patience:
     """Measures how long there has been one and the same reason to wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Waits for nothing."""
         self._clock = clock
         self._reason: object = None
         self._since = 0.0
 
     def reset(self) -> None:
-        """Waits no more."""
         self._reason = None
 
     def is_out(self, reason: object, timeout_s: float) -> bool:
@@ -98,17 +84,16 @@ class Patience:
         return now - self._since >= timeout_s
 
 
-class StepRunner:
+class _StepRunner:
     """Carries the rollout of one model. Belongs to one coordinator, which tells it when it lost sight of the fleet."""
 
     def __init__(self, fleet: FleetRegistry, config: CoordinatorConfig, clock: Callable[[], float]) -> None:
-        """Reads and writes `fleet`; `clock` gives seconds since the epoch."""
         self._fleet = fleet
         self._config = config
         self._clock = clock
         self._tally = BakeTally()
-        self._patience = Patience(clock)
-        self._restoring = Patience(clock)
+        self._patience = _Patience(clock)
+        self._restoring = _Patience(clock)
 
     def lose_sight(self) -> None:
         """Starts all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
@@ -116,16 +101,10 @@ class StepRunner:
         self._restoring.reset()
 
     async def move(self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView) -> Rollout | None:
-        """Makes the next move of a rollout that has not ended.
+        """Makes the next move of a rollout that has not ended; its record and `wanted` must have just been read.
 
-        Its record and what is wanted of its model must have just been read.
-
-        Returns:
-            The record as it is now if something was changed, None if there is nothing to do but wait.
-
-        Raises:
-            RegistryConflictError: somebody else changed it meanwhile: read it again.
-            RegistryUnavailableError: the change may or may not have been made: read it again.
+        Returns the record as it is now, or None if there is nothing to do but wait. After a RegistryConflictError
+        (somebody else changed it) or a RegistryUnavailableError (the change may or may not be made) read it again.
         """
         rollout, epoch = on_record.rollout, wanted.epoch if wanted is not None else 0
         known = max([node.applied.get(rollout.model, 0) for node in view.nodes], default=0)
@@ -165,9 +144,10 @@ class StepRunner:
             if same_wish(wanted, wanted_in_step(later, wanted.epoch)):
                 return forwarded(rollout, now, index, wanted.epoch, f"step {later.step} is wanted already")
         if wanted.live not in (rollout.from_version, rollout.to_version):
-            return given_up(rollout, now, f"version {wanted.live} was made live by somebody else")
+            reason = f"version {wanted.live} was made live by somebody else"
+            return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=reason)
         text = f"epoch {wanted.epoch} of what is wanted is not this step's: it is done again"
-        return rebased(rollout, now, wanted.epoch, text)
+        return changed(rollout, now, text, base_epoch=wanted.epoch)
 
     async def _judge(self, on_record: OnRecord, view: FleetView, epoch: int) -> Rollout | None:
         rollout, now = on_record.rollout, self._clock()
@@ -176,7 +156,8 @@ class StepRunner:
             return await self._write(on_record, undone(rollout, now, "refused", refused))
         if rollout.step == REPLAY and rollout.state == "running" and rollout.replay_until is None:
             bounds = await self._fleet.registry.bounds(delta_stream(rollout.model, rollout.delta_base))
-            return await self._write(on_record, replaying(rollout, now, bounds.last))
+            text = f"deltas are replayed up to {bounds.last}"
+            return await self._write(on_record, changed(rollout, now, text, replay_until=bounds.last))
         behind = lags(rollout, view, epoch)
         baking_now = rollout.step in (CANARY, BAKE) and rollout.bake_s > 0 and undoable
         told = ""
@@ -191,7 +172,9 @@ class StepRunner:
             return await self._wait(on_record, behind)
         self._patience.reset()
         if baking_now and rollout.bake_began_at is None:
-            return await self._write(on_record, baking(rollout, now, baseline_of(view.nodes, rollout)))
+            baseline = baseline_of(view.nodes, rollout)
+            text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
+            return await self._write(on_record, changed(rollout, now, text, bake_began_at=now, baseline=baseline))
         if baking_now and now - (rollout.bake_began_at or now) < rollout.bake_s:
             return None
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
@@ -219,7 +202,7 @@ class StepRunner:
         text = f"step {rollout.step} is not done after {timeout_s:g} s: {who}"
         if rollout.state == "running" and not rollout.committed:
             return await self._write(on_record, undone(rollout, self._clock(), "rolled_back", text))
-        return await self._write(on_record, noted(rollout, self._clock(), text))
+        return await self._write(on_record, changed(rollout, self._clock(), text))
 
     async def _write(self, on_record: OnRecord, rollout: Rollout) -> Rollout:
         key = rollout_key(rollout.model)
@@ -240,14 +223,9 @@ class Coordinator:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         config: CoordinatorConfig | None = None,
     ) -> None:
-        """Does nothing before `run` or `tick`.
+        """Does nothing before `run` or `tick`; `clock` gives seconds since the epoch.
 
-        Args:
-            fleet: the registry.
-            owner: whose lock it is. One that stays the same over restarts takes its own lock back at once.
-            clock: seconds since the epoch.
-            sleep: pauses for some seconds.
-            config: times.
+        `owner` is whose lock it is: one that stays the same over restarts takes its own lock back at once.
         """
         self._fleet = fleet
         self._owner = owner
@@ -255,7 +233,7 @@ class Coordinator:
         self._sleep = sleep
         self._config = config or CoordinatorConfig()
         self._roster = Roster(self._config.settle_s)
-        self._runners: dict[str, StepRunner] = {}
+        self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}
         self._problems: dict[str, str] = {}
@@ -280,11 +258,7 @@ class Coordinator:
             await self._release()
 
     async def tick(self) -> bool:
-        """Looks at everything once, and makes one move of each rollout that can be moved.
-
-        Returns:
-            Whether something was changed.
-        """
+        """Looks at everything once, and makes one move of each rollout that can be moved. True if one was."""
         try:
             if not await self._lead():
                 return False
@@ -332,7 +306,7 @@ class Coordinator:
             if on_record is not None and on_record.rollout.active:
                 runner = self._runners.get(model)
                 if runner is None:
-                    runner = self._runners[model] = StepRunner(self._fleet, self._config, self._clock)
+                    runner = self._runners[model] = _StepRunner(self._fleet, self._config, self._clock)
                 moved = await runner.move(on_record, wanted, view.for_model(model))
             if moved is not None:
                 self._rollouts[model] = moved

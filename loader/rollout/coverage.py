@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from loader.registry.records import FleetRecord, NodeRecord, VersionReport, VersionStats
-from loader.rollout.record import NodeBaseline, Rollout
-from loader.rollout.steps import (
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, VersionStats
+from loader.rollout.plan import (
     BAKE,
     CANARY,
     FLIP,
@@ -23,6 +22,8 @@ from loader.rollout.steps import (
     STAGE_SERVING,
     STAGE_SHARDS,
     UNFLIP,
+    NodeBaseline,
+    Rollout,
     group_of,
 )
 
@@ -71,13 +72,9 @@ class FleetView:
 
 
 class Roster:
-    """Remembers for `settle_s` seconds who was there.
-
-    It is longer than the pause between two announcements of a node, and shorter than a rollout's patience.
-    """
+    """Remembers who was there for `settle_s` seconds, above the pause between two announcements of a node."""
 
     def __init__(self, settle_s: float) -> None:
-        """Has seen nobody."""
         self._settle_s = settle_s
         self._since: float | None = None
         self._seen: dict[str, tuple[float, NodeRecord]] = {}
@@ -101,12 +98,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """One reason why a step is not done.
-
-    Attributes:
-        text: who lags, and with what.
-        staging: it is loading a version, or replaying its deltas, which may take long.
-    """
+    """One reason why a step is not done; `staging`: a version is loaded or deltas are replayed, which may take long."""
 
     text: str
     staging: bool = False
@@ -141,8 +133,10 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
     if step == UNFLIP:
         return _elsewhere(view, model, old)
     if step == RETIRE_SERVING:
-        kept, leaving = rollout.kept_version, rollout.leaving_version
-        return _elsewhere(view, model, kept) + _with(_all(view, "serving"), model, leaving)
+        # Those that are about to end as well: they may still answer with a version.
+        everyone = [node for node in view.nodes if node.kind == "serving"]
+        kept, leaving = (new, old) if rollout.forward else (old, new)
+        return _elsewhere(view, model, kept) + _with(everyone, model, leaving)
     if step == RETIRE_SHARDS and rollout.forward:
         return _with(view.shard_nodes(), model, old) + _bare_shards(view, model, new)
     if step == RETIRE_SHARDS:
@@ -152,13 +146,14 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
 
 def refusals(rollout: Rollout, view: FleetView) -> str:
     """Returns which nodes refuse the new version, and why; empty if none does."""
-    nodes = (*view.shard_nodes(), *view.serving())
-    reasons = [
+    reports = (
+        (node, node.report(rollout.model, rollout.to_version)) for node in (*view.shard_nodes(), *view.serving())
+    )
+    return "; ".join(
         f"{node.node_id}: {report.reason or 'no reason given'}"
-        for node, report in _reports(nodes, rollout.model, rollout.to_version)
+        for node, report in reports
         if report is not None and report.state == "refused"
-    ]
-    return "; ".join(reasons)
+    )
 
 
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
@@ -173,7 +168,8 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
         return (Lag("nodes are listened to first"),)
     live = rollout.from_version
     out = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
-    there = {node.shard_index for node in _ready(view.shard_nodes(), rollout.model, live) if node.node_id not in out}
+    ready = [node for node in view.shard_nodes() if node.has(rollout.model, live, "ready")]
+    there = {node.shard_index for node in ready if node.node_id not in out}
     return tuple(
         Lag(f"shard {shard} would be left without a node that has version {live} ready")
         for shard in range(view.num_shards or 0)
@@ -181,26 +177,11 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
     )
 
 
-def _all(view: FleetView, kind: str) -> list[NodeRecord]:
-    """Returns those that are about to end as well: they may still answer with a version."""
-    return [node for node in view.nodes if node.kind == kind]
-
-
-def _reports(
-    nodes: Iterable[NodeRecord], model: str, version: int | None
-) -> list[tuple[NodeRecord, VersionReport | None]]:
-    return [(node, None if version is None else node.report(model, version)) for node in nodes]
-
-
-def _ready(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[NodeRecord]:
-    return [node for node, report in _reports(nodes, model, version) if report is not None and report.state == "ready"]
-
-
 def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[Lag]:
     return [
-        Lag(f"{node.node_id}: {_told(version, report)}", staging=True)
-        for node, report in _reports(nodes, model, version)
-        if report is None or report.state != "ready"
+        Lag(f"{node.node_id}: {_told(version, node.report(model, version))}", staging=True)
+        for node in nodes
+        if not node.has(model, version, "ready")
     ]
 
 
@@ -218,8 +199,8 @@ def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[
             f"{node.node_id}: version {version} is {report.state} still"
             f"{f', with {report.leases} leases' if report.state == 'ready' else ''}"
         )
-        for node, report in _reports(nodes, model, version)
-        if report is not None
+        for node in nodes
+        if (report := node.report(model, version)) is not None
     ]
 
 
@@ -228,7 +209,7 @@ def _bare_shards(view: FleetView, model: str, version: int) -> list[Lag]:
         return []
     if view.num_shards is None or not view.shard_nodes():
         return [Lag("no shard node is announced")]
-    there = {node.shard_index for node in _ready(view.shard_nodes(), model, version)}
+    there = {node.shard_index for node in view.shard_nodes() if node.has(model, version, "ready")}
     return [
         Lag(f"shard {shard}: no node has version {version} ready", staging=True)
         for shard in range(view.num_shards)
@@ -250,16 +231,11 @@ def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
     nodes = [node for node in view.shard_nodes() if node.node_id in group]
     if rollout.committed:
         # There is no way back: one that refuses it now is left behind, and told in the events.
-        there = [node for node in nodes if not _refuses(node, rollout.model, rollout.to_version)]
+        there = [node for node in nodes if not node.has(rollout.model, rollout.to_version, "refused")]
         return _without(there, rollout.model, rollout.to_version)
     last_early = rollout.step == f"{ROLL}{rollout.early_groups - 1}"
     bare = _bare_shards(view, rollout.model, rollout.to_version) if last_early else []
     return _without(nodes, rollout.model, rollout.to_version) + bare
-
-
-def _refuses(node: NodeRecord, model: str, version: int) -> bool:
-    report = node.report(model, version)
-    return report is not None and report.state == "refused"
 
 
 def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[Lag]:
@@ -272,15 +248,17 @@ def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[Lag]:
             # A long replay is loading as well, unless something keeps it from going on.
             staging=not report.reason,
         )
-        for node, report in _reports((*view.shard_nodes(), *view.serving()), rollout.model, rollout.to_version)
-        if report is not None and report.delta_sequence < until and (node.kind == "shard" or report.plan_digest)
+        for node in (*view.shard_nodes(), *view.serving())
+        if (report := node.report(rollout.model, rollout.to_version)) is not None
+        and report.delta_sequence < until
+        and (node.kind == "shard" or report.plan_digest)
     ]
     return found + _bare_shards(view, rollout.model, rollout.to_version)
 
 
 def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[Lag]:
     return [
-        Lag(f"{node.node_id}: has not acted on epoch {epoch} yet", staging=not _ready([node], model, version))
+        Lag(f"{node.node_id}: has not acted on epoch {epoch} yet", staging=not node.has(model, version, "ready"))
         for node in view.serving()
         if model in node.live and node.applied.get(model, 0) < epoch
     ]
@@ -295,7 +273,7 @@ def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
         return []
     found = []
     for node in view.serving():
-        live, ready = node.live.get(model), bool(_ready([node], model, version))
+        live, ready = node.live.get(model), node.has(model, version, "ready")
         if live != version and (live is not None or ready):
             found.append(Lag(f"{node.node_id}: answers with version {live}", staging=not ready))
     if not found and not any(node.live.get(model) == version for node in view.serving()):
@@ -306,12 +284,13 @@ def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
 def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
     if version is None:
         return []
-    nodes = [node for node in view.shard_nodes() if not _refuses(node, model, version)]
+    nodes = [node for node in view.shard_nodes() if not node.has(model, version, "refused")]
     # Undone before a single node was there, there is nothing to come back.
     return _without(nodes, model, version) + (_bare_shards(view, model, version) if view.shard_nodes() else [])
 
 
 NOTHING = VersionStats()
+_SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
 
 
 def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
@@ -334,7 +313,6 @@ class BakeTally:
     """
 
     def __init__(self) -> None:
-        """Follows nothing yet."""
         self._bake: tuple[str, float] | None = None
         self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
 
@@ -367,26 +345,22 @@ class BakeTally:
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
     """Returns what was counted between two moments; all of `now` if the counts began anew in between."""
-    late, early = now.model_dump(), then.model_dump()
-    counts = zip_longest(late.pop("latency_counts"), early.pop("latency_counts"), fillvalue=0)
+    counts = zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)
     difference = VersionStats(
         latency_counts=tuple(after - before for after, before in counts),
-        **{name: late[name] - early[name] for name in late},
+        **{name: getattr(now, name) - getattr(then, name) for name in _SUMMED},
     )
     grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)
     return now if min(grown) < 0 else difference
 
 
-def added(parts: Iterable[VersionStats]) -> VersionStats:
+def added(parts: Sequence[VersionStats]) -> VersionStats:
     """Returns the sum of counts."""
-    listed = [part.model_dump() for part in parts]
-    columns = zip_longest(*(part.pop("latency_counts") for part in listed), fillvalue=0)
-    totals = {
-        name: sum(part[name] for part in listed) for name in VersionStats.model_fields if name != "latency_counts"
-    }
-    return VersionStats(latency_counts=tuple(sum(column) for column in columns), **totals)
+    columns = zip_longest(*(part.latency_counts for part in parts), fillvalue=0)
+    totals = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    return VersionStats(latency_counts=tuple(map(sum, columns)), **totals)
 
 
 def _stats(node: NodeRecord, model: str, version: int | None) -> VersionStats | None:
-    report = None if version is None else node.report(model, version)
+    report = node.report(model, version)
     return report.stats if report is not None else None

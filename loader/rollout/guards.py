@@ -10,15 +10,16 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from loader.registry.records import LATENCY_BOUNDS_MS, NodeRecord, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, Record, VersionStats
+from loader.snapshot.manifest import Frozen
 
 MAX_FALSE_ALARM = 1e-4
 _P99 = 0.99
 
 
-class GuardLimits(BaseModel):
+class GuardLimits(Frozen):
     """How much worse than the live version a new one may be.
 
     Attributes:
@@ -29,8 +30,6 @@ class GuardLimits(BaseModel):
         max_score_drift: how far its mean score may lie from the live one's, in standard deviations of a live score.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     min_requests: int = Field(default=50, ge=1)
     max_error_rate_increase: float = Field(default=0.01, ge=0, le=1)
     max_p99_ratio: float = Field(default=2.0, ge=1)
@@ -38,10 +37,8 @@ class GuardLimits(BaseModel):
     max_score_drift: float = Field(default=0.5, ge=0)
 
 
-class VersionNumbers(BaseModel):
+class VersionNumbers(Record):
     """What was compared of one version; None where it has no answers or scores."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     requests: int
     errors: int
@@ -51,17 +48,8 @@ class VersionNumbers(BaseModel):
     score_deviation: float | None
 
 
-class Verdict(BaseModel):
-    """What the guards say.
-
-    Attributes:
-        breached: a limit is exceeded.
-        compared: there was enough traffic to compare.
-        reason: which limit, or why nothing was compared; empty if all is well.
-        live, new: the numbers.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class GuardReport(Record):
+    """What the guards say: which limit is breached, or why nothing was compared; no reason if all is well."""
 
     breached: bool
     compared: bool
@@ -74,19 +62,19 @@ class Verdict(BaseModel):
         return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
 
 
-def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Verdict:
+def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
     """Compares what a new version answered with what the live one did in the same time."""
     numbers = {"live": numbers_of(live), "new": numbers_of(new)}
     if min(live.requests, new.requests) < limits.min_requests:
         reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"
-        return Verdict(breached=False, compared=False, reason=reason, **numbers)
+        return GuardReport(breached=False, compared=False, reason=reason, **numbers)
     reasons = [
         _errors(live, new, limits),
         _latency(live, new, limits),
         _drift(numbers["live"], numbers["new"], limits),
     ]
     reason = "; ".join(filter(None, reasons))
-    return Verdict(breached=bool(reason), compared=True, reason=reason, **numbers)
+    return GuardReport(breached=bool(reason), compared=True, reason=reason, **numbers)
 
 
 def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:

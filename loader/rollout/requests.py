@@ -1,34 +1,42 @@
-"""What a person asks for: start a rollout, abort it, roll back. Each writes the plan, no more."""
+"""Start a rollout, abort it, roll back, and read how far it is."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
-from loader.registry.records import PublishedVersion, WantedModel, rollout_key
-from loader.registry.typed import FleetRegistry
-from loader.rollout.coordinator import OnRecord
-from loader.rollout.coverage import FleetView
-from loader.rollout.guards import GuardLimits
-from loader.rollout.record import Event, Rollout, Strategy, decode_rollout, encode_rollout
-from loader.rollout.steps import plan_steps, replica_groups, undone
-from loader.snapshot.manifest import schema_errors
+from loader.registry.fleet import (
+    FleetRegistry,
+    NodeKind,
+    NodeRecord,
+    PublishedVersion,
+    VersionState,
+    WantedModel,
+    rollout_key,
+)
+from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
+from loader.rollout.guards import GuardLimits, GuardReport, compare
+from loader.rollout.plan import (
+    Event,
+    Outcome,
+    Rollout,
+    RolloutState,
+    Strategy,
+    encode_rollout,
+    plan_steps,
+    read_rollout,
+    replica_groups,
+    same_wish,
+    undone,
+    wanted_in_step,
+)
+from loader.snapshot.manifest import Frozen, schema_errors
 
 MAX_ATTEMPTS = 16
-
-
-async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
-    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one.
-
-    Raises:
-        RegistryRecordError: the record can't be read.
-        RegistryUnavailableError: the registry does not answer.
-    """
-    entry = await fleet.raw(rollout_key(model))
-    return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
 async def start_rollout(
@@ -58,7 +66,6 @@ async def start_rollout(
 
     Raises:
         RolloutError: one is running, or this one can't be carried out; the message says why.
-        RegistryError: the registry does not answer, or a record can't be read.
     """
     # First the rollout, then what is wanted: while the first is not running nobody changes the second.
     last = await read_rollout(fleet, model)
@@ -126,10 +133,7 @@ async def roll_back(
     """Returns to the version before the live one, by a rollout of it; while one is running, aborts that instead.
 
     It has the strategy of the last one: nodes that could not hold two versions on the way there can't on the way back.
-
-    Raises:
-        RolloutError: there is no such version, or a running rollout can no longer be aborted.
-        RegistryError: the registry does not answer, or a record can't be read.
+    Raises RolloutError if there is no such version, or a running rollout can no longer be aborted.
     """
     last = await read_rollout(fleet, model)
     if last is not None and last.rollout.active:
@@ -164,8 +168,7 @@ def _groups(view: FleetView, model: str, live: int | None) -> tuple[tuple[tuple[
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
     by_shard: dict[int, list[str]] = {shard: [] for shard in range(view.num_shards or 0)}
     for node in view.shard_nodes():
-        report = node.report(model, live)
-        if node.shard_index in by_shard and report is not None and report.state == "ready":
+        if node.shard_index in by_shard and node.has(model, live, "ready"):
             by_shard[node.shard_index].append(node.node_id)
     few = [f"shard {shard}: {len(nodes)}" for shard, nodes in by_shard.items() if len(nodes) < 2]
     if few or not by_shard:
@@ -205,3 +208,132 @@ def _plan(
     except ValidationError as error:
         reasons = "; ".join(map(str, schema_errors(error, [Rollout])))
         raise RolloutError(f"{published.model}: {reasons}") from error
+
+
+class _Part(Frozen, from_attributes=True):
+    pass
+
+
+class StepStatus(_Part):
+    """One step of a rollout."""
+
+    name: str
+    state: Literal["done", "running", "pending"]
+
+
+class VersionStatus(_Part):
+    """What a node tells of one version; see `VersionReport`."""
+
+    version: int
+    state: VersionState
+    progress: float
+    reason: str
+    leases: int
+    memory_bytes: int
+    delta_sequence: int
+    golden_difference: float | None
+    golden_tolerance: float | None
+
+
+class NodeStatus(_Part):
+    """What a node tells of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
+
+    node_id: str
+    kind: NodeKind
+    address: str
+    shard_index: int | None
+    draining: bool
+    live: int | None
+    applied_epoch: int
+    versions: tuple[VersionStatus, ...]
+
+
+class RolloutStatus(_Part):
+    """The state of one model's rollout; see `Rollout`. Its fields are None or empty if there was never one.
+
+    Attributes:
+        live: the version that is wanted to answer; None before the first rollout.
+        wanted: what is wanted in full; None before the first rollout.
+        step: the step it is in, or ended in.
+        written: what the step wants is written; else it is on record and about to be.
+        waiting_for: who lags behind the step.
+        guards: the comparison since the bake began; None if there is none.
+    """
+
+    model: str
+    live: int | None
+    wanted: WantedModel | None
+    state: RolloutState | None = None
+    outcome: Outcome | None = None
+    reason: str = ""
+    rollout_id: str | None = None
+    strategy: Strategy | None = None
+    from_version: int | None = None
+    to_version: int | None = None
+    canary_share: float | None = None
+    bake_s: float = 0.0
+    started_at: float | None = None
+    step_began_at: float | None = None
+    bake_began_at: float | None = None
+    step: str = ""
+    steps: tuple[StepStatus, ...] = ()
+    written: bool = False
+    waiting_for: tuple[str, ...] = ()
+    guards: GuardReport | None = None
+    nodes: tuple[NodeStatus, ...]
+    events: tuple[Event, ...] = ()
+
+
+async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
+    """Reads how far a model's rollout is now."""
+    on_record = await read_rollout(fleet, model)
+    wanted = await fleet.wanted_model(model)
+    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
+    return status_of(model, on_record.rollout if on_record is not None else None, wanted, view)
+
+
+def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView) -> RolloutStatus:
+    """Returns the status that follows from what was read. Pure."""
+    live = wanted.live if wanted is not None else None
+    nodes = tuple(_node_status(model, node) for node in view.nodes)
+    if rollout is None:
+        return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
+    written = wanted is not None and wanted.epoch > rollout.base_epoch
+    written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
+    behind = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
+    baked = rollout.bake_began_at is not None
+    same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
+    return RolloutStatus(
+        **{name: getattr(rollout, name) for name in same},
+        live=live,
+        wanted=wanted,
+        step=rollout.step,
+        steps=_steps(rollout),
+        written=written,
+        waiting_for=tuple(lag.text for lag in behind) if rollout.active else (),
+        guards=compare(*BakeTally().totals(rollout, view.nodes), rollout.guards) if baked else None,
+        nodes=nodes,
+    )
+
+
+def _steps(rollout: Rollout) -> tuple[StepStatus, ...]:
+    def state(index: int) -> Literal["done", "running", "pending"]:
+        if index == rollout.step_index and rollout.active:
+            return "running"
+        return "done" if index <= rollout.step_index else "pending"
+
+    return tuple(StepStatus(name=name, state=state(index)) for index, name in enumerate(rollout.steps))
+
+
+def _node_status(model: str, node: NodeRecord) -> NodeStatus:
+    versions = (VersionStatus.model_validate(report) for report in node.versions if report.model == model)
+    return NodeStatus(
+        node_id=node.node_id,
+        kind=node.kind,
+        address=node.address,
+        shard_index=node.shard_index,
+        draining=node.draining,
+        live=node.live.get(model),
+        applied_epoch=node.applied.get(model, 0),
+        versions=tuple(sorted(versions, key=lambda version: version.version)),
+    )

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ExportError
-from loader.snapshot.manifest import MAX_GOLDEN_BYTES, FeatureSpec, GoldenEntry, ModelSpec
+from loader.snapshot.manifest import MAX_GOLDEN_BYTES, GoldenEntry, ModelSpec
 from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tensors, length_of
 
 _FLAT = ("num_candidates", "context_dense", "candidate_dense", "scores")
+_DTYPES = {"I32": "int32", "I64": "int64", "F32": "float32"}
 _BY_FEATURE = ("values", "lengths", "weights")
 
 
@@ -27,8 +28,7 @@ class GoldenRequests:
 
     Attributes:
         num_candidates: int32 [R], candidates of each request, at least 1.
-        values: per feature, int64 [nnz], the ids of its bags one after the other.
-        lengths: per feature, int32 [bags], ids in each bag.
+        values, lengths: per feature, int64 [nnz], the ids of its bags one after the other; int32 [bags], ids in each.
         weights: per weighted feature, float32 [nnz].
         context_dense: float32 [R, dense_inputs.context].
         candidate_dense: float32 [N, dense_inputs.candidate].
@@ -76,10 +76,6 @@ class GoldenRequests:
         counts = self.num_candidates
         if counts.dtype != np.int32 or counts.ndim != 1 or len(counts) == 0 or counts.min() < 1:
             raise ExportError("golden requests: num_candidates: expected int32 [R] with R >= 1 and every count >= 1")
-        requests, candidates = len(counts), int(counts.sum(dtype=np.int64))
-        _check_floats("scores", self.scores, (candidates,))
-        _check_floats("context_dense", self.context_dense, (requests, spec.dense_inputs.context))
-        _check_floats("candidate_dense", self.candidate_dense, (candidates, spec.dense_inputs.candidate))
         names = {feature.name for feature in spec.features}
         weighted = {feature.name for feature in spec.features if feature.weighted}
         for kind, expected in (("values", names), ("lengths", names), ("weights", weighted)):
@@ -87,8 +83,26 @@ class GoldenRequests:
                 raise ExportError(
                     f"golden requests: {kind}: expected the features {sorted(expected)}, got {sorted(given)}"
                 )
-        for feature in spec.features:
-            self._check_feature(spec, feature, requests if feature.side == "context" else candidates)
+        tensors = self.to_tensors()
+        num_ids = {name: int(self.lengths[name].sum(dtype=np.int64)) for name in names}
+        shapes = _expected(spec, len(counts), int(counts.sum(dtype=np.int64)), num_ids)
+        for name, (dtype, shape) in shapes.items():
+            array, wanted = tensors[name], _DTYPES[dtype]
+            if array.dtype != wanted or array.shape != shape:
+                got = f"{array.dtype} {list(array.shape)}"
+                raise ExportError(f"golden requests: {name}: expected {wanted} {list(shape)}, got {got}")
+            if dtype == "F32" and not np.isfinite(array).all():
+                raise ExportError(f"golden requests: {name}: holds NaN or inf")
+            if dtype != "F32" and array.size and array.min() < 0:
+                raise ExportError(f"golden requests: {name}: {array.min()} is negative")
+        for name in names:
+            table, ids = spec.table_of(name), self.values[name]
+            strict = table.id_mapping.kind == "identity" and table.unknown_id == "reject"
+            if strict and ids.size and ids.max() >= table.num_embeddings:
+                raise ExportError(
+                    f"golden requests: values/{name}: id {ids.max()} is not below num_embeddings "
+                    f"{table.num_embeddings} of table {table.name!r}"
+                )
 
     def request(self, index: int) -> Self:
         """Returns request `index` alone, as views. Raises IndexError if there is none."""
@@ -117,35 +131,18 @@ class GoldenRequests:
             scores=self.scores[first:last],
         )
 
-    def _check_feature(self, spec: ModelSpec, feature: FeatureSpec, num_bags: int) -> None:
-        values, lengths = self.values[feature.name], self.lengths[feature.name]
-        where = f"golden requests: feature {feature.name!r}"
-        if lengths.dtype != np.int32 or lengths.shape != (num_bags,):
-            raise ExportError(
-                f"{where}: lengths: expected int32 [{num_bags}], got {lengths.dtype} {list(lengths.shape)}"
-            )
-        if num_bags and lengths.min() < 0:
-            raise ExportError(f"{where}: lengths: {lengths.min()} is negative")
-        num_ids = int(lengths.sum(dtype=np.int64))
-        if values.dtype != np.int64 or values.shape != (num_ids,):
-            raise ExportError(f"{where}: values: expected int64 [{num_ids}], got {values.dtype} {list(values.shape)}")
-        if num_ids and values.min() < 0:
-            raise ExportError(f"{where}: values: id {values.min()} is negative")
-        table = spec.table_of(feature.name)
-        strict = table.id_mapping.kind == "identity" and table.unknown_id == "reject"
-        if strict and num_ids and values.max() >= table.num_embeddings:
-            raise ExportError(
-                f"{where}: values: id {values.max()} is not below num_embeddings {table.num_embeddings} "
-                f"of table {table.name!r}"
-            )
-        if feature.weighted:
-            _check_floats(f"weights of feature {feature.name!r}", self.weights[feature.name], (num_ids,))
-
 
 def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensors: Mapping[str, TensorInfo]) -> None:
     """Raises SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; reads none of them."""
     expect_at_most(path, tensors, MAX_GOLDEN_BYTES)
-    requests, candidates = stated.num_requests, stated.num_candidates
+    num_ids = {feature.name: length_of(tensors, f"values/{feature.name}") for feature in spec.features}
+    expect_tensors(path, tensors, _expected(spec, stated.num_requests, stated.num_candidates, num_ids))
+
+
+def _expected(
+    spec: ModelSpec, requests: int, candidates: int, num_ids: Mapping[str, int]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns each tensor's dtype, by the name that safetensors has for it, and shape."""
     expected: dict[str, tuple[str, tuple[int, ...]]] = {
         "num_candidates": ("I32", (requests,)),
         "context_dense": ("F32", (requests, spec.dense_inputs.context)),
@@ -153,18 +150,8 @@ def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensor
         "scores": ("F32", (candidates,)),
     }
     for feature in spec.features:
-        num_ids = length_of(tensors, f"values/{feature.name}")
-        expected[f"values/{feature.name}"] = ("I64", (num_ids,))
         expected[f"lengths/{feature.name}"] = ("I32", (requests if feature.side == "context" else candidates,))
+        expected[f"values/{feature.name}"] = ("I64", (num_ids[feature.name],))
         if feature.weighted:
-            expected[f"weights/{feature.name}"] = ("F32", (num_ids,))
-    expect_tensors(path, tensors, expected)
-
-
-def _check_floats(what: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    if array.dtype != np.float32 or array.shape != shape:
-        raise ExportError(
-            f"golden requests: {what}: expected float32 {list(shape)}, got {array.dtype} {list(array.shape)}"
-        )
-    if not np.isfinite(array).all():
-        raise ExportError(f"golden requests: {what}: holds NaN or inf")
+            expected[f"weights/{feature.name}"] = ("F32", (num_ids[feature.name],))
+    return expected

@@ -1,8 +1,8 @@
 """Describe a model and a snapshot: what training writes, and `manifest.json` on disk with its checksum.
 
 `ModelSpec` is the part a person writes (tables, features, dense inputs, dense model); `Manifest` is `ModelSpec` plus
-what the writer measured (files, sizes, checksums). Names follow TorchRec where it has one: `num_embeddings`,
-`embedding_dim`, `feature_names`, `pooling`. The format is documented in docs/snapshot-format.md.
+what the writer measured (files, sizes, checksums). Names follow TorchRec where it has one. The format is documented in
+docs/snapshot-format.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -284,9 +284,6 @@ def _refuse_duplicates(what: str, names: list[Any]) -> None:
         raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
 
 
-_LENGTH_ERRORS = frozenset({"too_short", "too_long"})
-
-
 class SchemaError(NamedTuple):
     """One mistake: where, what is wrong, and the value that was found."""
 
@@ -303,32 +300,28 @@ def schema_errors(
 ) -> Iterator[SchemaError]:
     """Returns the mistakes in a document; an unknown key comes with those that are allowed there.
 
-    Args:
-        error: what pydantic found.
-        schemas: the model that was validated, or those of a union told apart by `kind`.
-        elsewhere: fields of the schemas that are no keys of the document.
+    `schemas` are the model that was validated, or those of a union told apart by `kind`; `elsewhere` are fields of them
+    that are no keys of the document.
     """
     found = error.errors(include_url=False, include_context=False)
     roots, hidden = tuple(schemas), frozenset(elsewhere)
     for one in found:
-        if not _follows_from_another(one, found):
-            yield SchemaError(one["loc"], _problem(one, roots, hidden), one["input"])
+        if _follows_from_another(one, found):
+            continue
+        problem = one["msg"]
+        if one["type"] == "extra_forbidden":
+            *place, key = one["loc"]
+            allowed = [name for name in _allowed_keys(place, roots) if name not in hidden]
+            problem = f"unknown key {key!r:.80}; allowed are {allowed}"
+        yield SchemaError(one["loc"], problem, one["input"])
 
 
 def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
     """Tells whether a list is only said to be too short because validation stopped at one of its bad items."""
     place = one["loc"]
-    return one["type"] in _LENGTH_ERRORS and any(
+    return one["type"] in ("too_short", "too_long") and any(
         len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
     )
-
-
-def _problem(one: ErrorDetails, schemas: tuple[type[BaseModel], ...], hidden: frozenset[str]) -> str:
-    if one["type"] != "extra_forbidden":
-        return one["msg"]
-    *place, key = one["loc"]
-    allowed = [name for name in _allowed_keys(place, schemas) if name not in hidden]
-    return f"unknown key {key!r:.80}; allowed are {allowed}"
 
 
 def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
@@ -341,7 +334,11 @@ def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ..
         schemas = (
             tuple(inner for annotation in fields for inner in _models_in(annotation))
             if fields
-            else tuple(schema for schema in schemas if _is_tagged(schema, part))
+            else tuple(
+                one
+                for one in schemas
+                if "kind" in one.model_fields and part in get_args(one.model_fields["kind"].annotation)
+            )
         )
     return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
 
@@ -351,11 +348,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for inner in get_args(annotation):
         yield from _models_in(inner)
-
-
-def _is_tagged(schema: type[BaseModel], tag: str) -> bool:
-    kind = schema.model_fields.get("kind")
-    return kind is not None and get_origin(kind.annotation) is Literal and tag in get_args(kind.annotation)
 
 
 _ID_MASK = (1 << 63) - 1
@@ -373,10 +365,8 @@ def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
 def snapshot_file(root: Path, relative_path: str) -> Path:
     """Returns the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
-    Raises:
-        SnapshotPathError: absolute, with an empty, '.' or '..' part, a backslash or a control character, or a link
-            whose end lies outside the folder.
-        SnapshotCorruptError: there is no such plain file.
+    Raises SnapshotPathError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
+    link that leaves the folder, SnapshotCorruptError if there is no such plain file.
     """
     parts = relative_path.split("/")
     if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):
@@ -413,12 +403,8 @@ def manifest_texts(manifest: Manifest) -> dict[str, str]:
 def read_manifest(root: Path) -> tuple[Manifest, str]:
     """Reads the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
 
-    The checksum beside it is left to `check_manifest_checksum`.
-
-    Raises:
-        SnapshotCorruptError: there is none, or it is too large.
-        SnapshotPathError: it is a link that leaves the folder.
-        SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
+    The checksum beside it is left to `check_manifest_checksum`. Raises SnapshotError as `snapshot_file`,
+    `parse_manifest`, or if it is too large.
     """
     path = snapshot_file(root, MANIFEST_NAME)
     content = _read_bounded(path, MAX_MANIFEST_BYTES)
@@ -428,14 +414,18 @@ def read_manifest(root: Path) -> tuple[Manifest, str]:
 def parse_manifest(where: str, content: bytes) -> Manifest:
     """Returns the manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
 
-    Raises:
-        SnapshotFormatError: not JSON, an unknown format version, or not what the schema says.
+    Raises SnapshotFormatError if it is not JSON, has an unknown format version, or is not what the schema says.
     """
     try:
         document = json.loads(content, object_pairs_hook=_bounded_object)
     except (ValueError, RecursionError) as error:
         raise SnapshotFormatError(f"{where}: not JSON: {cut(error)}") from error
-    _check_format_version(where, document)
+    if not isinstance(document, dict) or "format_version" not in document:
+        raise SnapshotFormatError(f"{where}: has no format_version")
+    found = document["format_version"]
+    if type(found) is not int or found != FORMAT_VERSION:
+        stated = cut(repr(found))
+        raise SnapshotFormatError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
     try:
         return Manifest.model_validate_json(content, strict=True)
     except ValidationError as error:
@@ -463,15 +453,6 @@ def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_OBJECT_KEYS:
         raise ValueError(f"an object of {len(pairs)} keys; at most {MAX_OBJECT_KEYS} are allowed")
     return dict(pairs)
-
-
-def _check_format_version(where: str, document: Any) -> None:
-    if not isinstance(document, dict) or "format_version" not in document:
-        raise SnapshotFormatError(f"{where}: has no format_version")
-    found = document["format_version"]
-    if type(found) is not int or found != FORMAT_VERSION:
-        stated = cut(repr(found))
-        raise SnapshotFormatError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
 
 
 def _read_bounded(path: Path, max_bytes: int) -> bytes:

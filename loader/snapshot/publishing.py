@@ -18,6 +18,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -32,14 +33,12 @@ from loader.errors import (
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.registry.records import PublishedVersion, delta_stream
-from loader.registry.typed import FleetRegistry
-from loader.rollout.requests import read_rollout
+from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
+from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest, ModelSpec, read_manifest, snapshot_file
-from loader.snapshot.reader import Snapshot
+from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store, fsync_path, open_export_folder
-from loader.snapshot.verify import verify_snapshot
 
 _CHUNK_BYTES = 4 << 20
 _QUOTED_PROBLEMS = 5
@@ -47,14 +46,7 @@ _QUOTED_PROBLEMS = 5
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What `publish` did.
-
-    Attributes:
-        record: what the registry says of the version.
-        folder: where it lies in the store.
-        copied: whether it had to be copied there.
-        is_new: whether the registry did not know it yet.
-    """
+    """What `publish` did: the record, where the version lies, whether it was copied there, and whether it is new."""
 
     record: PublishedVersion
     folder: Path
@@ -75,14 +67,6 @@ async def publish(
 
     May be repeated after any interruption, and for a version that is published already.
 
-    Args:
-        fleet: where the record goes.
-        folder: the snapshot's, named `<model>/<version>`.
-        store: the store that the fleet's processes read; made if it is not there.
-        clock: seconds since the epoch.
-        threads: how many files are hashed at a time.
-        progress: told bytes hashed, rows checked and bytes copied.
-
     Raises:
         SnapshotError: it must not be served, or the store has another snapshot of that version.
         ExportError: another process is writing that version, or the store's disk fails or is full. What was copied is
@@ -102,14 +86,7 @@ async def publish(
 async def register(
     fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float]
 ) -> tuple[PublishedVersion, bool]:
-    """Puts a snapshot that lies in the store on record, as it is. Idempotent. `clock`: seconds since the epoch.
-
-    Returns:
-        The record, and whether it is new.
-
-    Raises:
-        DeltaError, RegistryConflictError: as `publish`.
-    """
+    """Puts a snapshot that lies in the store on record, as it is, and tells whether it is new. Raises as `publish`."""
     if (known := await _check_published(fleet, snapshot)) is not None:
         # A registry that lost its last writes may have the one without the other.
         if await fleet.spec(known.model, known.version) is None:
@@ -139,7 +116,7 @@ def rows_bytes_of(spec: ModelSpec) -> int:
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
     """Returns the last delta that is known of a stream; 0 if there is none.
 
-    A registry that lost its streams is outlived by the nodes that applied them, and by the versions that contain them.
+    Nodes that applied deltas, and versions that contain them, outlive a registry that lost its streams.
     """
     bounds = await fleet.registry.bounds(delta_stream(model, delta_base))
     known = await fleet.versions(model)
@@ -206,21 +183,18 @@ def _copy(source: Path, target: Path, snapshot: Snapshot, progress: Progress) ->
     entries = snapshot.manifest.files()
     done, total = 0, sum(entry.size_bytes for entry in entries)
 
-    def copier(relative_path: str, before: int) -> Callable[[Path], None]:
-        def produce(path: Path) -> None:
-            copied = before
-            with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
-                while chunk := read.read(_CHUNK_BYTES):
-                    written.write(chunk)
-                    copied += len(chunk)
-                    progress("copying into the store", min(copied, total), total)
-
-        return produce
+    def copy(relative_path: str, before: int, path: Path) -> None:
+        copied = before
+        with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
+            while chunk := read.read(_CHUNK_BYTES):
+                written.write(chunk)
+                copied += len(chunk)
+                progress("copying into the store", min(copied, total), total)
 
     try:
         with open_export_folder(target, snapshot.identity, progress) as work:
             for entry in entries:
-                work.write(entry.path, copier(entry.path, done), entry)
+                work.write(entry.path, partial(copy, entry.path, done), entry)
                 done += entry.size_bytes
                 progress("copying into the store", done, total)
             work.publish(texts)
@@ -243,11 +217,10 @@ def _manifest_texts(source: Path, identity: str) -> dict[str, str]:
 
 logger = logging.getLogger(__name__)
 
-TRASH_PREFIX = ".trash-"
+_TRASH_PREFIX = ".trash-"
 """Before the version in the name of a folder that is being deleted."""
-GONE_SUFFIX = ".gone"
+_GONE_SUFFIX = ".gone"
 """After it, once files are missing."""
-LOCK_NAME = ".retention-lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +236,6 @@ async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Re
 
     Snapshots in the store that were never published are left alone. Deltas that every kept version contains are
     trimmed from their streams.
-
-    Args:
-        fleet: the registry that the versions were published in.
-        store: where they lie.
-        model: whose versions.
-        keep: how many of the highest versions stay; at least 1.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -318,19 +285,15 @@ async def _staying(fleet: FleetRegistry, model: str, published: Iterable[Publish
 def _take_lock(folder: Path) -> IO[str]:
     """Waits for other runs over the same folder; a lock ends with its process, or when it is closed."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK_NAME).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except BaseException:
-        file.close()
-        raise
+    file = (folder / ".retention-lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
 async def _drop(fleet: FleetRegistry, folder: Path, record: PublishedVersion) -> None:
     """Takes a version out of sight and off the record; puts it back if somebody began to use it meanwhile."""
     version = folder / str(record.version)
-    trash = folder / f"{TRASH_PREFIX}{record.version}"
+    trash = folder / f"{_TRASH_PREFIX}{record.version}"
     if version.exists():
         _rename(version, trash)
     await fleet.drop_version(record.model, record.version)
@@ -345,14 +308,14 @@ async def _drop(fleet: FleetRegistry, folder: Path, record: PublishedVersion) ->
 def _end_what_was_begun(folder: Path, staying: Collection[int]) -> None:
     """Deletes what is out of sight; what is to stay after all comes back into it."""
     # Those that a run has begun to delete are no snapshots any more.
-    for gone in folder.glob(f"{TRASH_PREFIX}*{GONE_SUFFIX}"):
+    for gone in folder.glob(f"{_TRASH_PREFIX}*{_GONE_SUFFIX}"):
         shutil.rmtree(gone)
-    for trash in folder.glob(f"{TRASH_PREFIX}*"):
-        version = folder / trash.name.removeprefix(TRASH_PREFIX)
+    for trash in folder.glob(f"{_TRASH_PREFIX}*"):
+        version = folder / trash.name.removeprefix(_TRASH_PREFIX)
         if version.name.isdecimal() and int(version.name) in staying and not version.exists():
             _rename(trash, version)
         else:
-            gone = trash.with_name(trash.name + GONE_SUFFIX)
+            gone = trash.with_name(trash.name + _GONE_SUFFIX)
             _rename(trash, gone)
             shutil.rmtree(gone)
 

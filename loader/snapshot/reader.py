@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
@@ -18,19 +19,20 @@ import torch
 from loader.errors import (
     ExportError,
     SnapshotCorruptError,
+    SnapshotError,
     SnapshotFormatError,
     SnapshotNotFoundError,
+    SnapshotResourceError,
     cut,
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.snapshot.access_counts import check_access_counts_header, map_access_counts
-from loader.snapshot.codecs import ByteArray, codec_for
+from loader.snapshot.codecs import ByteArray, codec_for, row_at_position, row_positions, rows_in_file
 from loader.snapshot.golden import GoldenRequests, check_golden_header
-from loader.snapshot.layout import row_positions, rows_in_file
 from loader.snapshot.manifest import (
     MAX_DENSE_BYTES,
     FileEntry,
+    Frozen,
     Manifest,
     ModelSpec,
     TableFiles,
@@ -38,6 +40,13 @@ from loader.snapshot.manifest import (
     check_manifest_checksum,
     read_manifest,
     snapshot_file,
+)
+from loader.snapshot.per_row import (
+    COUNTS_TENSOR,
+    check_vocabulary_header,
+    check_vocabulary_ids,
+    decode_strings,
+    id_type_is_string,
 )
 from loader.snapshot.store import hash_file
 from loader.snapshot.tensor_files import (
@@ -48,60 +57,6 @@ from loader.snapshot.tensor_files import (
     map_tensor,
     read_header,
 )
-from loader.snapshot.vocabulary import check_vocabulary_header, check_vocabulary_ids, decode_strings, id_type_is_string
-
-
-def check_folder_names(root: Path, manifest: Manifest) -> None:
-    """Raises SnapshotFormatError for a snapshot copied under another name, which would be served as what it is not."""
-    real = root.resolve()
-    if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
-        raise SnapshotFormatError(
-            f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
-            f"the folder says {real.parent.name!r} {real.name!r}"
-        )
-
-
-def check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
-    """Raises SnapshotCorruptError for a file of another size than stated. `paths` are by the manifest's paths."""
-    for entry in manifest.files():
-        path = paths[entry.path]
-        try:
-            size_bytes = path.stat().st_size
-        except OSError as error:
-            raise file_error(path, "read", error) from error
-        if size_bytes != entry.size_bytes:
-            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
-
-
-def check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
-    """Raises SnapshotCorruptError for a file of another SHA-256 than stated; `threads` files are read at a time."""
-    total = sum(entry.size_bytes for entry in entries)
-    done = 0
-    lock = threading.Lock()
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress("checking SHA-256", done, total)
-
-    def check(entry: FileEntry) -> None:
-        path = paths[entry.path]
-        try:
-            found = hash_file(path, on_bytes)
-        except OSError as error:
-            raise file_error(path, "read", error) from error
-        if found != entry.sha256:
-            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
-
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        try:
-            for _ in pool.map(check, entries):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
 
 VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
 
@@ -112,8 +67,7 @@ class Snapshot:
     Attributes:
         path: its folder.
         manifest: what its manifest says.
-        identity: SHA-256 (hex) of `manifest.json`, byte for byte as it lies in the folder. Since the manifest holds the
-            checksums of all other files, it ties tables, dense model and vocabularies of one version together.
+        identity: SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
     """
 
     def __init__(
@@ -136,13 +90,12 @@ class Snapshot:
         threads: int = 2,
         progress: Progress = no_progress,
     ) -> Self:
-        """Opens the snapshot in a folder `<store>/<model>/<version>`.
+        """Opens a snapshot in `<store>/<model>/<version>`. Paths, sizes, dtypes and shapes are always checked.
 
         Args:
             path: the folder.
             verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
-                there twice, and that they are those of its strings. May be left out for a local store that is trusted;
-                paths, sizes, dtypes and shapes are always checked.
+                there twice, and that they are those of its strings. May be left out for a local store that is trusted.
             files: whose content is checked: `rows` (and access counts) for who only pools them, `other` (dense model,
                 vocabularies, golden requests) for who leaves that to shard nodes.
             threads: how many files are hashed at a time.
@@ -159,10 +112,16 @@ class Snapshot:
         if not root.is_dir():
             raise SnapshotNotFoundError(f"{root}: no such snapshot folder")
         manifest, identity = read_manifest(root)
-        check_folder_names(root, manifest)
+        real = root.resolve()
+        if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
+            # A snapshot copied under another name would be served as what it is not.
+            raise SnapshotFormatError(
+                f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
+                f"the folder says {real.parent.name!r} {real.name!r}"
+            )
         paths = {entry.path: snapshot_file(root, entry.path) for entry in manifest.files()}
         check_manifest_checksum(root, identity)
-        check_sizes(paths, manifest)
+        _check_sizes(paths, manifest)
         headers = {relative: read_header(at) for relative, at in paths.items()}
         snapshot = cls(root, manifest, identity, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
@@ -181,7 +140,7 @@ class Snapshot:
         }
         entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
         paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
-        check_hashes(paths, entries, threads, progress)
+        _check_hashes(paths, entries, threads, progress)
         if files != "rows":
             self._check_vocabularies()
 
@@ -209,23 +168,15 @@ class Snapshot:
         """Returns the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
         Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
-        be written to, pages that are written become memory of this process, and the file is never changed.
-
-        Raises:
-            KeyError: there is no such table.
-            IndexError: there is no such file.
-            SnapshotCorruptError: the file is not there any more, or shorter.
-            SnapshotResourceError: no file descriptor, mapping or memory is left.
+        be written to, pages that are written become memory of this process, and the file is never changed. Raises as
+        `map_tensor`.
         """
         entry = self._files[table].rows[file_index]
         info = self._headers[entry.path]["rows"]
         return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
-        """Returns a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
-
-        Raises KeyError for an unknown table, IndexError for rows outside it.
-        """
+        """Returns a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes]."""
         table_spec, rows_per_file = self._tables[table], self._files[table].rows_per_file
         last_row = first_row + num_rows
         if not 0 <= first_row <= last_row <= table_spec.num_embeddings:
@@ -256,13 +207,11 @@ class Snapshot:
         return decode_strings(path, tensors["ids"], tensors)
 
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
-        """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known.
-
-        Raises:
-            KeyError: there is no such table.
-        """
+        """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known."""
         entry = self._files[table].access_counts
-        return None if entry is None else map_access_counts(self.path / entry.path, self._headers[entry.path])
+        if entry is None:
+            return None
+        return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the dense model's tensors by name, in memory."""
@@ -314,7 +263,8 @@ class Snapshot:
             check_vocabulary_header(path, table, self._headers[files.vocabulary.path])
         if files.access_counts is not None:
             path = self.path / files.access_counts.path
-            check_access_counts_header(path, table, self._headers[files.access_counts.path])
+            counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
+            expect_tensors(path, self._headers[files.access_counts.path], counts)
 
     def _check_vocabularies(self) -> None:
         for files in self.manifest.tables:
@@ -323,4 +273,124 @@ class Snapshot:
                 self.vocabulary_strings(files.table)
 
 
+def _check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
+    for entry in manifest.files():
+        path = paths[entry.path]
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if size_bytes != entry.size_bytes:
+            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
+
+
+def _check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
+    total = sum(entry.size_bytes for entry in entries)
+    done = 0
+    lock = threading.Lock()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress("checking SHA-256", done, total)
+
+    def check(entry: FileEntry) -> None:
+        path = paths[entry.path]
+        try:
+            found = hash_file(path, on_bytes)
+        except OSError as error:
+            raise file_error(path, "read", error) from error
+        if found != entry.sha256:
+            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            for _ in pool.map(check, entries):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 _DENSE_DTYPES = frozenset({"F32", "BOOL", "U8", "I8", "I16", "I32", "I64"})
+
+
+_BLOCK_BYTES = 16 << 20
+
+
+class VerifyReport(Frozen):
+    """What `verify_snapshot` found.
+
+    Attributes:
+        problems: each names the file, or the table and row, and the reason. Damage that keeps the snapshot from being
+            opened ends the check, so it is then the only one.
+        checks: what was checked and found right.
+        files: the files that the manifest names, right or not; empty if it can't be read.
+        model, version: what the manifest says, likewise; None if it can't be read.
+    """
+
+    path: str
+    ok: bool
+    problems: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+    files: tuple[FileEntry, ...] = ()
+    model: str | None = None
+    version: int | None = None
+
+
+def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = no_progress) -> VerifyReport:
+    """Checks a snapshot in full, every row included, and reports; a bad one raises nothing.
+
+    Raises SnapshotResourceError if file descriptors or memory ran out, which says nothing about the snapshot.
+    """
+    try:
+        snapshot = Snapshot.open(path, verify=True, threads=threads, progress=progress)
+    except SnapshotResourceError:
+        raise
+    except SnapshotError as error:
+        report = VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",))
+        with suppress(SnapshotError):
+            manifest, _ = read_manifest(Path(path))
+            stated = {"files": manifest.files(), "model": manifest.spec.model, "version": manifest.version}
+            report = report.model_copy(update=stated)
+        return report
+    checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
+    problems: list[str] = []
+    for table, files in zip(snapshot.spec.tables, snapshot.manifest.tables, strict=True):
+        found = _check_rows(snapshot, table, files, progress)
+        problems.extend(found)
+        if not found:
+            checks.append(f"table {table.name!r}: all {table.num_embeddings} rows decode to finite values")
+    for name, tensor in snapshot.dense_tensors().items():
+        if not bool(tensor.isfinite().all()):
+            problems.append(f"{snapshot.manifest.dense.path}: tensor {name!r} holds NaN or inf")
+    if not problems:
+        checks.append("dense tensors: all values are finite")
+    return VerifyReport(
+        path=str(path),
+        ok=not problems,
+        problems=tuple(problems),
+        checks=tuple(checks),
+        files=snapshot.manifest.files(),
+        model=snapshot.spec.model,
+        version=snapshot.version,
+    )
+
+
+def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progress: Progress) -> list[str]:
+    """One problem per file with a bad row: its first one, by number."""
+    codec = codec_for(table.dtype, table.embedding_dim)
+    block_rows = max(1, _BLOCK_BYTES // codec.row_bytes)
+    problems, done = [], 0
+    for file_index, entry in enumerate(files.rows):
+        stored = snapshot.rows_file(table.name, file_index)
+        for start in range(0, len(stored), block_rows):
+            bad = codec.first_non_finite(stored[start : start + block_rows])
+            if bad is not None:
+                row = row_at_position(table, files.rows_per_file, file_index, start + bad)
+                problems.append(f"{entry.path}: table {table.name!r}, row {row}: decodes to NaN or inf")
+                break
+        done += len(stored)
+        progress(f"checking rows of {table.name}", done, table.num_embeddings)
+    return problems

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from loader.errors import ExportError
 from loader.snapshot.codecs import Float32Array
-
-SAMPLED_ROWS = 1024
-
-
-@runtime_checkable
-class FingerprintedRows(Protocol):
-    """A row source that can tell its rows from others. One that is read only once can't."""
-
-    def fingerprint(self) -> str:
-        """Is equal for the same rows; differs, as far as can be told cheaply, for others."""
-
-
-def fingerprint_of(source: object) -> str:
-    """Returns the source's fingerprint, or "" if it has none."""
-    return source.fingerprint() if isinstance(source, FingerprintedRows) else ""
 
 
 def file_fingerprint(path: Path, name: str) -> str:
@@ -46,47 +32,41 @@ def sample_fingerprint(num_rows: int, take: Callable[[npt.NDArray[np.int64]], np
 
     `take` gives the rows of these numbers, int64 [k], as an array [k, dim].
     """
-    numbers = np.linspace(0, num_rows - 1, min(num_rows, SAMPLED_ROWS)).astype(np.int64)
+    numbers = np.linspace(0, num_rows - 1, min(num_rows, _SAMPLED_ROWS)).astype(np.int64)
     rows = np.ascontiguousarray(take(numbers))
     digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
     digest.update(rows.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
+_SAMPLED_ROWS = 1024
 _NUMPY_DTYPES = (np.float16, np.float32, np.float64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class RowSource(Protocol):
-    """A table's rows in training precision.
+class RowSource(ABC):
+    """A table's rows in training precision, and the shape of the table."""
 
-    A source that is also a `FingerprintedRows` lets an interrupted export notice that it is run again with other rows.
-    """
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
 
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row."""
-
+    @abstractmethod
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """Yields rows [first_row, first_row + max_rows), or up to the table's end, as blocks float32 [k, dim].
 
         A block is only valid until the next is taken. Memory is bounded by `max_rows` rows.
         """
 
+    def fingerprint(self) -> str:
+        """Returns a text that is equal for the same rows and differs, as far as can be told cheaply, for others.
 
-class ShapedRows:
-    """What row sources have in common: the shape of their table."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        By it an interrupted export notices that it is run again with other rows; "" for a source that can't tell.
+        """
+        return ""
 
 
-class ArrayRows(ShapedRows):
+class ArrayRows(RowSource):
     """Rows of a NumPy array or memmap [num_embeddings, dim] of floats."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
@@ -109,7 +89,7 @@ class ArrayRows(ShapedRows):
         return sample if name is None else f"{sample} {file_fingerprint(Path(name), '')}"
 
 
-class TensorRows(ShapedRows):
+class TensorRows(RowSource):
     """Rows of a torch tensor [num_embeddings, dim] of floats, on any device. `file` is what it is mapped from."""
 
     def __init__(self, tensor: torch.Tensor, file: Path | None = None) -> None:
@@ -140,7 +120,7 @@ class TensorRows(ShapedRows):
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, '')}"
 
 
-class SafetensorsRows(ShapedRows):
+class SafetensorsRows(RowSource):
     """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
 
     def __init__(self, path: str | Path, name: str) -> None:
@@ -167,23 +147,22 @@ class SafetensorsRows(ShapedRows):
         return file_fingerprint(self._path, self._name)
 
 
-class IteratorRows(ShapedRows):
-    """Rows from an iterable of blocks that is read once, front to back. Blocks may have any number of rows."""
+class RowsFromBlocks(RowSource):
+    """Rows from an iterable of blocks [k, dim], in row order and of any number of rows, that is read once."""
 
     def __init__(
         self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
     ) -> None:
         super().__init__(num_embeddings, embedding_dim)
-        self._iterator = iter(blocks)
+        self._blocks = (block for block in map(rows_of, blocks) if block.num_embeddings)
         self._next_row = 0
         self._block: ArrayRows | TensorRows | None = None
         self._block_first_row = 0
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Returns the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+        """Yields the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
 
-        Raises:
-            ExportError: the rows were already read, a block has the wrong dim, or there are too few or too many rows.
+        Raises ExportError if they were already read, a block has the wrong dim, or there are too few or too many rows.
         """
         if first_row < self._next_row:
             raise ExportError(
@@ -199,12 +178,12 @@ class IteratorRows(ShapedRows):
                 self._block, self._block_first_row = None, block_end
             if start < stop:
                 yield from block.blocks(start - block_first_row, stop - start)
-        if last_row == self.num_embeddings:
-            self._check_end()
+        if last_row == self.num_embeddings and (self._block is not None or next(self._blocks, None) is not None):
+            raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
 
     def _current_block(self) -> ArrayRows | TensorRows:
         if self._block is None:
-            block = self._take_block()
+            block = next(self._blocks, None)
             if block is None:
                 raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self.num_embeddings}")
             if block.embedding_dim != self.embedding_dim:
@@ -215,25 +194,10 @@ class IteratorRows(ShapedRows):
             self._block = block
         return self._block
 
-    def _take_block(self) -> ArrayRows | TensorRows | None:
-        """Returns the next block that has rows, or None at the end."""
-        return next((block for block in map(rows_of, self._iterator) if block.num_embeddings), None)
-
-    def _check_end(self) -> None:
-        if self._block is not None or self._take_block() is not None:
-            raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
-
 
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
     """Makes a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
     return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
-
-
-def rows_from_blocks(
-    blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
-) -> IteratorRows:
-    """Makes a source of an iterable of row blocks [k, dim] in row order, read once; together `num_embeddings` rows."""
-    return IteratorRows(blocks, num_embeddings, embedding_dim)
 
 
 def _to_float32(block: npt.NDArray[Any]) -> Float32Array:

@@ -33,6 +33,16 @@ from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError
 from loader.progress import Progress
 from loader.snapshot.manifest import FileEntry
 
+# Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
+_HASH_CHUNK_BYTES = 1 << 20
+# The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
+_VERSION = re.compile(r"[1-9][0-9]{0,18}")
+_MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+WORK_FOLDER_PREFIX = ".export-"
+"""Before the version in the name of the folder in which an export works."""
+
+_log = logging.getLogger(__name__)
+
 
 def fsync_path(path: Path) -> None:
     """Makes a file's bytes, or a folder's entries, survive a loss of power."""
@@ -41,15 +51,6 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
-# Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
-_HASH_CHUNK_BYTES = 1 << 20
-_VERSION = re.compile(r"[1-9][0-9]{0,18}")
-WORK_FOLDER_PREFIX = ".export-"
-"""Before the version in the name of the folder in which an export works."""
-_MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 
 
 class Store:
@@ -136,9 +137,6 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) 
     return digest.hexdigest()
 
 
-_log = logging.getLogger(__name__)
-
-
 class ExportFolder:
     """The files of one snapshot in the making. Made by `open_export_folder`."""
 
@@ -155,10 +153,7 @@ class ExportFolder:
     def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
         """Makes a file that `produce` writes durable, and puts it on record; a finished one is kept as it is.
 
-        `stated` is what it has to become, if that is known beforehand.
-
-        Raises:
-            SnapshotCorruptError: it is not what was stated. It is not put on record.
+        Raises SnapshotCorruptError if it is not what is `stated`; then it is not put on record.
         """
         if (entry := self._finished.get(relative_path)) is not None and stated in (None, entry):
             return entry
@@ -176,13 +171,16 @@ class ExportFolder:
     def publish(self, texts: dict[str, str]) -> None:
         """Writes these last small files and moves everything to its place, durably and at once.
 
-        Raises:
-            SnapshotExistsError: the version appeared meanwhile.
+        Raises SnapshotExistsError if the version appeared meanwhile.
         """
         for name, text in texts.items():
             (self._files / name).write_text(text, encoding="utf-8")
             fsync_path(self._files / name)
-        self._remove_unrecorded(set(texts))
+        # What an earlier run with another file layout, or one killed in mid-file, left behind.
+        for path in self._files.rglob("*"):
+            relative = path.relative_to(self._files).as_posix()
+            if path.is_file() and relative not in self._finished and relative not in texts:
+                path.unlink()
         for folder, _, _ in os.walk(self._files):
             fsync_path(Path(folder))
         if self._target.exists():
@@ -190,23 +188,13 @@ class ExportFolder:
         self._files.rename(self._target)
         fsync_path(self._target.parent)
 
-    def _remove_unrecorded(self, names: set[str]) -> None:
-        """Removes what an earlier run with another file layout, or one killed in mid-file, left behind."""
-        for path in self._files.rglob("*"):
-            relative = path.relative_to(self._files).as_posix()
-            if path.is_file() and relative not in self._finished and relative not in names:
-                path.unlink()
-
 
 @contextmanager
 def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> Iterator[ExportFolder]:
     """Locks the folder in which `target` (`<store>/<model>/<version>`) is made; a failure leaves it for a later run.
 
     `inputs_digest` is the SHA-256 (hex) of all inputs that shape the files; a folder of other inputs is started over.
-
-    Raises:
-        SnapshotExistsError: the version exists.
-        ExportError: another export of the same version is running.
+    Raises SnapshotExistsError if the version exists, ExportError if another export of it is running.
     """
     work = target.parent / f"{WORK_FOLDER_PREFIX}{target.name}"
     _remove_leftovers(target.parent)
@@ -244,24 +232,21 @@ def _remove_leftovers(model_folder: Path) -> None:
 @contextmanager
 def _lock(work: Path) -> Iterator[None]:
     path = work / "lock"
+    busy = ExportError(f"another export works in {work}; one export of a version runs at a time")
     try:
         file = path.open("w")
     except FileNotFoundError as error:
-        raise _busy(work) from error
+        raise busy from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The export that held the lock may have finished and removed this folder since we opened the file.
             still_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError) as error:
-            raise _busy(work) from error
+            raise busy from error
         if not still_there:
-            raise _busy(work)
+            raise busy
         yield
-
-
-def _busy(work: Path) -> ExportError:
-    return ExportError(f"another export works in {work}; one export of a version runs at a time")
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:
@@ -298,7 +283,7 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
 
 @contextmanager
 def _new_journal(work: Path, inputs_digest: str, finished: dict[str, FileEntry]) -> Iterator[IO[str]]:
-    """Returns a journal that starts with what is known, put in place of the old one in one step."""
+    """Yields a journal that starts with what is known, put in place of the old one in one step."""
     fresh = work / "export-state.jsonl.new"
     with fresh.open("w", encoding="utf-8") as journal:
         header = json.dumps({"inputs_sha256": inputs_digest})

@@ -1,9 +1,8 @@
-"""Safetensors files: written durably, and read with a header that is not trusted.
+"""Read safetensors files by a header that is not trusted.
 
-The safetensors library writes files. Rows are mapped in place, which needs the offset of the tensor's bytes; the
-library does not tell it, so the header is parsed here, and checked in full
-(format: https://github.com/huggingface/safetensors#format). Small files are read by that same checked header: the
-library would set aside memory for whatever a header claims, and panics where there is none.
+Rows are mapped in place, which needs the offset of the tensor's bytes; the library does not tell it, so the header is
+parsed here, and checked in full (format: https://github.com/huggingface/safetensors#format). Small files are read by
+that same header: the library would set aside memory for whatever a header claims, and panics where there is none.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
-
-    Attributes:
-        dtype: safetensors' name of it, for example `U8` or `F32`.
-        shape: its dims.
-        offset: of its first byte, from the start of the file.
-    """
+    """Where one tensor lies: `dtype` by safetensors' names, `offset` of its first byte from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,8 +45,7 @@ class TensorInfo:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name.
 
-    Raises:
-        SnapshotCorruptError: the header is too long, is not what the format allows, or does not fit the file's size.
+    Raises SnapshotCorruptError if the header is too long, not what the format allows, or does not fit the file's size.
     """
     try:
         with path.open("rb") as file:
@@ -79,22 +71,19 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        tensors[name], begin = _check_entry(path, name, entry, data_offset)
-        spans.append((begin, begin + tensors[name].size_bytes))
-    position = 0
+        tensors[name] = info = _check_entry(path, name, entry, data_offset)
+        spans.append((info.offset, info.offset + info.size_bytes))
+    position = data_offset
     for begin, end in sorted(spans):
         if begin != position:
             raise SnapshotCorruptError(f"{path}: the tensors overlap or leave a gap at byte {position}")
         position = end
-    if data_offset + position != file_bytes:
-        raise SnapshotCorruptError(
-            f"{path}: the header describes {data_offset + position} bytes, the file has {file_bytes}"
-        )
+    if position != file_bytes:
+        raise SnapshotCorruptError(f"{path}: the header describes {position} bytes, the file has {file_bytes}")
     return tensors
 
 
-def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[TensorInfo, int]:
-    """Reads one tensor of a header, and where its bytes begin after it."""
+def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorInfo:
     where = f"{path}: tensor {cut(repr(name))}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -109,7 +98,7 @@ def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> tuple[T
         raise SnapshotCorruptError(f"{where}: {numbers}: not whole numbers in [0, 2^63)")
     if end - begin != item_bytes * math.prod(shape):
         raise SnapshotCorruptError(f"{where}: bytes {begin} to {end} do not hold {dtype} {shape}")
-    return TensorInfo(dtype, tuple(shape), data_offset + begin), begin
+    return TensorInfo(dtype, tuple(shape), data_offset + begin)
 
 
 def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:
@@ -122,7 +111,13 @@ def expect_tensors(
 ) -> None:
     """Raises SnapshotCorruptError unless the file has exactly these tensors, each of its dtype and shape."""
     for name, (dtype, shape) in expected.items():
-        expect_tensor(path, tensors, name, dtype, shape)
+        info = tensors.get(name)
+        if info is None:
+            raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {cut(sorted(tensors))}")
+        if (info.dtype, info.shape) != (dtype, shape):
+            raise SnapshotCorruptError(
+                f"{path}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
+            )
     if extra := sorted(set(tensors) - set(expected)):
         raise SnapshotCorruptError(f"{path}: has the tensors {cut(extra)} besides {cut(sorted(expected))}")
 
@@ -134,23 +129,11 @@ def expect_at_most(path: Path, tensors: Mapping[str, TensorInfo], max_bytes: int
         raise SnapshotCorruptError(f"{path}: tensors of {size_bytes} bytes; at most {max_bytes} are read")
 
 
-def expect_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises SnapshotCorruptError unless the tensor is there with that dtype and shape."""
-    info = tensors.get(name)
-    if info is None:
-        raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {cut(sorted(tensors))}")
-    if (info.dtype, info.shape) != (dtype, shape):
-        raise SnapshotCorruptError(
-            f"{path}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
-        )
-
-
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
     """Returns a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
 
-    Raises:
-        SnapshotCorruptError: the file is not there any more, or shorter.
-        SnapshotResourceError: no file descriptor, mapping or memory is left.
+    Raises SnapshotCorruptError if the file is not there any more, or shorter, SnapshotResourceError if no file
+    descriptor, mapping or memory is left.
     """
     if 0 in info.shape:
         return np.zeros(info.shape, dtype)
@@ -165,9 +148,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
 def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, npt.NDArray[Any]]:
     """Returns all tensors of a small file, copied into memory. `tensors` is its header, if it was read already.
 
-    Raises:
-        SnapshotCorruptError: it can't be read, is shorter than its header says, or has bfloat16 in it.
-        SnapshotResourceError: no file descriptor or memory is left.
+    Raises as `map_tensor`; SnapshotCorruptError also if it has bfloat16 in it.
     """
     header = read_header(path) if tensors is None else tensors
     loaded: dict[str, npt.NDArray[Any]] = {}

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,16 @@ from safetensors import SafetensorError
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
-from loader.snapshot.access_counts import access_count_tensors
-from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.codecs import (
+    ByteArray,
+    Float32Array,
+    RowCodec,
+    codec_for,
+    default_rows_per_file,
+    row_positions,
+    rows_in_file,
+)
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.layout import default_rows_per_file, row_positions, rows_in_file
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
     MAX_DENSE_BYTES,
@@ -45,31 +52,105 @@ from loader.snapshot.manifest import (
     parse_manifest,
     quoted_errors,
 )
-from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, fingerprint_of
+from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary_tensors
+from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
-from loader.snapshot.vocabulary import Vocabulary, vocabulary_tensors
 
-DENSE_PATH = "dense.safetensors"
-GOLDEN_PATH = "golden.safetensors"
+_DENSE_PATH = "dense.safetensors"
+_GOLDEN_PATH = "golden.safetensors"
+_VOCABULARY_PATH = "tables/{}/vocabulary.safetensors"
+_ACCESS_COUNTS_PATH = "tables/{}/access-counts.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
 Tensors = Mapping[str, Any]
 
 _WHOLE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def vocabulary_path(table: str) -> str:
-    """Returns where a table's vocabulary lies in the snapshot."""
-    return f"tables/{table}/vocabulary.safetensors"
+@dataclass(frozen=True)
+class _Export:
+    """What an export was given, checked. `files` are the tensors of all files but row files, by path."""
+
+    spec: ModelSpec
+    version: int
+    rows_per_file: Mapping[str, int]
+    files: Mapping[str, Tensors]
+    golden: GoldenRequests | None
+    golden_tolerance: float
+    metadata: Mapping[str, str]
+    last_delta: int | None
+    delta_base: int | None
+
+    def rows_paths(self, table: TableSpec) -> list[str]:
+        """Returns where a table's row files lie in the snapshot, in order."""
+        num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
+        return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
+
+    def digest(self, rows: Mapping[str, RowSource]) -> str:
+        """Hashes (SHA-256, hex) what shapes the files, rows by their fingerprint: that is "the same export"."""
+        arguments = {
+            "last_delta": self.last_delta,
+            "delta_base": self.delta_base,
+            "rows": {table: source.fingerprint() for table, source in rows.items()},
+            "format_version": FORMAT_VERSION,
+            "spec": self.spec.model_dump(mode="json"),
+            "version": self.version,
+            "rows_per_file": dict(self.rows_per_file),
+        }
+        digest = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode())
+        for path, tensors in sorted(self.files.items()):
+            for name, tensor in sorted(tensors.items()):
+                array = tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor
+                digest.update(json.dumps([path, name, str(array.dtype), list(array.shape)]).encode())
+                digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
+        """Returns the manifest, given every file by its path."""
+        tables = tuple(
+            TableFiles(
+                table=table.name,
+                rows_per_file=self.rows_per_file[table.name],
+                rows=tuple(entries[path] for path in self.rows_paths(table)),
+                vocabulary=entries.get(_VOCABULARY_PATH.format(table.name)),
+                access_counts=entries.get(_ACCESS_COUNTS_PATH.format(table.name)),
+            )
+            for table in self.spec.tables
+        )
+        golden = self.golden and GoldenEntry(
+            file=entries[_GOLDEN_PATH],
+            tolerance=self.golden_tolerance,
+            num_requests=self.golden.num_requests,
+            num_candidates=len(self.golden.scores),
+        )
+        return Manifest(
+            spec=self.spec,
+            version=self.version,
+            created_at=created_at.astimezone(UTC).isoformat(timespec="seconds"),
+            tables=tables,
+            dense=entries[_DENSE_PATH],
+            golden=golden,
+            metadata=dict(self.metadata),
+            last_delta=self.last_delta,
+            delta_base=self.delta_base,
+        )
+
+    def check_manifest(self) -> None:
+        """Raises ExportError if no reader would take the manifest, found out by a draft before rows are written."""
+        paths = [*self.files, *(path for table in self.spec.tables for path in self.rows_paths(table))]
+        unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
+        try:
+            text = self.manifest(datetime.max.replace(tzinfo=UTC), unknown).to_json().encode()
+            parse_manifest("manifest", text)
+        except ValidationError as error:
+            raise ExportError(f"manifest: {quoted_errors(error)}") from error
+        except SnapshotFormatError as error:
+            raise ExportError(str(error)) from error
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
 
 
-def access_counts_path(table: str) -> str:
-    """Returns where a table's access counts lie in the snapshot."""
-    return f"tables/{table}/access-counts.safetensors"
-
-
-def check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
-    """Raises ExportError unless there is one source of the right shape for every table, and no other."""
+def _check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
     _check_names("rows", set(rows), {table.name for table in spec.tables})
     for table in spec.tables:
         source = rows[table.name]
@@ -80,32 +161,32 @@ def check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
             )
 
 
-def small_files(
+def _small_files(
     spec: ModelSpec,
     dense: Mapping[str, torch.Tensor],
     vocabularies: Mapping[str, Vocabulary],
     golden: GoldenRequests | None,
     access_counts: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, Tensors]:
-    """Makes the tensors of all files but row files, by path. Raises ExportError for what does not fit the spec."""
-    with_vocabulary = [table for table in spec.tables if table.id_mapping.kind == "vocabulary"]
-    _check_names("vocabularies", set(vocabularies), {table.name for table in with_vocabulary})
-    files: dict[str, Tensors] = {
-        vocabulary_path(table.name): vocabulary_tensors(table, vocabularies[table.name]) for table in with_vocabulary
-    }
-    counted = [table for table in spec.tables if table.name in access_counts]
-    _check_names("access_counts", set(access_counts), {table.name for table in counted})
-    files |= {access_counts_path(one.name): access_count_tensors(one, access_counts[one.name]) for one in counted}
-    files[DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
-    _check_limits("dense", files[DENSE_PATH], MAX_DENSE_BYTES)
+    tables = {table.name: table for table in spec.tables}
+    mapped = {table.name for table in spec.tables if table.id_mapping.kind == "vocabulary"}
+    _check_names("vocabularies", set(vocabularies), mapped)
+    _check_names("access_counts", set(access_counts), set(access_counts) & set(tables))
+    files: dict[str, Tensors] = {}
+    for name, vocabulary in vocabularies.items():
+        files[_VOCABULARY_PATH.format(name)] = vocabulary_tensors(tables[name], vocabulary)
+    for name, counts in access_counts.items():
+        files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
+    files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
+    _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
     if golden is not None:
         golden.check(spec)
-        files[GOLDEN_PATH] = golden.to_tensors()
-        _check_limits("golden requests", files[GOLDEN_PATH], MAX_GOLDEN_BYTES)
+        files[_GOLDEN_PATH] = golden.to_tensors()
+        _check_limits("golden requests", files[_GOLDEN_PATH], MAX_GOLDEN_BYTES)
     return files
 
 
-def rows_per_file_of(table: TableSpec, rows_per_file: int | None) -> int:
+def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
     """Returns the given rows per file, checked, or the table's default."""
     if rows_per_file is None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
@@ -116,34 +197,6 @@ def rows_per_file_of(table: TableSpec, rows_per_file: int | None) -> int:
         limit = f"at most {MAX_ROW_FILES} are allowed: give more rows_per_file"
         raise ExportError(f"table {table.name!r}: rows_per_file {rows_per_file} makes {num_files} files; {limit}")
     return rows_per_file
-
-
-def inputs_digest(
-    spec: ModelSpec,
-    version: int,
-    rows_per_file: Mapping[str, int],
-    files: Mapping[str, Tensors],
-    rows: Mapping[str, RowSource],
-    last_delta: int | None,
-    delta_base: int | None,
-) -> str:
-    """Hashes (SHA-256, hex) what shapes the files, rows by their fingerprint: that is "the same export"."""
-    arguments = {
-        "last_delta": last_delta,
-        "delta_base": delta_base,
-        "rows": {table: fingerprint_of(source) for table, source in rows.items()},
-        "format_version": FORMAT_VERSION,
-        "spec": spec.model_dump(mode="json"),
-        "version": version,
-        "rows_per_file": dict(rows_per_file),
-    }
-    digest = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode())
-    for path, tensors in sorted(files.items()):
-        for name, tensor in sorted(tensors.items()):
-            array = tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor
-            digest.update(json.dumps([path, name, str(array.dtype), list(array.shape)]).encode())
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,35 +235,8 @@ def _check_names(what: str, given: set[str], expected: set[str]) -> None:
 BLOCK_BYTES = 16 << 20
 
 
-def rows_paths(table: TableSpec, rows_per_file: int) -> list[str]:
-    """Returns where a table's row files lie in the snapshot, in order."""
-    num_files = -(-table.num_embeddings // rows_per_file)
-    return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
-
-
-def write_row_files(
-    folder: ExportFolder, table: TableSpec, source: RowSource, rows_per_file: int, progress: Progress
-) -> dict[str, FileEntry]:
-    """Writes the row files that are not finished yet, one after the other, and gives all by path.
-
-    Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
-
-    Raises:
-        NonFiniteRowError: a row holds NaN or inf, or values that its dtype can't hold.
-        ExportError: the source does not give what it announced.
-    """
-    entries = {}
-    for file_index, path in enumerate(rows_paths(table, rows_per_file)):
-
-        def produce(path: Path, file_index: int = file_index) -> None:
-            rows = _encode_file(table, source, rows_per_file, file_index, progress)
-            safetensors.numpy.save_file({"rows": rows}, path)
-
-        if folder.is_finished(path):
-            done = min((file_index + 1) * rows_per_file, table.num_embeddings)
-            progress(f"table {table.name}", done, table.num_embeddings)
-        entries[path] = folder.write(path, produce)
-    return entries
+def _save_rows(encode: Callable[[], ByteArray], path: Path) -> None:
+    safetensors.numpy.save_file({"rows": encode()}, path)
 
 
 def _encode_file(
@@ -255,16 +281,6 @@ def _encode_block(table: TableSpec, codec: RowCodec, block: Float32Array, first_
     return encoded
 
 
-DEFAULT_GOLDEN_TOLERANCE = 0.05
-# From the time of creation and every file by its path.
-MakeManifest = Callable[[str, Mapping[str, FileEntry]], Manifest]
-
-
-def utc_now() -> datetime:
-    """Returns the time of day, the default clock."""
-    return datetime.now(UTC)
-
-
 def export_snapshot(
     store_path: str | Path,
     spec: ModelSpec,
@@ -274,16 +290,16 @@ def export_snapshot(
     vocabularies: Mapping[str, Vocabulary] | None = None,
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     golden: GoldenRequests | None = None,
-    golden_tolerance: float = DEFAULT_GOLDEN_TOLERANCE,
+    golden_tolerance: float = 0.05,
     version: int | None = None,
     metadata: Mapping[str, str] | None = None,
     last_delta: int | None = None,
     delta_base: int | None = None,
     rows_per_file: int | None = None,
-    clock: Callable[[], datetime] = utc_now,
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     progress: Progress = no_progress,
 ) -> Path:
-    """Writes the next version of a model into a store.
+    """Writes the next version of a model into a store, and returns the snapshot's folder.
 
     Run again after an interruption, the same export (all that shapes a file) goes on.
 
@@ -304,9 +320,6 @@ def export_snapshot(
         clock: gives the time of creation.
         progress: told the rows written per table.
 
-    Returns:
-        The snapshot's folder.
-
     Raises:
         ExportError: an input does not fit the spec, or the disk fails.
         NonFiniteRowError: a row holds NaN, inf, or values that its dtype can't hold.
@@ -314,95 +327,48 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    _check_numbers(version, golden_tolerance)
-    check_rows(spec, rows)
-    file_rows = {table.name: rows_per_file_of(table, rows_per_file) for table in spec.tables}
-    files = small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
-    deltas = (last_delta, delta_base)
-    make_manifest = partial(_manifest, spec, version, file_rows, golden, golden_tolerance, dict(metadata or {}), deltas)
-    _check_manifest(make_manifest, [*files, *(path for t in spec.tables for path in rows_paths(t, file_rows[t.name]))])
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+    _check_rows(spec, rows)
+    file_rows = {table.name: _rows_per_file(table, rows_per_file) for table in spec.tables}
+    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
+    one = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
+    one.check_manifest()
     target = store.path / spec.model / str(version)
     try:
-        digest = inputs_digest(spec, version, file_rows, files, rows, *deltas)
-        with open_export_folder(target, digest, progress) as folder:
-            entries: dict[str, FileEntry] = {}
-            for t in spec.tables:
-                entries |= write_row_files(folder, t, rows[t.name], file_rows[t.name], progress)
-            entries |= {path: folder.write(path, _saver(tensors)) for path, tensors in files.items()}
-            created_at = clock().astimezone(UTC).isoformat(timespec="seconds")
-            folder.publish(manifest_texts(make_manifest(created_at, entries)))
+        with open_export_folder(target, one.digest(rows), progress) as folder:
+            entries = _write_row_files(one, folder, rows, progress)
+            entries |= {path: folder.write(path, partial(_save, tensors)) for path, tensors in files.items()}
+            folder.publish(manifest_texts(one.manifest(clock(), entries)))
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
     return target
 
 
-def _check_numbers(version: int, golden_tolerance: float) -> None:
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+def _write_row_files(
+    export: _Export, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
+) -> dict[str, FileEntry]:
+    """Writes the row files that are not finished yet, one after the other, and gives all by path.
+
+    Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
+    """
+    entries = {}
+    for table in export.spec.tables:
+        rows_per_file = export.rows_per_file[table.name]
+        for file_index, path in enumerate(export.rows_paths(table)):
+            if folder.is_finished(path):
+                done = min((file_index + 1) * rows_per_file, table.num_embeddings)
+                progress(f"table {table.name}", done, table.num_embeddings)
+            encode = partial(_encode_file, table, rows[table.name], rows_per_file, file_index, progress)
+            entries[path] = folder.write(path, partial(_save_rows, encode))
+    return entries
 
 
-def _saver(tensors: Tensors) -> Callable[[Path], None]:
-    def save(path: Path) -> None:
-        values: dict[str, Any] = dict(tensors)
-        if all(isinstance(value, torch.Tensor) for value in values.values()):
-            safetensors.torch.save_file(values, path)
-        else:
-            safetensors.numpy.save_file(values, path)
-
-    return save
-
-
-def _manifest(
-    spec: ModelSpec,
-    version: int,
-    file_rows: Mapping[str, int],
-    golden: GoldenRequests | None,
-    golden_tolerance: float,
-    metadata: dict[str, str],
-    deltas: tuple[int | None, int | None],
-    created_at: str,
-    entries: Mapping[str, FileEntry],
-) -> Manifest:
-    tables = tuple(
-        TableFiles(
-            table=table.name,
-            rows_per_file=file_rows[table.name],
-            rows=tuple(entries[path] for path in rows_paths(table, file_rows[table.name])),
-            vocabulary=entries.get(vocabulary_path(table.name)),
-            access_counts=entries.get(access_counts_path(table.name)),
-        )
-        for table in spec.tables
-    )
-    stated = golden and GoldenEntry(
-        file=entries[GOLDEN_PATH],
-        tolerance=golden_tolerance,
-        num_requests=golden.num_requests,
-        num_candidates=len(golden.scores),
-    )
-    return Manifest(
-        spec=spec,
-        version=version,
-        created_at=created_at,
-        tables=tables,
-        dense=entries[DENSE_PATH],
-        golden=stated,
-        metadata=metadata,
-        last_delta=deltas[0],
-        delta_base=deltas[1],
-    )
-
-
-def _check_manifest(make_manifest: MakeManifest, paths: list[str]) -> None:
-    """Raises ExportError if no reader would take the manifest, found out by a draft before the rows are written."""
-    unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
-    try:
-        text = make_manifest(datetime.max.replace(tzinfo=UTC).isoformat(timespec="seconds"), unknown).to_json()
-        parse_manifest("manifest", text.encode())
-    except ValidationError as error:
-        raise ExportError(f"manifest: {quoted_errors(error)}") from error
-    except SnapshotFormatError as error:
-        raise ExportError(str(error)) from error
-    if len(text.encode()) > MAX_MANIFEST_BYTES:
-        raise ExportError(f"manifest: {len(text.encode())} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
+def _save(tensors: Tensors, path: Path) -> None:
+    values: dict[str, Any] = dict(tensors)
+    if all(isinstance(value, torch.Tensor) for value in values.values()):
+        safetensors.torch.save_file(values, path)
+    else:
+        safetensors.numpy.save_file(values, path)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
-from loader.registry.records import PublishedVersion
+from loader.registry.fleet import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import MANIFEST_NAME
 from loader.snapshot.publishing import publish

@@ -15,7 +15,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from loader.progress import Progress, no_progress
-from loader.registry.records import WantedModel
+from loader.registry.fleet import WantedModel
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.crash_cases import ABORTED_IN, COURSES, PROCESSES, REDIS, Course, CrashCase, Victim, crash_cases
 from loadtest.drill.crash_report import MAX_SETTLE_S, CrashCourse, CrashReport, make_crash_report

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loader.rollout.record import Strategy
-from loader.rollout.steps import (
+from loader.rollout.plan import (
     CANARY,
     FLIP,
     REPLAY,
@@ -17,6 +16,7 @@ from loader.rollout.steps import (
     STAGE_SERVING,
     STAGE_SHARDS,
     UNDO_STEPS,
+    Strategy,
 )
 
 Course = Literal["idle", "beside", "undo", "by-replica"]

@@ -19,9 +19,8 @@ from pydantic import Field
 
 from loader.errors import RegistryUnavailableError
 from loader.progress import Progress, no_progress
-from loader.registry.records import rollout_key
-from loader.registry.typed import FleetRegistry
-from loader.rollout.record import Rollout, Strategy, decode_rollout
+from loader.registry.fleet import FleetRegistry, rollout_key
+from loader.rollout.plan import Rollout, Strategy, decode_rollout
 from loader.rollout.requests import start_rollout
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen

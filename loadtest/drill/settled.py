@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loader.registry.records import NodeRecord, WantedModel
-from loader.rollout.record import Rollout
+from loader.registry.fleet import NodeRecord, WantedModel
+from loader.rollout.plan import Rollout
 
 
 def unsettled(

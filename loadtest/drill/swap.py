@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from loader.progress import Progress, no_progress
-from loader.rollout.record import Strategy
+from loader.rollout.plan import Strategy
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.errors import DrillError
 from loadtest.drill.load_process import RunningLoad, running_load

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import JsonValue
 
 from loader.snapshot.manifest import DenseModelSpec, ModelSpec
-from loader.snapshot.row_source import rows_from_blocks
+from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.writer import export_snapshot
 from loadtest.gpu.parts import BenchSize, Work
 from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
@@ -85,7 +85,7 @@ class BenchModel:
     def export(self, store: Path) -> Path:
         """Write a snapshot: rows that repeat after a while, random weights that keep the size of what passes ReLUs."""
         rows = {
-            table.name: rows_from_blocks(
+            table.name: RowsFromBlocks(
                 _blocks(table.num_embeddings, table.embedding_dim), table.num_embeddings, table.embedding_dim
             )
             for table in self.spec.tables

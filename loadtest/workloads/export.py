@@ -12,7 +12,7 @@ import torch
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.row_source import ShapedRows
+from loader.snapshot.row_source import RowSource
 from loader.snapshot.store import WORK_FOLDER_PREFIX
 from loader.snapshot.writer import export_snapshot
 from loadtest.workloads.errors import PrepareError
@@ -25,7 +25,7 @@ ROW_LIMIT = 0.08
 BLOCK_BYTES = 4 << 20
 
 
-class RandomRows(ShapedRows):
+class RandomRows(RowSource):
     """A table of uniform numbers in ±ROW_LIMIT: the same rows for the same seed, whichever of them are asked for.
 
     Args:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from loader.snapshot.codecs import num_buckets_used
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.layout import num_buckets_used
 from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError

@@ -17,7 +17,7 @@ import click
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from loader.registry.typed import FleetRegistry
+    from loader.registry.fleet import FleetRegistry
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 Result = TypeVar("Result")
@@ -461,8 +461,8 @@ def registry_url(registry: str | None, store: Path | None) -> str:
 @contextlib.asynccontextmanager
 async def opened_registry(url: str) -> AsyncIterator[FleetRegistry]:
     """Open a registry, and close it when the block ends. Raises RegistryError."""
+    from loader.registry.fleet import FleetRegistry
     from loader.registry.opening import open_registry
-    from loader.registry.typed import FleetRegistry
 
     registry = open_registry(url)
     try:

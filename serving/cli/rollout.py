@@ -32,9 +32,8 @@ from serving.cli.options import (
 from serving.cli.output import human_bytes, print_json, print_table, progress_bars
 
 if TYPE_CHECKING:
-    from loader.registry.records import PublishedVersion, WantedModel
-    from loader.registry.typed import FleetRegistry
-    from loader.rollout.record import Rollout
+    from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
+    from loader.rollout.plan import Rollout
     from loader.snapshot.publishing import Publication, Retained
 
 DEFAULT_CANARY_BAKE_S = 60.0

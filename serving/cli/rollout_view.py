@@ -15,12 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from loader.errors import RegistryUnavailableError, RolloutError
-from loader.registry.records import COORDINATOR_LOCK, ROLLOUTS
-from loader.registry.typed import FleetRegistry
-from loader.rollout.guards import Verdict, VersionNumbers
-from loader.rollout.record import Rollout
-from loader.rollout.requests import read_rollout
-from loader.rollout.status import NodeStatus, RolloutStatus, VersionStatus, read_status
+from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry
+from loader.rollout.guards import GuardReport, VersionNumbers
+from loader.rollout.plan import Rollout, read_rollout
+from loader.rollout.requests import NodeStatus, RolloutStatus, VersionStatus, read_status
 from serving.cli.output import human_bytes, human_time, print_json, stdout_console
 
 SHOWN_EVENTS = 8
@@ -261,7 +259,7 @@ def _version_cells(node: NodeStatus, version: VersionStatus) -> tuple[Renderable
     )
 
 
-def _guards(verdict: Verdict) -> Table:
+def _guards(verdict: GuardReport) -> Table:
     outcome = "breached" if verdict.breached else "kept" if verdict.compared else "not compared yet"
     title = f"guards: {outcome}" + (f", {verdict.reason}" if verdict.reason else "")
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")

@@ -56,7 +56,7 @@ from serving.cli.settings import (
 )
 
 if TYPE_CHECKING:
-    from loader.registry.typed import FleetRegistry
+    from loader.registry.fleet import FleetRegistry
     from loader.snapshot.manifest import ModelSpec
     from router.plan import Plan
     from serving.limits import RequestLimits
@@ -293,8 +293,8 @@ def _run_registered(
         ListenError, FleetError: a port can't be bound.
     """
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from loader.registry.fleet import FleetRegistry
     from loader.registry.opening import open_registry
-    from loader.registry.typed import FleetRegistry
     from serving.observe.profile import profiled
     from serving.rank.service import RankingService
     from serving.server import serve_until_signalled

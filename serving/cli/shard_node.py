@@ -43,8 +43,7 @@ from serving.cli.settings import (
 )
 
 if TYPE_CHECKING:
-    from loader.registry.records import FleetRecord
-    from loader.registry.typed import FleetRegistry
+    from loader.registry.fleet import FleetRecord, FleetRegistry
     from loader.snapshot.manifest import ModelSpec
     from shard_node.agent.agent import Agent, AgentConfig
     from shard_node.agent.node_agent import NodeActions, NodeConfig
@@ -255,7 +254,7 @@ class FleetMember:
     @classmethod
     def of(cls, options: dict[str, Any]) -> FleetMember:
         """Check the options. Raises AddressError and UsageError, naming what can't be."""
-        from loader.registry.records import FleetRecord
+        from loader.registry.fleet import FleetRecord
         from shard_node.agent.agent import AgentConfig
         from shard_node.agent.node_agent import NodeConfig
         from shard_node.wire.address import Address
@@ -321,8 +320,8 @@ async def _program(
     tls: TlsConfig | None,
 ) -> None:
     from loader.memory import settle_heap
+    from loader.registry.fleet import FleetRegistry
     from loader.registry.opening import open_registry
-    from loader.registry.typed import FleetRegistry
     from shard_node.agent.agent import Agent
     from shard_node.agent.card_watch import watch_cards
     from shard_node.agent.node_agent import NodeActions

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from loader.progress import Progress
     from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
-    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.per_row import Vocabulary
+    from loader.snapshot.reader import Snapshot, VerifyReport
     from loader.snapshot.row_source import RowSource
-    from loader.snapshot.verify import VerifyReport
-    from loader.snapshot.vocabulary import Vocabulary
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 
@@ -129,7 +128,7 @@ def export(
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
     """
-    from loader.snapshot.access_counts import read_access_counts
+    from loader.snapshot.per_row import read_access_counts
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.writer import export_snapshot
 
@@ -158,7 +157,7 @@ def _match(
     path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
     """The tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
-    from loader.checkpoints.checkpoint import match_checkpoint, open_checkpoint
+    from loader.checkpoints import match_checkpoint, open_checkpoint
     from loader.errors import CheckpointError
 
     _check_tables("--table-key", spec, [table for table, _ in table_keys])
@@ -189,7 +188,7 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
     import numpy as np
 
     from loader.errors import ExportError
-    from loader.snapshot.vocabulary import id_type_is_string
+    from loader.snapshot.per_row import id_type_is_string
 
     _check_tables("--vocabulary", spec, [table])
     of_table = next(one for one in spec.tables if one.name == table)
@@ -422,8 +421,7 @@ def verify(
 def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> tuple[VerifyReport, bool]:
     """The loader's check of the files, then of the scores; with whether golden requests were scored. Raises nothing."""
     from loader.errors import CheckpointError, ShardrankError, SnapshotError
-    from loader.snapshot.reader import Snapshot
-    from loader.snapshot.verify import verify_snapshot
+    from loader.snapshot.reader import Snapshot, verify_snapshot
     from serving.rank.service import RankingService
     from serving.versions.loading import ModelSource, load_served_model
 

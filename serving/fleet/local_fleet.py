@@ -22,10 +22,17 @@ import httpx
 from prometheus_client.multiprocess import mark_process_dead
 from pydantic import Field, model_validator
 
+from loader.registry.fleet import (
+    COORDINATOR_LOCK,
+    FLEET,
+    FleetRecord,
+    FleetRegistry,
+    NodeRecord,
+    WantedModel,
+    rollout_key,
+)
 from loader.registry.opening import open_registry
-from loader.registry.records import COORDINATOR_LOCK, FLEET, FleetRecord, NodeRecord, WantedModel, rollout_key
-from loader.registry.typed import FleetRegistry
-from loader.rollout.record import decode_rollout
+from loader.rollout.plan import decode_rollout
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot

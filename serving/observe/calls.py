@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from loader.errors import ShardrankError
-from loader.registry.records import LATENCY_BOUNDS_MS, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
 from router.embeddings import LookupTimes
 from serving.errors import (
     CountMismatchError,

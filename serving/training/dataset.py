@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec, fingerprint_strings
-from loader.snapshot.vocabulary import Vocabulary
+from loader.snapshot.per_row import Vocabulary
 from serving.training.description import HISTORY_LIMIT, NUM_AGE_BUCKETS, YEARS_PER_AGE_BUCKET
 from serving.training.interactions import Interactions, TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array

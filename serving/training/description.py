@@ -19,7 +19,7 @@ from loader.snapshot.manifest import (
     TableSpec,
     VocabularyMapping,
 )
-from loader.snapshot.vocabulary import Vocabulary
+from loader.snapshot.per_row import Vocabulary
 from serving.training.interactions import Interactions, TrainingError
 
 HISTORY_LIMIT = 50

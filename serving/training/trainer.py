@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from loader.progress import Progress, no_progress
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec, VocabularyMapping, fingerprint_strings
-from loader.snapshot.vocabulary import Vocabulary
+from loader.snapshot.per_row import Vocabulary
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput

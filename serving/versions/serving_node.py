@@ -22,8 +22,15 @@ from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError
 from loader.progress import Pace, Wish, ended, in_background
-from loader.registry.records import FleetRecord, NodeId, NodeRecord, PublishedVersion, VersionReport, WantedModel
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import (
+    FleetRecord,
+    FleetRegistry,
+    NodeId,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    WantedModel,
+)
 from loader.snapshot.manifest import Frozen, ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store

@@ -16,8 +16,7 @@ from typing import Protocol
 from pydantic import Field
 
 from loader.errors import RegistryError, cut
-from loader.registry.records import NodeRecord, VersionReport, WantedModel
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.snapshot.manifest import Frozen, Name
 from shard_node.agent.remembered import Remembered
 from shard_node.agent.retirements import Retirements

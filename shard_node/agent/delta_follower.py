@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loader.deltas.batch import DeltaBatch
 from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
 from loader.progress import ended
-from loader.registry.records import delta_stream
+from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
 from shard_node.agent.delta_position import DeltaPosition
 from shard_node.node import LoadedTables

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from loader.errors import RegistryError, ShardrankError
-from loader.registry.records import delta_stream
+from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.node import LoadedTables

@@ -13,15 +13,15 @@ from pydantic import Field
 
 from loader.errors import SnapshotNotFoundError
 from loader.progress import Pace, Wish, in_background
-from loader.registry.records import (
+from loader.registry.fleet import (
     FleetRecord,
+    FleetRegistry,
     NodeId,
     NodeRecord,
     VersionReport,
     WantedModel,
     cut_reason,
 )
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.store import Store
 from shard_node.agent.followers import Followers, catch_up

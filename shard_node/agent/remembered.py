@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 
 from loader.errors import RegistryConflictError
-from loader.registry.records import FleetRecord, PublishedVersion, WantedModel, rollout_key
-from loader.registry.typed import FleetRegistry, epoch_of
+from loader.registry.fleet import FleetRecord, FleetRegistry, PublishedVersion, WantedModel, epoch_of, rollout_key
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from loader.errors import cut
-from loader.registry.records import VersionReport
+from loader.registry.fleet import VersionReport
 
 logger = logging.getLogger(__name__)
 

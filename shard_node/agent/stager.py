@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from loader.errors import SnapshotCorruptError
 from loader.progress import Pace, Progress, no_progress
-from loader.registry.records import PublishedVersion
+from loader.registry.fleet import PublishedVersion
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.engine.loading import prepare_load

@@ -13,8 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from loader.errors import RegistryError
-from loader.registry.records import STAGING_LOCKS, VersionReport, WantedModel, cut_reason
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import STAGING_LOCKS, FleetRegistry, VersionReport, WantedModel, cut_reason
 from loader.snapshot.manifest import Frozen
 from shard_node.errors import StagingBusyError
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.progress import PIECE_BYTES, Progress
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.layout import bucket_start_in_file, rows_at_positions, rows_in_file
+from loader.snapshot.codecs import bucket_start_in_file, codec_for, rows_at_positions, rows_in_file
 from loader.snapshot.manifest import TableFiles, TableSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array

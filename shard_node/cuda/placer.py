@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.layout import bucket_shift
+from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.bags import Int64Array
 from shard_node.cuda.kernel_params import MAPPED, NOT_HERE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.layout import bucket_shift
+from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.bags import Int64Array, KeyedBags, TableLimits
 from shard_node.engine.table_layout import TableLayout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.layout import bucket_shift, bucket_start_in_file
+from loader.snapshot.codecs import bucket_shift, bucket_start_in_file
 from loader.snapshot.manifest import NUM_BUCKETS, TableSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from loader.errors import SnapshotCorruptError, file_error
 from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.layout import bucket_start_in_file, row_at_position
+from loader.snapshot.codecs import bucket_start_in_file, codec_for, row_at_position
 from loader.snapshot.manifest import NUM_BUCKETS, FileEntry, TableFiles, TableSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.layout import bucket_shift
+from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS, TableSpec
 from shard_node.bags import Int64Array
 from shard_node.engine.table_layout import TableLayout

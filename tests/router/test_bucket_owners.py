@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.layout import bucket_shift
+from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.bucket_owners import BucketOwners
 from router.plan import REPLICATED, Plan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.layout import bucket_shift, num_buckets_used
+from loader.snapshot.codecs import bucket_shift, num_buckets_used
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan, table_bytes

@@ -7,7 +7,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.registry.records import FleetRecord, NodeRecord, VersionReport
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from router.replica_directory import ReplicaDirectory
 from shard_node.wire.address import Address
 

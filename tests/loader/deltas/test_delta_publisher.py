@@ -21,9 +21,17 @@ from loader.errors import (
     RegistryRecordError,
     RegistryUnavailableError,
 )
+from loader.registry.fleet import (
+    FleetRegistry,
+    NodeRecord,
+    VersionReport,
+    WantedModel,
+    delta_stream,
+    rollout_key,
+    spec_key,
+    version_key,
+)
 from loader.registry.opening import open_registry
-from loader.registry.records import NodeRecord, VersionReport, WantedModel, delta_stream, rollout_key, version_key
-from loader.registry.typed import FleetRegistry, spec_key
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
 from shardrank_testing.registries import REGISTRY_KINDS, redis_server, registry_of
 from shardrank_testing.snapshots import random_tables

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.opening import open_registry
-from loader.registry.redis_link import parse_redis_url, without_password
-from loader.registry.redis_registry import RedisRegistry
+from loader.registry.redis_registry import RedisRegistry, parse_redis_url
+from loader.registry.registry import without_password
 
 
 @pytest.mark.parametrize(

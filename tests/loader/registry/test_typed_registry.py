@@ -9,20 +9,21 @@ import logging
 import pytest
 
 from loader.errors import RegistryConflictError, RegistryRecordError
-from loader.registry.records import (
+from loader.registry.fleet import (
     FLEET,
     FleetRecord,
+    FleetRegistry,
     NodeRecord,
     PublishedVersion,
     VersionReport,
     VersionStats,
     WantedModel,
+    epoch_of,
     node_key,
     rollout_key,
     version_key,
     wanted_key,
 )
-from loader.registry.typed import FleetRegistry, epoch_of
 from shardrank_testing.registries import contract, with_open
 
 FIRST = WantedModel(model="m", epoch=1, live=1, hold=(1,), serve=(1,))

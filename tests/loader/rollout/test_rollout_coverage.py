@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from loader.registry.records import FleetRecord, NodeRecord, VersionReport
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from loader.rollout.coverage import FleetView, Roster, cannot_roll, lags, refusals
-from loader.rollout.record import Rollout
-from loader.rollout.steps import plan_steps, undone
+from loader.rollout.plan import Rollout, plan_steps, undone
 
 STEPS = plan_steps("beside", canary=True, bake=False)
 

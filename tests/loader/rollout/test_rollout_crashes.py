@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from loader.errors import RegistryUnavailableError, RolloutError
+from loader.registry.fleet import COORDINATOR_LOCK, WANTED, rollout_key, wanted_key
 from loader.registry.opening import open_registry
-from loader.registry.records import COORDINATOR_LOCK, WANTED, rollout_key, wanted_key
 from loader.rollout.coordinator import Coordinator
 from loader.rollout.requests import abort_rollout, start_rollout
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from loader.registry.records import LATENCY_BOUNDS_MS, NodeRecord, VersionReport, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, VersionReport, VersionStats
 from loader.rollout.coverage import added, since
 from loader.rollout.guards import GuardLimits, at_least, compare, golden_breach, numbers_of, percentile_ms
 from shardrank_testing.rollout_fleet import stats

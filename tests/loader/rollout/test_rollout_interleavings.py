@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from loader.errors import RolloutError
 from loader.registry.directory import DirectoryRegistry
-from loader.rollout.requests import abort_rollout, read_rollout, start_rollout
+from loader.rollout.plan import read_rollout
+from loader.rollout.requests import abort_rollout, start_rollout
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
 

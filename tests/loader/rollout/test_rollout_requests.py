@@ -8,10 +8,9 @@ import secrets
 import pytest
 
 from loader.errors import RolloutError
-from loader.registry.records import rollout_key
-from loader.rollout.record import Rollout, encode_rollout
-from loader.rollout.requests import abort_rollout, read_rollout, roll_back, start_rollout
-from loader.rollout.status import RolloutStatus, read_status
+from loader.registry.fleet import rollout_key
+from loader.rollout.plan import Rollout, encode_rollout, read_rollout
+from loader.rollout.requests import RolloutStatus, abort_rollout, read_status, roll_back, start_rollout
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
 
 

@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import RegistryRecordError, RolloutError
-from loader.rollout.record import MAX_EVENTS, Rollout, decode_rollout, encode_rollout
-from loader.rollout.steps import (
+from loader.rollout.plan import (
+    MAX_EVENTS,
+    Rollout,
     advanced,
+    changed,
+    decode_rollout,
+    encode_rollout,
     forwarded,
-    noted,
     plan_steps,
-    rebased,
     replica_groups,
     same_wish,
     undone,
@@ -122,8 +124,9 @@ def test_whatever_is_live_or_canary_is_served_and_held_by_a_node_of_each_shard(p
                 )
         before = {node: set(wanted.held_by(node)) for shard in nodes.values() for node in shard}
     last = found[-1][1]
-    left = () if ended.kept_version is None else (ended.kept_version,)
-    assert (last.live, last.hold, last.serve) == (ended.kept_version, left, left)
+    kept = ended.to_version if ended.forward else ended.from_version
+    left = () if kept is None else (kept,)
+    assert (last.live, last.hold, last.serve) == (kept, left, left)
     assert (last.canary, last.node_hold) == (None, {})
 
 
@@ -137,16 +140,16 @@ def test_a_record_survives_being_written_and_read(plan, undo_in):
 
 def test_every_change_counts_the_epoch_up():
     plan = a_rollout()
-    changed = [noted(plan, 2.0, "x"), advanced(plan, 2.0, 5, "x"), rebased(plan, 2.0, 5, "x")]
-    changed += [forwarded(plan, 2.0, 3, 5, "x"), undone(plan, 2.0, "refused", "x")]
-    assert [one.epoch for one in changed] == [2] * 5
-    assert [one.base_epoch for one in changed] == [0, 5, 5, 4, 0]
+    records = [changed(plan, 2.0, "x"), advanced(plan, 2.0, 5, "x"), changed(plan, 2.0, "x", base_epoch=5)]
+    records += [forwarded(plan, 2.0, 3, 5, "x"), undone(plan, 2.0, "refused", "x")]
+    assert [one.epoch for one in records] == [2] * 5
+    assert [one.base_epoch for one in records] == [0, 5, 5, 4, 0]
 
 
 def test_events_are_bounded_and_the_last_ones_stay():
     plan = a_rollout()
     for number in range(MAX_EVENTS + 50):
-        plan = noted(plan, float(number), f"{number}" * 3000)
+        plan = changed(plan, float(number), f"{number}" * 3000)
     assert len(plan.events) == MAX_EVENTS
     assert plan.events[-1].at == MAX_EVENTS + 49
     assert len(encode_rollout(plan)) < 1 << 20

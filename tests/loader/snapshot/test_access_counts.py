@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ExportError, SnapshotCorruptError
-from loader.snapshot.access_counts import access_count_tensors, read_access_counts
+from loader.snapshot.per_row import access_count_tensors, read_access_counts
 from loader.snapshot.publishing import _put_in_store
-from loader.snapshot.reader import Snapshot
-from loader.snapshot.verify import verify_snapshot
+from loader.snapshot.reader import Snapshot, verify_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
 
 COUNTS_PATH = "tables/items/access-counts.safetensors"

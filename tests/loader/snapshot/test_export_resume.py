@@ -22,11 +22,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from loader.checkpoints.checkpoint import open_checkpoint
+from loader.checkpoints import open_checkpoint
 from loader.errors import ExportError
 from loader.snapshot import store
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import SafetensorsRows, rows_from_blocks, rows_of
+from loader.snapshot.row_source import RowsFromBlocks, RowSource, SafetensorsRows, rows_of
 from loader.snapshot.store import Store, fsync_path
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
@@ -42,7 +42,7 @@ class TrainingDiedError(Exception):
     """Stands for whatever ends a training job."""
 
 
-class Rows:
+class Rows(RowSource):
     """A source over an array that can end the export at its n-th request, and remembers what was asked."""
 
     def __init__(self, rows, requests, fail_at):
@@ -218,7 +218,7 @@ def test_an_iterator_is_read_through_finished_files_and_the_result_is_the_same(t
                     raise TrainingDiedError
                 yield rows[start : start + 90]
 
-        source = rows_from_blocks(blocks(), 1000, 4)
+        source = RowsFromBlocks(blocks(), 1000, 4)
         clock = lambda: datetime(2024, 1, 1, tzinfo=UTC)  # noqa: E731
         dense = {"weight": torch.zeros(1)}
         export_snapshot(store, spec, rows={"items": source}, dense=dense, rows_per_file=256, clock=clock)
@@ -239,7 +239,7 @@ KILLED_EXPORT = """
     import os, signal, sys
     from datetime import UTC, datetime
     import torch
-    from loader.snapshot.row_source import rows_from_blocks
+    from loader.snapshot.row_source import RowsFromBlocks
     from loader.snapshot.writer import export_snapshot
     from shardrank_testing.snapshots import one_table_spec, random_tables
 
@@ -262,7 +262,7 @@ KILLED_EXPORT = """
         return datetime(2024, 1, 1, tzinfo=UTC)
 
     export_snapshot(
-        store, spec, rows={"items": rows_from_blocks(blocks(), 1000, 4)}, dense={"weight": torch.zeros(1)},
+        store, spec, rows={"items": RowsFromBlocks(blocks(), 1000, 4)}, dense={"weight": torch.zeros(1)},
         rows_per_file=256, clock=clock,
     )
 """

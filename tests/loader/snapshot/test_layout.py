@@ -1,4 +1,4 @@
-"""Where rows lie in files: the vector form, the scalar form of `loader.snapshot.layout`, and their reverse."""
+"""Where rows lie in files: the vector form, the scalar form of `loader.snapshot.codecs`, and their reverse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.layout import (
+from loader.snapshot.codecs import (
     bucket_shift,
     bucket_start_in_file,
     default_rows_per_file,

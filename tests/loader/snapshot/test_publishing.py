@@ -23,14 +23,12 @@ from loader.errors import (
     SnapshotExistsError,
 )
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import NodeRecord, VersionReport, delta_stream
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, delta_stream
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import Publication, publish
-from loader.snapshot.reader import Snapshot
+from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.store import Store
-from loader.snapshot.verify import verify_snapshot
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.exhaustion import files_limited_to
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables, write_snapshot
@@ -173,7 +171,7 @@ import asyncio, os, signal, sys, time
 from pathlib import Path
 from loader.snapshot.publishing import publish
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import FleetRegistry
 left = int(sys.argv[3])
 def progress(what, done, total):
     global left

@@ -12,8 +12,9 @@ import pytest
 
 from loader.errors import RegistryRecordError, RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import (
+from loader.registry.fleet import (
     Canary,
+    FleetRegistry,
     NodeRecord,
     PublishedVersion,
     VersionReport,
@@ -21,8 +22,7 @@ from loader.registry.records import (
     delta_stream,
     rollout_key,
 )
-from loader.registry.typed import FleetRegistry
-from loader.rollout.record import Rollout, encode_rollout
+from loader.rollout.plan import Rollout, encode_rollout
 from loader.snapshot.publishing import Retained, register, retain
 from loader.snapshot.reader import Snapshot
 from shardrank_testing.snapshots import one_table_spec, write_snapshot

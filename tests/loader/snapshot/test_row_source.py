@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loader.errors import ExportError
-from loader.snapshot.row_source import SafetensorsRows, rows_from_blocks, rows_of
+from loader.snapshot.row_source import RowsFromBlocks, SafetensorsRows, rows_of
 from shardrank_testing.snapshots import random_rows
 
 
@@ -53,12 +53,12 @@ def test_an_iterator_of_blocks_of_any_sizes_gives_the_same_rows(sizes, step, ski
     ends = np.cumsum(sizes)
     blocks = (rows[end - size : end] for end, size in zip(ends, sizes, strict=True))
     first_row = min(skip * step, len(rows) - 1)
-    source = rows_from_blocks(blocks, len(rows), 4)
+    source = RowsFromBlocks(blocks, len(rows), 4)
     np.testing.assert_array_equal(read_all(source, first_row, step), rows[first_row:])
 
 
 def test_an_iterator_is_read_only_once():
-    source = rows_from_blocks(iter([np.zeros((10, 2), np.float32)]), 10, 2)
+    source = RowsFromBlocks(iter([np.zeros((10, 2), np.float32)]), 10, 2)
     list(source.blocks(4, 4))
     with pytest.raises(ExportError, match="row 0 asked after row 8"):
         list(source.blocks(0, 4))
@@ -76,7 +76,7 @@ def test_an_iterator_is_read_only_once():
 )
 def test_blocks_that_are_not_the_announced_table_are_refused(blocks, message):
     with pytest.raises(ExportError, match=message):
-        list(rows_from_blocks(blocks, 10, 2).blocks(0, 10))
+        list(RowsFromBlocks(blocks, 10, 2).blocks(0, 10))
 
 
 def test_whole_numbers_vectors_and_missing_tensors_are_no_rows(tmp_path):

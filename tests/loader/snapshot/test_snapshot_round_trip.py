@@ -15,10 +15,9 @@ import torch
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
 from loader.snapshot import writer
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.layout import bucket_shift, bucket_start_in_file
+from loader.snapshot.codecs import bucket_shift, bucket_start_in_file, codec_for
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_from_blocks, rows_of
+from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import (
     make_spec,
@@ -163,7 +162,7 @@ def test_the_last_delta_that_the_rows_contain_is_kept(tmp_path):
         assert (snapshot.version, snapshot.manifest.last_delta) == (version, last_delta)
 
 
-class RecordingRows:
+class RecordingRows(RowSource):
     """A source that remembers what was asked of it."""
 
     def __init__(self, num_embeddings, embedding_dim):
@@ -278,7 +277,7 @@ def test_limits_of_files_that_are_read_whole_are_those_of_the_reader(tmp_path, m
 def test_a_source_that_ends_early_is_refused(tmp_path):
     blocks = [np.zeros((200, 8), np.float32)]
     with pytest.raises(ExportError, match="end after 200 rows of 300"):
-        export_snapshot(tmp_path, one_table_spec(300), rows={"items": rows_from_blocks(blocks, 300, 8)}, dense=DENSE)
+        export_snapshot(tmp_path, one_table_spec(300), rows={"items": RowsFromBlocks(blocks, 300, 8)}, dense=DENSE)
 
 
 def test_a_version_is_written_only_once_and_the_next_one_is_free(tmp_path):

@@ -9,10 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loader.errors import SnapshotResourceError
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.layout import row_positions
-from loader.snapshot.reader import Snapshot
-from loader.snapshot.verify import VerifyReport, verify_snapshot
+from loader.snapshot.codecs import codec_for, row_positions
+from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
 from shardrank_testing.exhaustion import file_descriptors_exhausted
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, rewrite_manifest, write_snapshot
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.errors import ExportError
-from loader.snapshot import vocabulary
+from loader.snapshot import per_row
 from loader.snapshot.manifest import VocabularyMapping, fingerprint_strings
+from loader.snapshot.per_row import vocabulary_tensors
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.vocabulary import vocabulary_tensors
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
 
@@ -81,7 +81,7 @@ def test_a_vocabulary_that_is_no_map_from_rows_to_ids_is_refused(id_type, ids, m
 
 def test_two_strings_whose_fingerprints_collide_are_refused_by_name(monkeypatch):
     # No colliding pair of XXH3-64 is at hand, so the fingerprint is cut to 8 bits.
-    monkeypatch.setattr(vocabulary, "fingerprint_strings", lambda strings: fingerprint_strings(strings) & 0xFF)
+    monkeypatch.setattr(per_row, "fingerprint_strings", lambda strings: fingerprint_strings(strings) & 0xFF)
     strings = [f"s{number}" for number in range(300)]
     short = [int(value) & 0xFF for value in fingerprint_strings(strings)]
     with pytest.raises(ExportError, match=r"\('s\d+' and 's\d+'\) have the same fingerprint") as caught:

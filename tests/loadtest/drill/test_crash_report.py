@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loader.registry.records import Canary, NodeRecord, VersionReport, WantedModel
-from loader.rollout.record import Rollout
-from loader.rollout.steps import plan_steps
+from loader.registry.fleet import Canary, NodeRecord, VersionReport, WantedModel
+from loader.rollout.plan import Rollout, plan_steps
 from loadtest.drill.answers import RECORD
 from loadtest.drill.crash import CrashDrillConfig
 from loadtest.drill.crash_cases import COURSES, PROCESSES, REDIS, CrashCase, crash_cases

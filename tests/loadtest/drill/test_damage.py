@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.registry.opening import open_registry
-from loader.snapshot.verify import verify_snapshot
+from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.answers import RECORD
 from loadtest.drill.broken_report import Attempt, make_broken_report
 from loadtest.drill.damage import (

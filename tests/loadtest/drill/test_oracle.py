@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.verify import verify_snapshot
+from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.oracle import FACTORS, OracleShape, OracleWriter, letter_of, table_rows
 from loadtest.drill.questions import make_questions
 from loadtest.drill.verdict import Kind, judge

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.reader import Snapshot
-from loader.snapshot.verify import verify_snapshot
+from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.workloads import export
 from loadtest.workloads.cli import prepare
 from loadtest.workloads.errors import PrepareError, WorkloadError

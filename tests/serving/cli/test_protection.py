@@ -12,9 +12,8 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from loader.registry.fleet import FleetRegistry, WantedModel
 from loader.registry.opening import open_registry
-from loader.registry.records import WantedModel
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from serving.api.tokens import add_token, new_token

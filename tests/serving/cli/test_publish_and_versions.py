@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import Canary, NodeRecord, VersionReport, WantedModel
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
 from serving.cli import main
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.snapshots import one_table_spec, write_snapshot

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.registry.opening import open_registry
-from loader.registry.records import NodeRecord, WantedModel
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from loader.registry.fleet import COORDINATOR_LOCK
 from loader.registry.opening import open_registry
-from loader.registry.records import COORDINATOR_LOCK
 from loader.rollout.coordinator import CoordinatorConfig
 from serving.cli import main
 from shardrank_testing.processes import running, wait_until

@@ -11,9 +11,8 @@ import pytest
 
 from loader.errors import SnapshotNotFoundError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import FleetRecord, NodeRecord, WantedModel, rollout_key
-from loader.registry.typed import FleetRegistry
-from loader.rollout.record import Rollout, encode_rollout
+from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel, rollout_key
+from loader.rollout.plan import Rollout, encode_rollout
 from router.errors import PlanError
 from serving.errors import FleetError
 from serving.fleet.local_fleet import Beginning, FleetConfig, begin

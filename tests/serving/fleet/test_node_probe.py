@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import COORDINATOR_LOCK, NodeRecord, VersionReport, WantedModel
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import COORDINATOR_LOCK, FleetRegistry, NodeRecord, VersionReport, WantedModel
 from serving.fleet.local_fleet import ask_lock, ask_node
 from serving.fleet.supervisor import NotYetError, RefusedError
 

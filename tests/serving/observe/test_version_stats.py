@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.registry.records import LATENCY_BOUNDS_MS, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
 from router.errors import ShardUnavailableError
 from serving.errors import (
     ClientGoneError,

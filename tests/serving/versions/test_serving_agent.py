@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.records import Canary
+from loader.registry.fleet import Canary
 from serving.rank.replica import Replica
 from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live

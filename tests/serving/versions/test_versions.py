@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from loader.registry.records import LATENCY_BOUNDS_MS
+from loader.registry.fleet import LATENCY_BOUNDS_MS
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import Ranker

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from loader.errors import RegistryUnavailableError, SnapshotCorruptError
-from loader.registry.records import wanted_key
+from loader.registry.fleet import wanted_key
 from shard_node.agent.agent import AgentConfig
 from shard_node.agent.stagings import StagingConfig
 from shard_node.errors import MemoryBudgetError

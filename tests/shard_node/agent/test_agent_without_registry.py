@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from loader.registry.records import FleetRecord, rollout_key
+from loader.registry.fleet import FleetRecord, rollout_key
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shardrank_testing.agents import agent_on, published, run, running_node

@@ -12,8 +12,8 @@ import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaBaseError, DeltaGapError, RegistryUnavailableError
+from loader.registry.fleet import delta_stream
 from loader.registry.opening import open_registry
-from loader.registry.records import delta_stream
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.agent.delta_follower import FollowerConfig
 from shardrank_testing.deltas import (

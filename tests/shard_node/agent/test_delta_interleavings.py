@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaGapError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import delta_stream
+from loader.registry.fleet import delta_stream
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig
 from shardrank_testing.card_engines import OnCards

@@ -11,7 +11,7 @@ import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import delta_stream
+from loader.registry.fleet import delta_stream
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.followers import Followers
 from shard_node.engine.loading import load_tables

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loader.errors import SnapshotNotFoundError
-from loader.registry.records import FleetRecord, WantedModel, delta_stream
+from loader.registry.fleet import FleetRecord, WantedModel, delta_stream
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.node_agent import join_fleet
@@ -310,7 +310,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from loader.snapshot.reader import Snapshot
-from loader.registry.records import PublishedVersion
+from loader.registry.fleet import PublishedVersion
 from shard_node.node import NodeIdentity, ShardNode
 from shard_node.engine.row_memory import RowMemory
 from shard_node.agent.stager import stage_tables

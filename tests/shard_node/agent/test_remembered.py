@@ -9,8 +9,7 @@ import pytest
 
 from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.records import WantedModel, rollout_key, wanted_key
-from loader.registry.typed import FleetRegistry
+from loader.registry.fleet import FleetRegistry, WantedModel, rollout_key, wanted_key
 from shard_node.agent.remembered import Remembered
 from shardrank_testing.agents import HandClock
 

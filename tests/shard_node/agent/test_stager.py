@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError, SnapshotError
-from loader.registry.records import PublishedVersion
+from loader.registry.fleet import PublishedVersion
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.stager import share_of, stage_tables
 from shard_node.engine.loading import load_tables

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.access_counts import read_access_counts
+from loader.snapshot.per_row import read_access_counts
 from shard_node.cuda import access_counts as access_counts_module
 from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
 from shard_node.cuda.placer import Placer

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel
 from loader.registry.opening import open_registry
-from loader.registry.records import FleetRecord, NodeRecord, WantedModel
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.opening import open_registry
-from loader.registry.records import NodeRecord, PublishedVersion, VersionReport, WantedModel
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.manifest import ModelSpec
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from loader.deltas.batch import DeltaBatch, encode_rows
+from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
-from loader.registry.typed import FleetRegistry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
 from loader.snapshot.publishing import register

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from loader.errors import RegistryUnavailableError
-from loader.registry.records import (
+from loader.registry.fleet import (
     FleetRecord,
+    FleetRegistry,
     NodeRecord,
     PublishedVersion,
     VersionReport,
     VersionStats,
     WantedModel,
+    epoch_of,
     rollout_key,
 )
 from loader.registry.registry import Registry
-from loader.registry.typed import FleetRegistry, epoch_of
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
-from loader.rollout.record import Rollout
-from loader.rollout.requests import read_rollout
+from loader.rollout.plan import Rollout, read_rollout
 
 MODEL = "films"
 OLD, NEW = 1, 2

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import torch
 
-from loader.registry.records import VersionStats
+from loader.registry.fleet import VersionStats
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     DenseInputs,

@@ -25,8 +25,8 @@ from loader.snapshot.manifest import (
     TableSpec,
     VocabularyMapping,
 )
+from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_source import rows_of
-from loader.snapshot.vocabulary import Vocabulary
 from loader.snapshot.writer import export_snapshot
 
 Float32Array = npt.NDArray[np.float32]

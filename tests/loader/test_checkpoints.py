@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from loader.checkpoints.checkpoint import match_checkpoint, open_checkpoint
-from loader.checkpoints.distributed import check_chunks
+from loader.checkpoints import check_chunks, match_checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
@@ -107,13 +106,13 @@ def test_a_table_saved_by_many_ranks_is_put_together_and_each_chunk_is_read_once
     assert torch.equal(checkpoint.tensor("w"), torch.from_numpy(whole))
     source = checkpoint.rows("w")
     read = []
-    original = checkpoint.read_part
+    original = checkpoint.read_chunk
 
-    def recorded(name, part):
-        read.append(tuple(part.offsets))
-        return original(name, part)
+    def recorded(name, offsets, sizes):
+        read.append(offsets)
+        return original(name, offsets, sizes)
 
-    monkeypatch.setattr(checkpoint, "read_part", recorded)
+    monkeypatch.setattr(checkpoint, "read_chunk", recorded)
     blocks = [block for start in range(0, 1000, 64) for block in source.blocks(start, 64)]
     np.testing.assert_array_equal(np.concatenate(blocks), whole)
     assert read == ([(0, 0), (400, 0), (800, 0)] if split == "rows" else [(0, 0), (0, 6), (0, 12)])

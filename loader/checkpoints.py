@@ -1,0 +1,449 @@
+"""Open what training saved, without running anything in it, and match its tensors with a model's spec.
+
+Three forms are understood: safetensors (a file, or a folder of them), a plain `state_dict` file written by
+`torch.save`, and a `torch.distributed.checkpoint` folder.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loader.errors import CheckpointError, ExportError, cut
+from loader.snapshot.codecs import Float32Array
+from loader.snapshot.manifest import ModelSpec, TableSpec
+from loader.snapshot.row_source import (
+    FLOAT_DTYPES,
+    RowSource,
+    SafetensorsRows,
+    TensorRows,
+    file_fingerprint,
+)
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = {
+    (_METADATA_MODULE, "Metadata"),
+    (_METADATA_MODULE, "MetadataIndex"),
+    (_METADATA_MODULE, "TensorStorageMetadata"),
+    (_METADATA_MODULE, "TensorProperties"),
+    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    (_METADATA_MODULE, "BytesStorageMetadata"),
+    (_METADATA_MODULE, "StorageMeta"),
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of a distributed checkpoint's metadata, which is a pickle, and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name.split(".")[0] == "pathlib":
+            return PurePosixPath  # the folder it was saved to: of no use here, and a pure path touches no disk
+        if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
+            return dtype
+        if (module_name, global_name) not in _METADATA_CLASSES:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of checkpoint metadata")
+        return super().find_class(module_name, global_name)
+
+
+class Checkpoint(ABC):
+    """Named tensors that are read only when asked for.
+
+    Every method raises CheckpointError if there is no such tensor, or it can't be read. `entries` is what a form knows
+    of each tensor, by name.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
+        self.path = path
+        self._entries = entries
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors, sorted."""
+        return sorted(self._entries)
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns a tensor's shape, without reading it."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns a tensor in memory, or mapped."""
+
+    @abstractmethod
+    def rows(self, name: str) -> RowSource:
+        """Returns a matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
+
+    def _entry(self, name: str) -> Any:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}; it has {shortened(self.names())}")
+        return self._entries[name]
+
+
+def shortened(names: list[str], limit: int = 20) -> str:
+    """Returns the first names as text, for a message."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{names[:limit]}{more}"
+
+
+Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offset of a chunk's first element in its tensor, and the chunk's sizes."""
+# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
+_MAX_CELLS = 1 << 24
+
+
+def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    """Raises CheckpointError unless every element of `shape` is in exactly one chunk.
+
+    The borders of all chunks cut the shape into a grid whose cells are each wholly inside or outside of every chunk; it
+    is enough to count the chunks of each cell. `where` names the tensor in errors.
+    """
+    for offsets, sizes in chunks:
+        fits = len(offsets) == len(sizes) == len(shape) and all(
+            start >= 0 and size >= 0 and start + size <= dim
+            for start, size, dim in zip(offsets, sizes, shape, strict=True)
+        )
+        if not fits:
+            chunk = f"chunk at {cut(list(offsets))} of size {cut(list(sizes))}"
+            raise CheckpointError(f"{where}: {chunk} is not inside its shape {cut(list(shape))}")
+    borders = [
+        np.unique([0, size, *(edge for start, length in chunks for edge in (start[dim], start[dim] + length[dim]))])
+        for dim, size in enumerate(shape)
+    ]
+    cells = [len(edges) - 1 for edges in borders]
+    if math.prod(cells) > _MAX_CELLS:
+        raise CheckpointError(f"{where}: {len(chunks)} chunks cut it into {cells} cells; at most {_MAX_CELLS} in all")
+    count = np.zeros(cells, np.int64)
+    for offsets, sizes in chunks:
+        region = tuple(
+            slice(np.searchsorted(edges, start), np.searchsorted(edges, start + size))
+            for edges, start, size in zip(borders, offsets, sizes, strict=True)
+        )
+        count[region] += 1
+    wrong = np.argwhere(count != 1)
+    if len(wrong):
+        cell = tuple(wrong[0].tolist())
+        part = [f"{edges[at]}:{edges[at + 1]}" for edges, at in zip(borders, cell, strict=True)]
+        found = f"is in {count[cell]} of its {len(chunks)} chunks" if count[cell] else "is in none of its chunks"
+        raise CheckpointError(f"{where} {list(shape)}: the part [{', '.join(part)}] {found}")
+
+
+_METADATA_NAME = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+
+
+class _DistributedCheckpoint(Checkpoint):
+    """Tensors of a folder written by `torch.distributed.checkpoint`; what is not a tensor in it is left alone.
+
+    Its `.metadata` says which chunks (a rank's part of a tensor) make up a tensor, and where each of them lies, as
+    `torch.save` wrote it. One chunk is read at a time; two of them bound the memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        metadata = _read_metadata(path / _METADATA_NAME)
+        found = metadata.state_dict_metadata.items()
+        super().__init__(path, {name: one for name, one in found if hasattr(one, "chunks")})
+        self._stored = {(at.fqn, tuple(at.offset or ())): info for at, info in metadata.storage_data.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entry(name).size)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        entry = self._entry(name)
+        target = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for offsets, sizes in self._chunks_of(name):
+            part = target[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+            part.copy_(self.read_chunk(name, offsets, sizes))
+        return target
+
+    def rows(self, name: str) -> RowSource:
+        entry = self._entry(name)
+        if len(entry.size) != 2 or entry.properties.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r}: expected floats [rows, dim], "
+                f"got {entry.properties.dtype} {list(entry.size)}"
+            )
+        return _ChunkedRows(self, name, self._chunks_of(name))
+
+    def read_chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """Reads the chunk of a tensor that begins at `offsets`. Raises CheckpointError."""
+        where = f"{self.path}: tensor {name!r}: can't be read"
+        try:
+            info = self._stored[name, offsets]
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"{where}: it is stored with {cut(info.transform_descriptors)}")
+            with (self.path / info.relative_path).open("rb") as file:
+                if not 0 <= info.offset <= info.offset + info.length <= os.fstat(file.fileno()).st_size:
+                    raise CheckpointError(f"{where}: {info.relative_path} ends before it does")
+                file.seek(info.offset)
+                content = io.BytesIO(file.read(info.length))
+            chunk: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+            if tuple(chunk.shape) != sizes:
+                raise CheckpointError(f"{where}: a chunk is {list(chunk.shape)}, stated is {list(sizes)}")
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file raises nearly anything
+            raise CheckpointError(f"{where}: {error!r}") from error
+        return chunk.detach()
+
+    def _chunks_of(self, name: str) -> list[Chunk]:
+        """Returns the chunks that are not empty. Raises CheckpointError unless they make up the tensor's shape."""
+        entry = self._entry(name)
+        where = f"{self.path}: tensor {name!r}"
+        try:
+            chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            check_chunks(where, tuple(entry.size), chunks)
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(f"{where}: its chunks are not described as chunks are: {cut(error)}") from error
+        return [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
+
+
+class _ChunkedRows(RowSource):
+    """Rows of one table of a distributed checkpoint. Keeps the chunks that the last block came from, and no others."""
+
+    def __init__(self, checkpoint: _DistributedCheckpoint, name: str, chunks: list[Chunk]) -> None:
+        num_embeddings, embedding_dim = checkpoint.shape(name)
+        super().__init__(num_embeddings, embedding_dim)
+        self._checkpoint = checkpoint
+        self._name = name
+        self._chunks = chunks
+        self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yields one block, put together from the chunks of these rows, be the table split by rows or by columns."""
+        last_row = min(first_row + max_rows, self.num_embeddings)
+        wanted = [
+            (offsets, sizes)
+            for offsets, sizes in self._chunks
+            if offsets[0] < last_row and first_row < offsets[0] + sizes[0]
+        ]
+        kept = {offsets for offsets, _ in wanted}
+        self._loaded = {offsets: tensor for offsets, tensor in self._loaded.items() if offsets in kept}
+        block = torch.empty(last_row - first_row, self.embedding_dim)
+        for offsets, sizes in wanted:
+            if offsets not in self._loaded:
+                self._loaded[offsets] = self._checkpoint.read_chunk(self._name, offsets, sizes)
+            row, column = offsets
+            start, stop = max(first_row, row), min(last_row, row + sizes[0])
+            chunk_rows = self._loaded[offsets][start - row : stop - row]
+            block[start - first_row : stop - first_row, column : column + sizes[1]] = chunk_rows
+        yield block.numpy()
+
+    def fingerprint(self) -> str:
+        """Of the checkpoint's metadata file, which every save writes anew, and the tensor's name."""
+        return file_fingerprint(self._checkpoint.path / _METADATA_NAME, self._name)
+
+
+def _read_metadata(file: Path) -> Any:
+    """Returns a `torch.distributed.checkpoint.metadata.Metadata`, its paths checked. Raises CheckpointError."""
+    try:
+        if file.stat().st_size > _MAX_METADATA_BYTES:
+            raise CheckpointError(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
+        with file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        for info in metadata.storage_data.values():
+            if PurePath(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"{file}: path {info.relative_path!r} is not a plain file name")
+        return metadata
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
+
+
+_STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a checkpoint; its form is told by its name and contents.
+
+    Forms are a `.safetensors` file or a folder of them; a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict; or a
+    folder that `torch.distributed.checkpoint` wrote. Raises CheckpointError for anything else, and for objects other
+    than tensors and plain data.
+    """
+    at = Path(path)
+    if at.is_dir():
+        if (at / ".metadata").is_file():
+            return _DistributedCheckpoint(at)
+        if files := sorted(at.glob("*.safetensors")):
+            return _SafetensorsCheckpoint(at, files)
+        raise CheckpointError(f"{at}: holds neither .safetensors files nor the .metadata of a distributed checkpoint")
+    if not at.is_file():
+        raise CheckpointError(f"{at}: no such file or folder")
+    if at.suffix == ".safetensors":
+        return _SafetensorsCheckpoint(at, [at])
+    if at.suffix in _STATE_DICT_SUFFIXES:
+        return _StateDictCheckpoint(at)
+    allowed = ", ".join((".safetensors", *_STATE_DICT_SUFFIXES))
+    raise CheckpointError(f"{at}: file name must end in one of {allowed}")
+
+
+class _SafetensorsCheckpoint(Checkpoint):
+    """Tensors of one or several safetensors files."""
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        found: dict[str, tuple[Path, Any]] = {}
+        for file in files:
+            try:
+                handle: Any = safe_open(str(file), framework="pt")
+                names = list(handle.keys())
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file}: can't be read as safetensors: {error}") from error
+            for name in names:
+                if name in found:
+                    raise CheckpointError(f"tensor {name!r} is in both {found[name][0]} and {file}")
+                found[name] = file, handle
+        super().__init__(path, found)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entry(name)[1].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        file, handle = self._entry(name)
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
+        return tensor
+
+    def rows(self, name: str) -> RowSource:
+        try:
+            return SafetensorsRows(self._entry(name)[0], name)
+        except ExportError as error:
+            raise CheckpointError(str(error)) from error
+
+
+class _StateDictCheckpoint(Checkpoint):
+    """A state dict written by `torch.save`, mapped. Nested dicts are flattened, their keys joined by dots."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path}: holds objects other than tensors and plain data, and loading these could run code; "
+                f"save the state_dict alone: {error}"
+            ) from error
+        except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
+        super().__init__(path, dict(_flattened(content, "")))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entry(name).shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._entry(name)
+        return tensor
+
+    def rows(self, name: str) -> RowSource:
+        try:
+            return TensorRows(self.tensor(name), self.path)
+        except ExportError as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from error
+
+
+def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns the tensors in a nested dict; anything else in it (step counts, settings) is no part of a model."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _flattened(value, f"{name}.")
+
+
+# TorchRec: EmbeddingBagCollection and EmbeddingCollection keep a table's rows under these, whatever wraps them.
+_COLLECTIONS = ("embedding_bags", "embeddings")
+
+
+def match_checkpoint(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    dense_prefix: str | None = None,
+    table_keys: Mapping[str, str] | None = None,
+) -> tuple[dict[str, RowSource], dict[str, torch.Tensor]]:
+    """Splits a checkpoint into the rows of every table and the dense model's state dict.
+
+    A table's rows are looked for, behind any prefix, as `embedding_bags.<table>.weight` or `embeddings.<table>.weight`,
+    and if there is neither, as `<table>.weight` or `tables.<table>`; `table_keys` gives the key of other tables.
+    `dense_prefix` takes as the dense model only the keys that start with it, and cuts it off. Without it, all keys that
+    are no table are taken, as they are.
+
+    Raises:
+        CheckpointError: a table's key is missing or ambiguous (the message lists the candidates), a shape differs from
+            the spec, the checkpoint has a table that the spec does not, or nothing starts with `dense_prefix`.
+    """
+    overrides = dict(table_keys or {})
+    if unknown := sorted(set(overrides) - {table.name for table in spec.tables}):
+        raise CheckpointError(f"table_keys: unknown tables {unknown}")
+    names = checkpoint.names()
+    keys: dict[str, str] = {}
+    for table in spec.tables:
+        key = overrides.get(table.name) or _key_of(checkpoint, table, names)
+        if key in (taken := {known: name for name, known in keys.items()}):
+            raise CheckpointError(f"{checkpoint.path}: tables {taken[key]!r} and {table.name!r} both match key {key!r}")
+        found, expected = checkpoint.shape(key), (table.num_embeddings, table.embedding_dim)
+        if found != expected:
+            raise CheckpointError(
+                f"{checkpoint.path}: table {table.name!r}: {key!r} is {list(found)}, the spec says {list(expected)}"
+            )
+        keys[table.name] = key
+    rest = [name for name in names if name not in set(keys.values())]
+    dense = _dense_keys(checkpoint, rest, dense_prefix)
+    return (
+        {table: checkpoint.rows(key) for table, key in keys.items()},
+        {name: checkpoint.tensor(key) for name, key in dense.items()},
+    )
+
+
+def _key_of(checkpoint: Checkpoint, table: TableSpec, names: list[str]) -> str:
+    specific = [f"{collection}.{table.name}.weight" for collection in _COLLECTIONS]
+    general = [f"{table.name}.weight", f"tables.{table.name}"]
+    for suffixes in (specific, general):
+        found = [name for name in names if any(name == end or name.endswith("." + end) for end in suffixes)]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{checkpoint.path}: table {table.name!r}: ambiguous, may be any of {shortened(found)}"
+            )
+        if found:
+            return found[0]
+    shape = (table.num_embeddings, table.embedding_dim)
+    candidates = [name for name in names if checkpoint.shape(name) == shape]
+    raise CheckpointError(
+        f"{checkpoint.path}: table {table.name!r}: no key ends in any of {specific + general}; "
+        f"keys of its shape {list(shape)}: {shortened(candidates)}; all keys: {shortened(names)}"
+    )
+
+
+def _dense_keys(checkpoint: Checkpoint, rest: list[str], dense_prefix: str | None) -> dict[str, str]:
+    """Returns the dense model's keys in the checkpoint by their name in the snapshot."""
+    if dense_prefix is not None:
+        dense = {key.removeprefix(dense_prefix): key for key in rest if key.startswith(dense_prefix)}
+        if not dense or "" in dense:
+            raise CheckpointError(
+                f"{checkpoint.path}: dense_prefix {dense_prefix!r}: no key below it; keys: {shortened(rest)}"
+            )
+        return dense
+    for key in rest:
+        parts = key.split(".")
+        if len(parts) >= 3 and parts[-1] == "weight" and parts[-3] in _COLLECTIONS:
+            raise CheckpointError(
+                f"{checkpoint.path}: {key!r} looks like a table, but the spec has none {parts[-2]!r}; "
+                "add it to the spec, or say with dense_prefix which keys are the dense model"
+            )
+    return {key: key for key in rest}

@@ -1,1 +1,0 @@
-"""Checkpoints: what training frameworks saved, read without running anything in it."""

@@ -1,0 +1,504 @@
+"""Define what is kept of a fleet in a registry and where, and read and write it typed.
+
+All records are JSON. Processes of different releases share a registry during an upgrade, so unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from loader.errors import RegistryConflictError, RegistryRecordError, cut
+from loader.registry.registry import Entry, Registry
+from loader.snapshot.manifest import Name
+
+FLEET = "fleet"
+VERSIONS = "versions/"
+WANTED = "wanted/"
+ROLLOUTS = "rollouts/"
+NODES = "nodes/"
+COORDINATOR_LOCK = "locks/coordinator"
+STAGING_LOCKS = "locks/staging/"
+SPECS = "specs/"
+
+
+def version_key(model: str, version: int) -> str:
+    """Returns the key of a `PublishedVersion`. Padded, so that versions sort as numbers."""
+    return f"{VERSIONS}{model}/{version:020d}"
+
+
+def wanted_key(model: str) -> str:
+    """Returns the key of a `WantedModel`."""
+    return f"{WANTED}{model}"
+
+
+def rollout_key(model: str) -> str:
+    """Returns the key of a `Rollout`."""
+    return f"{ROLLOUTS}{model}"
+
+
+def node_key(node_id: str) -> str:
+    """Returns the key of a `NodeRecord`; announced, not put."""
+    return f"{NODES}{node_id}"
+
+
+def spec_key(model: str, version: int) -> str:
+    """Returns the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
+    return f"{SPECS}{model}/{version:020d}"
+
+
+def delta_stream(model: str, delta_base: int) -> str:
+    """Returns the stream of changed rows that began with a version."""
+    return f"deltas/{model}/{delta_base}"
+
+
+NodeKind = Literal["shard", "serving"]
+VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
+NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
+Version = Annotated[int, Field(ge=1, lt=2**63)]
+
+LATENCY_BOUNDS_MS: tuple[float, ...] = tuple(round(0.1 * 1.15**step, 4) for step in range(96))
+"""Upper bounds of the buckets of `VersionStats.latency_counts`, 15% apart from 0.1 ms to a minute; one more above."""
+MAX_REASON_CHARACTERS = 2000
+
+
+class Record(BaseModel):
+    """Frozen; unknown keys are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class FleetRecord(Record):
+    """How a fleet divides rows. Written by its first shard node; a node that differs is refused."""
+
+    num_shards: int = Field(ge=1, le=1024)
+    sharding: Literal["hash", "range", "table"]
+    replicate_bytes: int = Field(ge=0)
+
+
+class PublishedVersion(Record):
+    """A version that may be rolled out.
+
+    Attributes:
+        identity: SHA-256 (hex) of its manifest: a folder with another one is not this version.
+        delta_base: the version with which the stream of deltas began that this one continues; itself if it is new.
+        last_delta: the last delta of that stream whose rows it contains; 0 for none.
+        rows_bytes: of one copy.
+        published_at: seconds since the epoch.
+    """
+
+    model: Name
+    version: Version
+    identity: str
+    delta_base: Version
+    last_delta: int = Field(ge=0)
+    rows_bytes: int = Field(ge=0)
+    published_at: float
+
+
+class Canary(Record):
+    """A version that a stable share of the requests goes to."""
+
+    version: Version
+    share: float = Field(gt=0, lt=1)
+
+
+class WantedModel(Record):
+    """What is wanted of a fleet for one model.
+
+    Attributes:
+        epoch: counts up with every write. The highest one counts: a registry that lost its last writes is given them
+            back by the nodes that know them.
+        live: the version that answers requests; None before the first rollout.
+        hold: versions that shard nodes hold.
+        serve: versions that serving processes hold beside it, ready to be flipped to; each is in `hold`.
+        follow: those of `hold` to which deltas are applied.
+        node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
+    """
+
+    model: Name
+    epoch: int = Field(ge=1)
+    live: Version | None = None
+    hold: tuple[Version, ...] = ()
+    serve: tuple[Version, ...] = ()
+    follow: tuple[Version, ...] = ()
+    canary: Canary | None = None
+    node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
+
+    def named(self) -> frozenset[int]:
+        """Returns every version that it names: none of them may be dropped."""
+        named = {*self.hold, *self.serve, *self.follow}
+        named.update(version for held in self.node_hold.values() for version in held)
+        pointers = (self.live, None if self.canary is None else self.canary.version)
+        return frozenset(named.union(version for version in pointers if version is not None))
+
+    def held_by(self, node_id: str) -> tuple[int, ...]:
+        """Returns the versions that a shard node shall hold."""
+        return self.node_hold.get(node_id, self.hold)
+
+
+class VersionStats(Record):
+    """What a serving process has seen of one version since it holds it; all counts only grow.
+
+    Attributes:
+        requests: answered, with success or not; a client's mistakes are not counted.
+        errors: of those, the server's faults, and ids without a row.
+        latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
+        score_count, score_sum, score_square_sum: of all scores.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    latency_counts: tuple[int, ...] = ()
+    score_count: int = 0
+    score_sum: float = 0.0
+    score_square_sum: float = 0.0
+
+
+class VersionReport(Record):
+    """What a node tells of one version.
+
+    Attributes:
+        state: `waiting` to be staged, `ready` to be asked for, `draining` once it is asked for no more.
+        progress: of staging, 0 to 1.
+        reason: why it is refused, or what it waits for.
+        plan_digest: who owns what; shard nodes only.
+        memory_bytes: of its rows in RAM and on cards; shard nodes, and serving processes that hold rows.
+        leases: requests that use it now.
+        golden_difference: largest difference from a golden score; serving processes only, None without golden requests.
+        golden_tolerance: what the manifest allows.
+        delta_sequence: the last delta that is applied, contained ones included; shard nodes only.
+        delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
+    """
+
+    model: Name
+    version: Version
+    state: VersionState
+    progress: float = 0.0
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    identity: str = ""
+    plan_digest: str = ""
+    memory_bytes: int = 0
+    leases: int = 0
+    golden_difference: float | None = None
+    golden_tolerance: float | None = None
+    delta_sequence: int = 0
+    delta_published_at: float | None = None
+    stats: VersionStats | None = None
+
+
+class NodeRecord(Record):
+    """What a process announces, and announces again before it expires.
+
+    Attributes:
+        node_id: stable over restarts.
+        process_id: another process of the same node has begun to count anew.
+        address: where it is asked; a shard node's wire address, a serving process' HTTP address.
+        num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
+        shard_index, sharding, replicate_bytes, num_cards: shard nodes only.
+        memory_total_bytes, memory_available_bytes: of the machine, or of the process' own limit.
+        models: the only models that it is for; None for all.
+        draining: it is about to end and wants no new requests.
+        applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
+        live: by model, the version that it answers with; serving processes only.
+    """
+
+    node_id: NodeId
+    kind: NodeKind
+    process_id: int
+    address: str
+    shard_index: int | None = None
+    num_shards: int | None = None
+    sharding: Literal["hash", "range", "table"] | None = None
+    replicate_bytes: int | None = None
+    num_cards: int | None = None
+    memory_total_bytes: int = 0
+    memory_available_bytes: int = 0
+    models: tuple[Name, ...] | None = None
+    draining: bool = False
+    applied: dict[str, int] = Field(default_factory=dict)
+    live: dict[str, int] = Field(default_factory=dict)
+    versions: tuple[VersionReport, ...] = ()
+
+    def is_for(self, model: str) -> bool:
+        """Tells whether it takes part in what happens to a model."""
+        return self.models is None or model in self.models
+
+    def report(self, model: str, version: int | None) -> VersionReport | None:
+        """Returns what it tells of a version; None if it does not have it."""
+        return next((one for one in self.versions if (one.model, one.version) == (model, version)), None)
+
+    def has(self, model: str, version: int | None, state: VersionState) -> bool:
+        """Tells whether it has a version, in that state."""
+        report = self.report(model, version)
+        return report is not None and report.state == state
+
+
+def cut_reason(reason: str) -> str:
+    """Returns a reason short enough for a record."""
+    return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[: MAX_REASON_CHARACTERS - 3] + "..."
+
+
+def parse_record(key: str, value: bytes, schema: type[R]) -> R:
+    """Returns the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
+    try:
+        return schema.model_validate_json(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "record"
+        found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
+        raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
+
+
+_MAX_ATTEMPTS: Final = 64
+"""How often a change is tried again because somebody else wrote first."""
+
+_log = logging.getLogger(__name__)
+
+
+class FleetRegistry:
+    """A registry seen as the records of one fleet. Every method may raise RegistryUnavailableError.
+
+    A record that can't be read raises RegistryRecordError with its key; only announcements are skipped, and logged
+    once, since one broken node must not hide the others.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        """Reads and writes through `registry`, which stays the caller's to close."""
+        self.registry = registry
+        self._skipped: dict[str, bytes] = {}
+        # Announcements are read far more often than they change, and a record is immutable.
+        self._nodes: dict[str, tuple[bytes, NodeRecord]] = {}
+
+    @property
+    def name(self) -> str:
+        """The registry's, for logs."""
+        return self.registry.name
+
+    async def wanted(self) -> dict[str, WantedModel]:
+        """Returns what is wanted, by model."""
+        entries = await self.registry.entries(WANTED)
+        found = (_wanted(key, entry.value) for key, entry in entries.items())
+        return {record.model: record for record in found}
+
+    async def wanted_model(self, model: str) -> WantedModel | None:
+        """Returns what is wanted for one model."""
+        key = wanted_key(model)
+        entry = await self.registry.get(key)
+        return _wanted(key, entry.value) if entry is not None else None
+
+    async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
+        """Writes what is wanted over a record of that epoch; None if there must be none.
+
+        Raises RegistryConflictError if what is there has another epoch, or changed meanwhile.
+        """
+        key = wanted_key(record.model)
+        entry = await self.registry.get(key)
+        epoch = _wanted(key, entry.value).epoch if entry is not None else None
+        if epoch != expected_epoch:
+            raise RegistryConflictError(f"{key} has epoch {epoch}, not {expected_epoch}")
+        await self.registry.put(key, _encode(record), entry.revision if entry is not None else 0)
+
+    async def update_wanted(
+        self, model: str, change: Callable[[WantedModel | None], WantedModel | None], epoch_above: int = 0
+    ) -> WantedModel | None:
+        """Changes what is wanted, from what is there until nobody else wrote in between. Returns what is there now.
+
+        Args:
+            model: whose record.
+            change: from what is there to what shall be; None, or an equal record, leaves it. Its epoch is set here. It
+                may be called several times.
+            epoch_above: the highest epoch that the writer knows of: the new one is higher, also if the registry
+                has lost its record.
+
+        Raises:
+            RegistryConflictError: somebody else was faster each time.
+        """
+        key = wanted_key(model)
+        there: WantedModel | None = None
+
+        def following(entry: Entry | None) -> bytes | None:
+            nonlocal there
+            there = now = _wanted(key, entry.value) if entry is not None else None
+            changed = change(now)
+            if changed is None or (now is not None and changed.model_copy(update={"epoch": now.epoch}) == now):
+                return None
+            if changed.model != model:
+                raise RegistryRecordError(f"{key}: model {changed.model!r} in the record of {model!r}")
+            epoch = max(now.epoch if now is not None else 0, epoch_above) + 1
+            there = changed.model_copy(update={"epoch": epoch})
+            return _encode(there)
+
+        await self._change(key, following)
+        return there
+
+    async def restore_wanted(self, record: WantedModel) -> bool:
+        """Gives a record back to a registry that has none, or one of a lower epoch. True if it was written."""
+        return await self.restore_raw(wanted_key(record.model), _encode(record), record.epoch)
+
+    async def versions(self, model: str | None = None) -> list[PublishedVersion]:
+        """Returns what is published, of one model or of all, by model and version."""
+        entries = await self.registry.entries(VERSIONS if model is None else f"{VERSIONS}{model}/")
+        return [_version(key, entry.value) for key, entry in entries.items()]
+
+    async def version(self, model: str, version: int) -> PublishedVersion | None:
+        """Reads one published version, or None."""
+        key = version_key(model, version)
+        entry = await self.registry.get(key)
+        return _version(key, entry.value) if entry is not None else None
+
+    async def put_version(self, record: PublishedVersion) -> None:
+        """Puts a version on record. The same one again, published at whatever time, changes nothing.
+
+        Raises RegistryConflictError if there is another one of that number.
+        """
+        key = version_key(record.model, record.version)
+        there = _version(key, await self._put_once(key, _encode(record)))
+        if there.model_copy(update={"published_at": record.published_at}) != record:
+            raise RegistryConflictError(
+                f"{key} is published with identity {there.identity}, last_delta {there.last_delta}; this one "
+                f"has identity {record.identity}, last_delta {record.last_delta}: a version is immutable"
+            )
+
+    async def drop_version(self, model: str, version: int) -> bool:
+        """Takes a version, and its spec, off record. False if it was not there."""
+        dropped = await self._drop(version_key(model, version))
+        await self._drop(spec_key(model, version))
+        return dropped
+
+    async def put_spec(self, model: str, version: int, spec_json: str) -> None:
+        """Puts the JSON of a version's `ModelSpec` on record. Raises RegistryConflictError if there is another one."""
+        key, value = spec_key(model, version), spec_json.encode()
+        if await self._put_once(key, value) != value:
+            raise RegistryConflictError(f"{key} is on record with another spec: a version is immutable")
+
+    async def spec(self, model: str, version: int) -> str | None:
+        """Returns the JSON of a version's `ModelSpec`, or None."""
+        entry = await self.registry.get(spec_key(model, version))
+        return entry.value.decode() if entry is not None else None
+
+    async def nodes(self) -> list[NodeRecord]:
+        """Returns what every node told last, by node id; those whose announcement has expired are not there."""
+        announced = await self.registry.announced(NODES)
+        found: dict[str, tuple[bytes, NodeRecord]] = {}
+        skipped: dict[str, bytes] = {}
+        for key, value in announced.items():
+            known = self._nodes.get(key)
+            try:
+                record = (
+                    known[1]
+                    if known and known[0] == value
+                    else _placed(key, value, NodeRecord, lambda one: node_key(one.node_id))
+                )
+            except RegistryRecordError as error:
+                if self._skipped.get(key) != value:
+                    _log.warning("a node's announcement is skipped: %s", error)
+                skipped[key] = value
+                continue
+            found[key] = (value, record)
+        self._nodes, self._skipped = found, skipped
+        return [record for _, record in found.values()]
+
+    async def announce_node(self, record: NodeRecord, ttl_s: float) -> None:
+        """Tells what a node is and has, for `ttl_s` from now on."""
+        await self.registry.announce(node_key(record.node_id), _encode(record), ttl_s)
+
+    async def withdraw_node(self, node_id: str) -> None:
+        """Ends a node's announcement now."""
+        await self.registry.withdraw(node_key(node_id))
+
+    async def fleet(self) -> FleetRecord | None:
+        """Reads how the fleet divides rows; None before its first shard node."""
+        entry = await self.registry.get(FLEET)
+        return parse_record(FLEET, entry.value, FleetRecord) if entry is not None else None
+
+    async def join_fleet(self, record: FleetRecord) -> FleetRecord:
+        """Says how the fleet divides rows, if nobody has yet; gives what is on record then."""
+        return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
+
+    async def raw(self, key: str) -> Entry | None:
+        """Returns a key's bytes and revision."""
+        return await self.registry.get(key)
+
+    async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
+        """Gives a JSON record with an `epoch` back to a registry that has none, or one of a lower epoch.
+
+        Returns whether it was written.
+        """
+        return await self._change(
+            key, lambda entry: None if entry is not None and epoch_of(key, entry.value) >= epoch else value
+        )
+
+    async def _put_once(self, key: str, value: bytes) -> bytes:
+        """Writes a key that is not there. Returns what is there now: `value`, or what somebody else wrote before."""
+        there = value
+
+        def following(entry: Entry | None) -> bytes | None:
+            nonlocal there
+            there = value if entry is None else entry.value
+            return value if entry is None else None
+
+        await self._change(key, following)
+        return there
+
+    async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
+        """Writes what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
+        for _ in range(_MAX_ATTEMPTS):
+            entry = await self.registry.get(key)
+            value = following(entry)
+            if value is None:
+                return False
+            with suppress(RegistryConflictError):
+                await self.registry.put(key, value, entry.revision if entry is not None else 0)
+                return True
+        raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
+
+    async def _drop(self, key: str) -> bool:
+        for _ in range(_MAX_ATTEMPTS):
+            entry = await self.registry.get(key)
+            if entry is None:
+                return False
+            with suppress(RegistryConflictError):
+                await self.registry.delete(key, entry.revision)
+                return True
+        raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
+
+
+def epoch_of(key: str, value: bytes) -> int:
+    """Returns the `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
+    try:
+        record = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RegistryRecordError(f"{key}: not JSON: {cut(error)}") from error
+    epoch = record.get("epoch") if isinstance(record, Mapping) else None
+    if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 1:
+        raise RegistryRecordError(f"{key}: epoch {cut(repr(epoch))}; an integer from 1 on is needed")
+    return epoch
+
+
+def _encode(record: Record) -> bytes:
+    return record.model_dump_json().encode()
+
+
+def _placed(key: str, value: bytes, schema: type[R], key_of: Callable[[R], str]) -> R:
+    """Reads a record that says itself under which key it belongs."""
+    record = parse_record(key, value, schema)
+    if (belongs := key_of(record)) != key:
+        raise RegistryRecordError(f"{key}: the record there belongs to {belongs}")
+    return record
+
+
+def _wanted(key: str, value: bytes) -> WantedModel:
+    return _placed(key, value, WantedModel, lambda record: wanted_key(record.model))
+
+
+def _version(key: str, value: bytes) -> PublishedVersion:
+    return _placed(key, value, PublishedVersion, lambda record: version_key(record.model, record.version))

@@ -1,0 +1,339 @@
+"""Define the durable plan of a rollout and its steps: what is wanted of a fleet in each, and how it changes.
+
+The plan is kept in the registry under `rollouts/<model>`: the running rollout of a model, or the last one. Every change
+counts `epoch` up, and of two records the one of the higher epoch counts, so that a registry that lost its last writes
+can be given them back. What is wanted in a step follows from this record alone, never from what was wanted before: a
+step may be done twice, and a registry that lost everything can be written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from loader.errors import RegistryRecordError, RolloutError
+from loader.registry.fleet import (
+    MAX_REASON_CHARACTERS,
+    Canary,
+    FleetRegistry,
+    NodeId,
+    Record,
+    Version,
+    VersionStats,
+    WantedModel,
+    cut_reason,
+    parse_record,
+    rollout_key,
+)
+from loader.rollout.guards import GuardLimits
+from loader.snapshot.manifest import Name
+
+Strategy = Literal["beside", "by-replica"]
+Outcome = Literal["refused", "rolled_back", "aborted"]
+RolloutState = Literal["running", "undoing", "done", "refused", "rolled_back", "aborted"]
+
+MAX_EVENTS = 200
+MAX_BAKE_S = 7 * 24 * 3600.0
+
+
+class Event(Record):
+    """Something that happened in a rollout, `at` seconds since the epoch."""
+
+    at: float
+    step: str
+    text: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
+
+
+class NodeBaseline(Record):
+    """What a serving process had counted of both versions when a bake began; another process counts anew."""
+
+    process_id: int
+    live: VersionStats
+    new: VersionStats
+
+
+class Rollout(Record):
+    """One rollout of one model.
+
+    Attributes:
+        epoch: counts up with every write of this key.
+        from_version: the version that is live when it starts; None for a model's first.
+        to_version: the version that is to be live.
+        previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
+        from_followed: deltas were applied to `from_version` when it started.
+        delta_base, last_delta: of the published `to_version`: its stream of deltas, and the last one it contains.
+        strategy: `beside` holds both versions on each shard node for a while, `by-replica` never does.
+        canary_share: share of requests that the new version gets first; None for no canary.
+        bake_s: how long it is held against the live one, in seconds; 0 for not at all.
+        guards: what the comparison allows.
+        steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
+        base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
+            done, above it it was. It is also what keeps a coordinator with an old copy of this record from writing.
+        step_began_at: seconds since the epoch; likewise `started_at` and `bake_began_at`.
+        groups: by-replica only: node ids that are rolled together, in order.
+        early_groups: how many of them are rolled before the flip.
+        replay_until: the last delta of that stream when the step `replay` began; None before.
+        baseline: what serving processes had counted when the bake began, by node id.
+        state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
+        outcome: how it will end once it is undone.
+    """
+
+    model: Name
+    epoch: int = Field(ge=1)
+    rollout_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    from_version: Version | None
+    to_version: Version
+    previous_version: Version | None = None
+    from_followed: bool = False
+    delta_base: Version
+    last_delta: int = Field(ge=0)
+    strategy: Strategy = "beside"
+    canary_share: float | None = Field(default=None, gt=0, lt=1)
+    bake_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
+    guards: GuardLimits = GuardLimits()
+    steps: tuple[str, ...] = Field(min_length=1)
+    step_index: int = Field(default=0, ge=0)
+    undo_index: int | None = Field(default=None, ge=1)
+    base_epoch: int = Field(default=0, ge=0)
+    started_at: float
+    step_began_at: float
+    groups: tuple[tuple[NodeId, ...], ...] = ()
+    early_groups: int = Field(default=0, ge=0)
+    replay_until: int | None = None
+    bake_began_at: float | None = None
+    baseline: dict[NodeId, NodeBaseline] = Field(default_factory=dict)
+    state: RolloutState = "running"
+    outcome: Outcome | None = None
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    events: Annotated[tuple[Event, ...], Field(max_length=MAX_EVENTS)] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Rollout:
+        if self.step_index >= len(self.steps):
+            raise ValueError(f"step_index: {self.step_index}, but there are {len(self.steps)} steps")
+        if self.from_version == self.to_version:
+            raise ValueError(f"to_version: {self.to_version} is from_version as well")
+        if self.state == "undoing" and (self.undo_index is None or self.outcome is None):
+            raise ValueError("state: 'undoing' needs undo_index and outcome")
+        return self
+
+    @property
+    def step(self) -> str:
+        """The step it is in."""
+        return self.steps[self.step_index]
+
+    def named(self) -> frozenset[int]:
+        """Lists the versions that it names or that a rollback after it would go to: none of them may be dropped."""
+        named = (self.from_version, self.to_version, self.previous_version)
+        return frozenset(version for version in named if version is not None)
+
+    @property
+    def active(self) -> bool:
+        """It has not ended."""
+        return self.state in ("running", "undoing")
+
+    @property
+    def forward(self) -> bool:
+        """It goes, or went, towards `to_version`."""
+        return self.state in ("running", "done")
+
+    @property
+    def committed(self) -> bool:
+        """There is no way back but another rollout: the old version is being retired, or there is none to flip to."""
+        last = "flip" if self.from_version is None else "retire_serving"
+        return self.forward and last in self.steps[: self.step_index + 1]
+
+    @property
+    def rollback_target(self) -> int | None:
+        """The version that was live before the one that is live once this rollout has ended."""
+        return self.from_version if self.forward else self.previous_version
+
+
+@dataclass(frozen=True, slots=True)
+class OnRecord:
+    """A rollout as it was read, with the revision that a write of it must follow."""
+
+    rollout: Rollout
+    revision: int
+
+
+async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
+    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one."""
+    entry = await fleet.raw(rollout_key(model))
+    return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
+
+
+def encode_rollout(rollout: Rollout) -> bytes:
+    """Encodes a rollout as it is kept in the registry: JSON."""
+    return rollout.model_dump_json().encode()
+
+
+def decode_rollout(model: str, value: bytes) -> Rollout:
+    """Reads a record. Raises RegistryRecordError, naming its key, if it is none of this model."""
+    key = rollout_key(model)
+    rollout = parse_record(f"{key}: not a rollout", value, Rollout)
+    if rollout.model != model:
+        raise RegistryRecordError(f"{key}: is of model {rollout.model!r}")
+    return rollout
+
+
+STAGE_SHARDS = "stage_shards"
+STAGE_SERVING = "stage_serving"
+REPLAY = "replay"
+CANARY = "canary"
+FLIP = "flip"
+BAKE = "bake"
+UNFLIP = "unflip"
+RETIRE_SERVING = "retire_serving"
+RETIRE_SHARDS = "retire_shards"
+ROLL = "roll:"
+UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
+
+
+def plan_steps(
+    strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
+) -> tuple[str, ...]:
+    """Returns the names of a rollout's steps in order.
+
+    With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
+    """
+    early: tuple[str, ...] = (STAGE_SHARDS,)
+    late: tuple[str, ...] = ()
+    if strategy == "by-replica":
+        early = tuple(f"{ROLL}{group}" for group in range(early_groups))
+        late = tuple(f"{ROLL}{group}" for group in range(early_groups, groups))
+    return (
+        *early,
+        STAGE_SERVING,
+        REPLAY,
+        *((CANARY,) if canary else ()),
+        FLIP,
+        *((BAKE,) if bake and not canary else ()),
+        RETIRE_SERVING,
+        *late,
+        RETIRE_SHARDS,
+    )
+
+
+def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """Groups of shard nodes to roll together, at most one of each shard in a group.
+
+    Of each shard, half of its nodes (at least one, by id) are in the groups that come before the flip and the rest in
+    those after it, so that both versions have a node of each shard in between. Returns the groups, and how many come
+    before the flip.
+    """
+    early = {shard: max(1, len(nodes) // 2) for shard, nodes in nodes_by_shard.items()}
+    num_early = max(early.values(), default=0)
+    num_late = max((len(nodes) - early[shard] for shard, nodes in nodes_by_shard.items()), default=0)
+    groups: list[list[str]] = [[] for _ in range(num_early + num_late)]
+    for shard, nodes in sorted(nodes_by_shard.items()):
+        for rank, node_id in enumerate(sorted(nodes)):
+            groups[rank if rank < early[shard] else num_early + rank - early[shard]].append(node_id)
+    return tuple(tuple(group) for group in groups), num_early
+
+
+def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
+    """Returns the node ids that a `roll:` step rolls; empty for other steps."""
+    return rollout.groups[int(step.removeprefix(ROLL))] if step.startswith(ROLL) else ()
+
+
+def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
+    """Returns what is wanted of the fleet in the step that a rollout is in."""
+    if rollout.undo_index is None:
+        return _forward(rollout, rollout.step_index, epoch)
+    begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]
+    old = _versions(rollout.from_version)
+    # Before serving processes were told of the new version, shard nodes can let go of it at once. They must: the last
+    # step that was begun may never have been written, because it would have taken away a shard's last node.
+    if RETIRE_SHARDS in undone or STAGE_SERVING not in begun:
+        return WantedModel(
+            model=rollout.model,
+            epoch=epoch,
+            live=rollout.from_version,
+            hold=old,
+            serve=old,
+            follow=old if rollout.from_followed else (),
+        )
+    wanted = _forward(rollout, rollout.undo_index - 1, epoch)
+    change: dict[str, object] = {"live": rollout.from_version, "canary": None}
+    if RETIRE_SERVING in undone:
+        change["serve"] = old
+    return wanted.model_copy(update=change)
+
+
+def same_wish(one: WantedModel, other: WantedModel) -> bool:
+    """Tells whether two records want the same, whatever their epochs."""
+    return one.model_copy(update={"epoch": other.epoch}) == other
+
+
+def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
+    begun = rollout.steps[: step_index + 1]
+    old, new = _versions(rollout.from_version), _versions(rollout.to_version)
+    followed = old if rollout.from_followed else ()
+    ended = RETIRE_SHARDS in begun
+    rolled = [node_id for step in begun for node_id in group_of(rollout, step)]
+    in_canary = begun[-1] == CANARY and rollout.canary_share is not None
+    hold = new if ended else (*old, *new) if STAGE_SHARDS in begun else old
+    return WantedModel(
+        model=rollout.model,
+        epoch=epoch,
+        live=rollout.to_version if FLIP in begun else rollout.from_version,
+        hold=hold,
+        serve=new if RETIRE_SERVING in begun else (*old, *new) if STAGE_SERVING in begun else old,
+        follow=new if ended else (*followed, *new) if REPLAY in begun else followed,
+        canary=Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
+        node_hold={} if ended else dict.fromkeys(rolled, new),
+    )
+
+
+def _versions(version: int | None) -> tuple[int, ...]:
+    return () if version is None else (version,)
+
+
+def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
+    """Moves to the next step, or ends. Its write follows `wanted_epoch`; `text` says how this step was done."""
+    if rollout.step == RETIRE_SHARDS:
+        return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
+    change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
+    return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
+
+
+def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
+    """Moves to a later step that is wanted already: this record is older than the wanted one."""
+    return changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
+
+
+def given_up(rollout: Rollout, now: float, reason: str) -> Rollout:
+    """Ends where it is, since somebody else has taken over what is wanted."""
+    return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
+
+
+def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
+    """Turns back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
+
+    Raises RolloutError if it has ended, is undone already, or there is no way back any more.
+    """
+    name = f"{rollout.model}: the rollout of version {rollout.to_version}"
+    if not rollout.active:
+        raise RolloutError(f"{name} is not running: it is {rollout.state}")
+    if rollout.state == "undoing":
+        raise RolloutError(f"{name} is being undone already: {rollout.outcome}: {rollout.reason}")
+    if rollout.committed:
+        old = rollout.from_version
+        why = "there is no version to go back to" if old is None else f"version {old} is being retired"
+        raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
+    begun = rollout.steps[: rollout.step_index + 1]
+    steps = {"steps": (*begun, *UNDO_STEPS), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
+    change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
+    return changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
+
+
+def changed(rollout: Rollout, now: float, text: str, **change: object) -> Rollout:
+    """Returns the rollout with one more event, of the step that it is in, and with these fields changed."""
+    event = Event(at=now, step=rollout.step, text=cut_reason(text))
+    update = {"epoch": rollout.epoch + 1, "events": (*rollout.events, event)[-MAX_EVENTS:], **change}
+    # Not model_copy: what comes out must be a record that can be read again.
+    return Rollout.model_validate({**dict(rollout), **update})
