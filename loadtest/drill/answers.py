@@ -1,79 +1,90 @@
-"""The log of answers: fixed-size records in a file that grows while the load runs, and is read while it grows.
-
-Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share. Beside the records lies a text file with
-the details of the first answers that were not right.
-"""
+"""What answers say together: how many are not right, which overlap a time; and what every report says."""
 
 from __future__ import annotations
 
-from io import BufferedWriter
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.drill.verdict import Kind, Verdict
-
-APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
-RECORD = np.dtype(
-    [
-        ("intended", "<f8"),  # when the request was due: latency counts from here
-        ("sent", "<f8"),  # when the load got to it
-        ("ended", "<f8"),
-        ("version", "<i8"),  # that the answer names; 0 for none
-        ("api", "u1"),  # index in APIS
-        ("kind", "u1"),  # `Kind`
-    ]
-)
-Answers = npt.NDArray[np.void]
-MAX_DETAILS = 1000
+from loader.snapshot.manifest import Frozen
+from loadtest.drill.load import Answers
+from loadtest.drill.oracle import Kind
 
 
-class AnswerLog:
-    """Writes records; what is flushed can be read by another process at once.
+class Span(NamedTuple):
+    """A span of time, in seconds of CLOCK_MONOTONIC."""
 
-    Args:
-        path: of the records; made new. The details are beside it.
+    begin: float
+    end: float
+
+
+class AnswerCounts(Frozen):
+    """How many answers there were, and how many were not right."""
+
+    answers: int
+    failed: int
+    mixed: int
+    wrong: int
+
+
+class FleetReport(AnswerCounts):
+    """What every drill on a fleet reports.
+
+    Attributes:
+        answers: requests that were due while the drill ran, answered or not.
+        registry, shards, replicas, cards, workers, rate: what ran.
+        details: the first answers that were not right.
+        problems: why the drill did not pass; empty if it did.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._records: BufferedWriter = path.open("wb")
-        self._details: TextIO = details_path(path).open("w", encoding="utf-8")
-        self._num_details = 0
-        self._record = np.zeros(1, RECORD)
+    registry: str
+    shards: int
+    replicas: int
+    cards: int
+    workers: int
+    rate: float
+    details: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
-    def add(self, api: int, intended: float, sent: float, ended: float, version: int, verdict: Verdict) -> None:
-        """Adds one answer."""
-        self._record[0] = (intended, sent, ended, version, api, verdict.kind)
-        self._records.write(self._record.tobytes())
-        if verdict.kind is not Kind.OK and self._num_details < MAX_DETAILS:
-            self._num_details += 1
-            self._details.write(f"{intended:.3f} {verdict.kind.name.lower()} {APIS[api]}: {verdict.detail}\n")
-
-    def flush(self) -> None:
-        """Makes all that was added readable."""
-        self._records.flush()
-        self._details.flush()
-
-    def close(self) -> None:
-        """Flushes and ends."""
-        self._records.close()
-        self._details.close()
+    @property
+    def not_right(self) -> str:
+        """Failed, mixed and wrong answers."""
+        return f"{self.failed}, {self.mixed}, {self.wrong}"
 
 
-def details_path(path: Path) -> Path:
-    """Where the details of answers that are not right lie."""
-    return path.with_suffix(".details")
+def count_kinds(answers: Answers) -> dict[str, int]:
+    """Return the fields of `AnswerCounts`."""
+    kinds = np.bincount(answers["kind"], minlength=len(Kind)).tolist()
+    return {"answers": len(answers), **{kind.name.lower(): kinds[kind] for kind in Kind if kind is not Kind.OK}}
 
 
-def read_answers(path: Path, first: int = 0) -> Answers:
-    """The records from number `first` on that are complete by now, in the order in which they ended."""
-    size = path.stat().st_size // RECORD.itemsize
-    return np.fromfile(path, RECORD, count=max(0, size - first), offset=first * RECORD.itemsize)
+def counted(found: Mapping[str, int]) -> list[str]:
+    """Return a problem for each kind of answers of which there is one, by what is wrong with it."""
+    return [f"{count} answers {what}" for what, count in found.items() if count]
 
 
-def read_details(path: Path, max_lines: int = 20) -> list[str]:
-    """The first details, one line each."""
-    lines = details_path(path).read_text(encoding="utf-8").splitlines()
-    return lines[:max_lines]
+def overlaps(answers: Answers, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return which requests were out at any time within one of the spans, which are in order and apart: bool [n]."""
+    if not spans:
+        return np.zeros(len(answers), np.bool_)
+    begins, ends = np.array(spans).T
+    last_begun = np.searchsorted(begins, answers["ended"], side="right") - 1
+    result: npt.NDArray[np.bool_] = (last_begun >= 0) & (ends[np.maximum(last_begun, 0)] >= answers["intended"])
+    return result
+
+
+def latency_ms(answers: Answers) -> npt.NDArray[np.float64]:
+    """Return times from when requests were due."""
+    result: npt.NDArray[np.float64] = 1e3 * (answers["ended"] - answers["intended"])
+    return result
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: float) -> float | None:
+    """Return a percentile; None of nothing."""
+    return float(np.percentile(values, percent)) if np.size(values) else None
+
+
+Facts = Mapping[str, Any]
+"""Of a report: what ran, and the details."""

@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -18,9 +19,9 @@ from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.registry.records import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import MANIFEST_NAME
+from loader.snapshot.manifest import MANIFEST_NAME, Frozen
 from loader.snapshot.publishing import publish
-from loadtest.drill.broken_report import Attempt, BrokenReport, Refusal, make_broken_report
+from loadtest.drill.answers import Facts, FleetReport, count_kinds, counted, latency_ms, percentile
 from loadtest.drill.damage import (
     DamageKind,
     damaged,
@@ -28,15 +29,19 @@ from loadtest.drill.damage import (
     forge_nan_row,
     forge_nan_weight,
     forge_without_table,
+    publish_to_full_disk,
     random_damages,
 )
-from loadtest.drill.full_disk import publish_to_full_disk
-from loadtest.drill.load_process import running_load
-from loadtest.drill.oracle import OracleShape, golden_requests, letter_of
-from loadtest.drill.oracle_fleet import FIRST_VERSION, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.load import Answers, running_load
+from loadtest.drill.oracle import Kind, OracleShape, golden_requests, letter_of
+from loadtest.drill.running import print_facts
+from serving.cli.output import print_table
 
 ROWS_PER_FILE = 1024
+EXAMPLES = 3
 _KINDS: tuple[DamageKind, ...] = ("truncated", "bit flipped")
+Refusal = Literal["publish", "rollout", "none"]
 
 
 class BrokenDrillConfig(OracleFleetConfig):
@@ -47,7 +52,6 @@ class BrokenDrillConfig(OracleFleetConfig):
         bit_flips: snapshots of which one bit is the other one.
         damaged_in_store: of each of these kinds, how many are damaged in the store, after they were published.
         seed: of the places.
-        warmup_s: time under load before the first one.
     """
 
     shape: OracleShape = OracleShape(items=4000, users=2000, tags=200)
@@ -57,6 +61,69 @@ class BrokenDrillConfig(OracleFleetConfig):
     damaged_in_store: int = Field(default=5, ge=0, le=10_000)
     seed: int = 0
     warmup_s: float = Field(default=2.0, ge=0, le=600)
+
+
+class Attempt(NamedTuple):
+    """One broken snapshot: the kind of damage, the damage, who refused it (`none` if it went live), and why."""
+
+    group: str
+    what: str
+    refused_by: Refusal
+    reason: str
+
+
+class GroupResult(Frozen):
+    """All broken snapshots of one kind, with the first damages and the reasons that were told."""
+
+    tried: int
+    refused_by_publish: int
+    refused_by_rollout: int
+    accepted: int
+    examples: tuple[str, ...]
+
+
+class BrokenReport(FleetReport):
+    """What `drill broken --json` writes.
+
+    Attributes:
+        tried, refused, accepted: broken snapshots.
+        other_versions: right answers that named another version than the one that was live throughout.
+        p99_ms: of all answers, from when a request was due.
+        disk_full_means: how a full disk was made.
+        control_went_live: whether the sound snapshot at the end was published and rolled out.
+        groups: by kind of damage.
+    """
+
+    tried: int
+    refused: int
+    accepted: int
+    other_versions: int
+    p99_ms: float | None
+    disk_full_means: str
+    control_went_live: bool
+    groups: dict[str, GroupResult]
+
+    def show(self) -> None:
+        """Print what was found."""
+        print_table(
+            "broken snapshots",
+            ("damage", "#tried", "#refused by publish", "#by the rollout", "#accepted"),
+            [
+                (name, one.tried, one.refused_by_publish, one.refused_by_rollout, one.accepted)
+                for name, one in self.groups.items()
+            ],
+        )
+        print_facts(
+            "",
+            [
+                ("refused of tried", f"{self.refused} of {self.tried}"),
+                ("answers", self.answers),
+                ("failed, mixed, wrong", self.not_right),
+                ("answers of another version", self.other_versions),
+                ("disk made full by", self.disk_full_means),
+                ("a sound snapshot goes live", "yes" if self.control_went_live else "no"),
+            ],
+        )
 
 
 @dataclass(slots=True)
@@ -73,17 +140,8 @@ class _Course:
         self.progress("broken snapshots", len(self.attempts), self.total)
 
 
-async def run_broken_drill(
-    config: BrokenDrillConfig,
-    folder: Path,
-    progress: Progress = no_progress,
-) -> BrokenReport:
-    """Runs the drill.
-
-    Args:
-        config: what to do.
-        folder: where the stores, logs and answers go.
-        progress: told the broken snapshots done.
+async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Progress = no_progress) -> BrokenReport:
+    """Run the drill; stores, logs and answers go into the folder.
 
     Raises:
         DrillError: a rollout did not end, or the load failed. What else goes wrong is in the report.
@@ -108,10 +166,9 @@ async def run_broken_drill(
         await asyncio.sleep(config.warmup_s)
         answers = await load.stop()
         facts = {
-            **config.model_dump(include={"registry", "shards", "replicas", "cards", "workers", "rate"}),
+            **config.facts(load),
             "disk_full_means": means,
             "control_went_live": control[0] == "none",
-            "details": tuple(load.details()),
         }
         return make_broken_report(course.attempts, answers, control_begun, FIRST_VERSION, facts)
 
@@ -131,8 +188,7 @@ async def _try(fleet: OracleFleet, folder: Path) -> tuple[Refusal, str]:
 
 
 async def _roll_out(fleet: OracleFleet, version: int) -> tuple[Refusal, str]:
-    await fleet.start_rollout(version)
-    rollout = await fleet.until_rollout_ends()
+    rollout = await fleet.roll_out(version)
     return ("none", "") if rollout.state == "done" else ("rollout", f"{rollout.state}: {rollout.reason}")
 
 
@@ -233,3 +289,53 @@ async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: P
     identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
     await fleet.registry.put_spec(record.model, record.version, fleet.writer.spec.model_dump_json())
     await fleet.registry.put_version(record.model_copy(update={"identity": identity}))
+
+
+def make_broken_report(
+    attempts: Sequence[Attempt], answers: Answers, control_begun: float, version: int, facts: Facts
+) -> BrokenReport:
+    """Draw up the report.
+
+    Args:
+        attempts: all broken snapshots.
+        answers: all of the drill.
+        control_begun: when the sound snapshot at the end was begun, in seconds of CLOCK_MONOTONIC.
+        version: the one that was live until then.
+        facts: the remaining fields of the report.
+    """
+    before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
+    accepted = [one for one in attempts if one.refused_by == "none"]
+    report = BrokenReport(
+        tried=len(attempts),
+        refused=len(attempts) - len(accepted),
+        accepted=len(accepted),
+        **count_kinds(answers),
+        other_versions=int((before["version"] != version).sum()),
+        p99_ms=percentile(latency_ms(answers), 99),
+        groups={group: _group(attempts, group) for group in dict.fromkeys(one.group for one in attempts)},
+        **facts,
+    )
+    problems = [f"accepted: {one.group}: {one.what}" for one in accepted]
+    problems += counted(
+        {
+            "failed": report.failed,
+            "are mixed": report.mixed,
+            "are wrong": report.wrong,
+            f"named another version than {version}": report.other_versions,
+        }
+    )
+    if not report.control_went_live:
+        problems.append("the sound snapshot at the end did not go live, so refusals prove nothing")
+    return report.model_copy(update={"problems": tuple(problems)})
+
+
+def _group(attempts: Sequence[Attempt], group: str) -> GroupResult:
+    own = [one for one in attempts if one.group == group]
+    by = [one.refused_by for one in own]
+    return GroupResult(
+        tried=len(own),
+        refused_by_publish=by.count("publish"),
+        refused_by_rollout=by.count("rollout"),
+        accepted=by.count("none"),
+        examples=tuple(f"{one.what}: {one.reason}" for one in own[:EXAMPLES]),
+    )

