@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grpc.aio
 
-
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),

@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -21,7 +21,6 @@ from loader.registry.records import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import MANIFEST_NAME, Frozen
 from loader.snapshot.publishing import publish
-from loadtest.drill.answers import Facts, FleetReport, count_kinds, counted, latency_ms, percentile
 from loadtest.drill.damage import (
     DamageKind,
     damaged,
@@ -32,14 +31,13 @@ from loadtest.drill.damage import (
     publish_to_full_disk,
     random_damages,
 )
-from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import Answers, running_load
+from loadtest.drill.fleet import FIRST_VERSION, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.load import Answers, count_kinds, counted, latency_ms, percentile, running_load
 from loadtest.drill.oracle import Kind, OracleShape, golden_requests, letter_of
-from loadtest.drill.running import print_facts
-from serving.cli.output import print_table
 
 ROWS_PER_FILE = 1024
 EXAMPLES = 3
+WARMUP_S = 2.0
 _KINDS: tuple[DamageKind, ...] = ("truncated", "bit flipped")
 Refusal = Literal["publish", "rollout", "none"]
 
@@ -60,7 +58,6 @@ class BrokenDrillConfig(OracleFleetConfig):
     bit_flips: int = Field(default=1000, ge=0, le=1_000_000)
     damaged_in_store: int = Field(default=5, ge=0, le=10_000)
     seed: int = 0
-    warmup_s: float = Field(default=2.0, ge=0, le=600)
 
 
 class Attempt(NamedTuple):
@@ -103,28 +100,6 @@ class BrokenReport(FleetReport):
     control_went_live: bool
     groups: dict[str, GroupResult]
 
-    def show(self) -> None:
-        """Print what was found."""
-        print_table(
-            "broken snapshots",
-            ("damage", "#tried", "#refused by publish", "#by the rollout", "#accepted"),
-            [
-                (name, one.tried, one.refused_by_publish, one.refused_by_rollout, one.accepted)
-                for name, one in self.groups.items()
-            ],
-        )
-        print_facts(
-            "",
-            [
-                ("refused of tried", f"{self.refused} of {self.tried}"),
-                ("answers", self.answers),
-                ("failed, mixed, wrong", self.not_right),
-                ("answers of another version", self.other_versions),
-                ("disk made full by", self.disk_full_means),
-                ("a sound snapshot goes live", "yes" if self.control_went_live else "no"),
-            ],
-        )
-
 
 @dataclass(slots=True)
 class _Course:
@@ -150,7 +125,7 @@ async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Pr
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
         load = await stack.enter_async_context(running_load(fleet.load_config(folder / "broken.answers")))
-        await asyncio.sleep(config.warmup_s)
+        await asyncio.sleep(WARMUP_S)
         in_files = config.truncations + config.bit_flips
         course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(_forgeries(fleet)) + 3)
         means = await _full_disk(course, folder)
@@ -163,7 +138,7 @@ async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Pr
         load.check()
         control_begun = time.monotonic()
         control = await _try(fleet, _export(fleet))
-        await asyncio.sleep(config.warmup_s)
+        await asyncio.sleep(WARMUP_S)
         answers = await load.stop()
         facts = {
             **config.facts(load),
@@ -292,7 +267,7 @@ async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: P
 
 
 def make_broken_report(
-    attempts: Sequence[Attempt], answers: Answers, control_begun: float, version: int, facts: Facts
+    attempts: Sequence[Attempt], answers: Answers, control_begun: float, version: int, facts: Mapping[str, Any]
 ) -> BrokenReport:
     """Draw up the report.
 

@@ -7,11 +7,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -30,28 +30,23 @@ from loader.rollout.steps import (
     STAGE_SHARDS,
     UNDO_STEPS,
 )
-from loadtest.drill.answers import (
-    AnswerCounts,
-    Facts,
-    FleetReport,
-    Span,
-    count_kinds,
-    counted,
-    overlaps,
-    percentile,
-)
 from loadtest.drill.errors import DrillError
-from loadtest.drill.fleet import OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import Answers, running_load
+from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.load import AnswerCounts, Answers, Span, count_kinds, counted, overlaps, percentile, running_load
 from loadtest.drill.oracle import Kind
-from loadtest.drill.running import measure, print_facts
-from serving.cli.output import print_table
 
 STEP_POLL_S = 0.01
 CANARY_SHARE = 0.1
 CANARY_BAKE_S = 0.5
 MAX_SETTLE_S = 10.0
 MAX_LOST_SHARE = 0.001
+# How long a fleet is waited for after a restart: longer than it may take, to tell how late it was.
+GIVE_UP_S = 4 * MAX_SETTLE_S
+REDIS_DOWN_S = 2.0
+RESTART_TIMEOUT_S = 30.0
+# How long answers are watched after a case has settled.
+WATCH_S = 0.5
+WARMUP_S = 3.0
 
 Course = Literal["idle", "beside", "undo", "by-replica"]
 Victim = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
@@ -125,11 +120,6 @@ class CrashDrillConfig(OracleFleetConfig):
         only_steps: only at these steps; empty for all.
         max_kill_delay_s: the kill comes at a random moment up to so long after a step was seen on record: before what
             it wants is written, or while nodes are at it.
-        redis_down_s: how long a killed Redis stays away.
-        restart_timeout_s: a process that is not started again by then ends the drill.
-        give_up_s: how long a fleet is waited for after a restart. More than 10 s, to tell how late it was.
-        watch_s: how long answers are watched after a case has settled.
-        warmup_s: time under load before the first kill.
     """
 
     workers: int = Field(default=2, ge=1, le=64)
@@ -140,11 +130,6 @@ class CrashDrillConfig(OracleFleetConfig):
     only_steps: tuple[str, ...] = ()
     max_kill_delay_s: float = Field(default=0.3, ge=0, le=60)
     seed: int = 0
-    redis_down_s: float = Field(default=2.0, ge=0, le=60)
-    restart_timeout_s: float = Field(default=30.0, gt=0)
-    give_up_s: float = Field(default=4 * MAX_SETTLE_S, gt=0)
-    watch_s: float = Field(default=0.5, ge=0)
-    warmup_s: float = Field(default=3.0, ge=0, le=600)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -232,6 +217,10 @@ class CrashReport(FleetReport):
         results: case by case.
     """
 
+    COLUMNS = (
+        *("course", "step", "victim", "process", "ended_in", "rollout", "restart_s", "settled_s", "answers", "failed"),
+    )
+
     cases: int
     ended_old: int
     ended_new: int
@@ -246,32 +235,6 @@ class CrashReport(FleetReport):
     step_delay_s: float
     results: tuple[CrashResult, ...]
 
-    def show(self) -> None:
-        """Print what was found."""
-        columns = ("rollout", "step", "killed", "ended in", "rollout ended", "restart", "settled", "answers", "failed")
-        rows = []
-        for one in self.results:
-            what = (one.course, one.step, one.process or one.victim, one.ended_in, one.rollout)
-            times = (measure([one.restart_s], "{:.1f} s"), measure([one.settled_s], "{:.1f} s"))
-            rows.append((*what, *times, one.answers, one.failed))
-        print_table("crash drill", columns, rows)
-        longest = measure([self.settled_s_max], "{:.1f} s")
-        by_replica = self.answers_lost_share_shard_node_by_replica
-        ended = f"{self.ended_old}, {self.ended_new}, {self.ended_neither}"
-        print_facts(
-            "",
-            [
-                ("kills", self.cases),
-                ("ended in the old, the new, neither version", ended),
-                ("settled within 10 s; longest", f"{self.settled_within_10_s}; {longest}"),
-                ("answers", self.answers),
-                ("failed, mixed, wrong, stale", f"{self.not_right}, {self.stale}"),
-                ("answers lost to a killed shard node", measure([self.answers_lost_share_shard_node], "{:.3%}")),
-                ("the same in rollouts by replica", measure([by_replica], "{:.3%}")),
-                ("answers lost to a killed Redis", measure([self.answers_lost_share_redis], "{:.3%}")),
-            ],
-        )
-
 
 async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Progress = no_progress) -> CrashReport:
     """Run the drill; stores, logs and answers go into the folder.
@@ -285,12 +248,12 @@ async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Prog
         fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
         load = await stack.enter_async_context(running_load(fleet.load_config(folder / "crash.answers")))
         cases = config.cases(fleet.names("shard"), fleet.names("serve"))
-        await asyncio.sleep(config.warmup_s)
+        await asyncio.sleep(WARMUP_S)
         courses: list[CrashCourse] = []
         draw = random.Random(config.seed)
         for number, case in enumerate(cases):
             progress("kills", number, len(cases))
-            courses.append(await _run_case(config, fleet, case, config.max_kill_delay_s * draw.random()))
+            courses.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
             load.check()
             if courses[-1].settled_at is None:
                 # What a further kill would find says nothing about that kill.
@@ -300,22 +263,22 @@ async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Prog
         return make_crash_report(courses, answers, {**config.facts(load), "step_delay_s": config.step_delay_s})
 
 
-async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashCourse:
+async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashCourse:
     live = await fleet.live_version()
     version = live
     if case.step:
         version = await fleet.publish_next(differs_from=live)
         canary = {"canary_share": CANARY_SHARE, "bake_s": CANARY_BAKE_S} if case.strategy == "beside" else {}
         await fleet.start_rollout(version, case.strategy, **canary)
-        await _until_step(config, fleet, case)
+        await _until_step(fleet, case)
     seen_at = time.monotonic()
     await asyncio.sleep(delay_s)
     killed_at = time.monotonic()
-    await _kill(config, fleet, case)
+    await _kill(fleet, case)
     restarted_at = time.monotonic()
-    lag = await fleet.until_settled(config.give_up_s)
+    lag = await fleet.until_settled(GIVE_UP_S)
     settled_at = None if lag else time.monotonic()
-    await asyncio.sleep(config.watch_s)
+    await asyncio.sleep(WATCH_S)
     rollout = await fleet.rollout()
     return CrashCourse(
         case=case,
@@ -332,9 +295,9 @@ async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCas
     )
 
 
-async def _until_step(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -> None:
+async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
     """Waits until the step is on record. Raises DrillError if the rollout ends without it."""
-    deadline = time.monotonic() + config.rollout_timeout_s
+    deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
     aborted = case.course != "undo"
     while True:
         rollout = await fleet.rollout()
@@ -347,16 +310,16 @@ async def _until_step(config: CrashDrillConfig, fleet: OracleFleet, case: CrashC
         if not rollout.active:
             raise DrillError(f"{case}: the rollout ended as {rollout.state} before this step: {rollout.reason}")
         if time.monotonic() > deadline:
-            raise DrillError(f"{case}: not on record after {config.rollout_timeout_s:g} s; {await fleet.lag()}")
+            raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
         await asyncio.sleep(STEP_POLL_S)
 
 
-async def _kill(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -> None:
+async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kills, and returns when the successor is started. Raises DrillError if there is none."""
     if case.victim in REDIS:
         assert fleet.redis is not None
         await fleet.redis.kill()
-        await asyncio.sleep(config.redis_down_s)
+        await asyncio.sleep(REDIS_DOWN_S)
         await fleet.redis.restart(empty=case.victim == "redis-emptied")
         return
     child = fleet.local.supervisor.children[case.child]
@@ -364,10 +327,10 @@ async def _kill(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -
     if killed is None:
         raise DrillError(f"{case}: it does not run")
     os.kill(killed, signal.SIGKILL)
-    deadline = time.monotonic() + config.restart_timeout_s
+    deadline = time.monotonic() + RESTART_TIMEOUT_S
     while child.pid in (None, killed):
         if time.monotonic() > deadline:
-            raise DrillError(f"{case}: not started again after {config.restart_timeout_s:g} s")
+            raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
         await asyncio.sleep(STEP_POLL_S)
 
 
@@ -397,7 +360,7 @@ def crash_result(course: CrashCourse, answers: Answers) -> CrashResult:
     )
 
 
-def make_crash_report(courses: Sequence[CrashCourse], answers: Answers, facts: Facts) -> CrashReport:
+def make_crash_report(courses: Sequence[CrashCourse], answers: Answers, facts: Mapping[str, Any]) -> CrashReport:
     """Draw up the report from the cases, and all answers of the drill."""
     results = [crash_result(course, answers) for course in courses]
     settled = np.array([one.settled_s for one in results if one.settled_s is not None])

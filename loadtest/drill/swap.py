@@ -18,43 +18,43 @@ from pydantic import Field
 from loader.progress import Progress, no_progress
 from loader.rollout.record import Strategy
 from loader.snapshot.publishing import rows_bytes_of
-from loadtest.drill.answers import (
-    Facts,
-    FleetReport,
+from loadtest.drill.errors import DrillError
+from loadtest.drill.fleet import FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.load import (
+    APIS,
+    Answers,
+    RunningLoad,
     Span,
     count_kinds,
     counted,
     latency_ms,
     overlaps,
     percentile,
+    running_load,
 )
-from loadtest.drill.errors import DrillError
-from loadtest.drill.fleet import OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import APIS, Answers, RunningLoad, running_load
 from loadtest.drill.oracle import Kind
-from loadtest.drill.running import measure, print_facts
 
 MAX_RATIO_P99 = 1.5
 MAX_GROWTH = 0.1
 """Of a fleet's memory from swap to swap, in rows of one copy of a version."""
 BYTES_PER_MB = 1e6
 MIN_SAMPLES = 20
+# Swaps before memory is first read; they count in everything else.
+WARMUP_SWAPS = 4
+# Under load before the first swap; latencies of its answers count neither as steady nor as during.
+WARMUP_S = 5.0
 
 
 class SwapDrillConfig(OracleFleetConfig):
     """A swap drill.
 
     Attributes:
-        warmup_swaps: those before memory is first read; they count in everything else.
-        warmup_s: time under load before the first swap; latencies of its answers count neither as steady nor as during.
         pause_s: steady time between two swaps, after the publishing of the next version.
         max_ratio_p99: p99 during swaps to steady; more is a problem.
     """
 
     swaps: int = Field(default=100, ge=1, le=100_000)
     strategy: Strategy = "beside"
-    warmup_swaps: int = Field(default=4, ge=0)
-    warmup_s: float = Field(default=5.0, ge=0, le=600)
     pause_s: float = Field(default=3.0, gt=0, le=600)
     max_ratio_p99: float = Field(default=MAX_RATIO_P99, ge=1)
 
@@ -129,25 +129,6 @@ class SwapReport(FleetReport):
     strategy: str
     retries: dict[str, int]
 
-    def show(self) -> None:
-        """Print what was found."""
-        answers = f"{self.answers} ({self.answers_steady} / {self.answers_during_swap} / {self.answers_apart})"
-        print_facts(
-            "swap drill",
-            [
-                ("swaps", self.swaps),
-                ("answers (steady / during swaps / apart)", answers),
-                ("failed, mixed, wrong, stale", f"{self.not_right}, {self.stale}"),
-                ("p50 steady, during swaps", measure([self.p50_ms_steady, self.p50_ms_during_swap], "{:.2f} ms")),
-                ("p99 steady, during swaps", measure([self.p99_ms_steady, self.p99_ms_during_swap], "{:.2f} ms")),
-                ("ratio of p99", measure([self.ratio_p99], "{:.2f}")),
-                ("time of a swap, median and longest", measure([self.swap_s_median, self.swap_s_max], "{:.1f} s")),
-                ("memory (RSS) before, after", measure([self.rss_mb_before, self.rss_mb_after], "{:.0f} MB")),
-                ("memory (USS) before, after", measure([self.uss_mb_before, self.uss_mb_after], "{:.0f} MB")),
-                ("growth per swap, rows of a version", measure([self.rss_mb_per_swap, self.rows_mb], "{:.3f} MB")),
-            ],
-        )
-
 
 @dataclass(slots=True)
 class _Course:
@@ -194,10 +175,10 @@ async def _swap_again_and_again(
 ) -> _Course:
     course = _Course()
     live = await fleet.live_version()
-    warmup_swaps = min(config.warmup_swaps, config.swaps - 1)
+    warmup_swaps = min(WARMUP_SWAPS, config.swaps - 1)
     with course.set_apart():
         # The first requests of a process find everything cold; that is the fleet's start, not a swap.
-        await asyncio.sleep(config.warmup_s)
+        await asyncio.sleep(WARMUP_S)
     for number in range(config.swaps):
         progress("swaps", number, config.swaps)
         with course.set_apart():
@@ -224,7 +205,7 @@ def make_swap_report(
     swaps: Sequence[Swap],
     apart: Sequence[Span],
     memory: Sequence[MemorySample],
-    facts: Facts,
+    facts: Mapping[str, Any],
     *,
     max_ratio_p99: float = MAX_RATIO_P99,
 ) -> SwapReport:

@@ -14,7 +14,8 @@ import httptools
 from pydantic import BaseModel, Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.hostile.peer import END_HEADERS, HEADERS, Http2Peer, call_headers, frame
+from loadtest.drill.hostile.peer import Http2Peer, call_headers
+from serving.api.grpc.wire import END_HEADERS, HEADERS, frame
 
 ANSWER_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0

@@ -21,6 +21,7 @@ from loadtest.drill.hostile import floods, messages
 from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError
 from loadtest.drill.processes import module_config
+from serving.api.grpc import wire
 
 AttackKind: TypeAlias = Literal["message", "flood", "refused"]
 Outcome: TypeAlias = Literal["refused", "served", "any"]
@@ -181,20 +182,22 @@ def _floods() -> Iterator[Attack]:
         ("h2-new-headers", "6", floods.frames(floods.new_headers, 1), 0),
         ("h2-rapid-reset", "11", floods.frames(floods.rapid_reset, 50), 0),
         ("h2-made-resets", "11", floods.frames(floods.made_resets, 50), 0),
-        ("h2-ping", "11", floods.same_frame(h2.frame(h2.PING, 0, 0, bytes(8))), 0),
-        ("h2-settings", "11", floods.same_frame(h2.settings({h2.SETTING_WINDOW: 65_535})), 0),
+        ("h2-ping", "11", floods.same_frame(wire.frame(wire.PING, 0, 0, bytes(8))), 0),
+        ("h2-settings", "11", floods.same_frame(wire.settings({wire.INITIAL_WINDOW_SIZE: 65_535})), 0),
         (
             "h2-table-sizes",
             "11",
-            floods.same_frame(h2.settings({h2.SETTING_HEADER_TABLE: 0}) + h2.settings({h2.SETTING_HEADER_TABLE: 4096})),
+            floods.same_frame(
+                wire.settings({wire.HEADER_TABLE_SIZE: 0}) + wire.settings({wire.HEADER_TABLE_SIZE: 4096})
+            ),
             0,
         ),
-        ("h2-window-update", "11", floods.same_frame(h2.window_update(0, 1)), 0),
+        ("h2-window-update", "11", floods.same_frame(wire.window_update(0, 1)), 0),
         ("h2-empty-data", "11", floods.frames(floods.empty_data, 700), 0),
         ("h2-continuation", "11", floods.frames(floods.continuation(h2.header(b"a", b"b")), 500), 0),
         ("h2-empty-continuation", "11", floods.frames(floods.continuation(b""), 500), 0),
-        ("h2-priority", "own", floods.same_frame(h2.frame(h2.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16)))), 0),
-        ("h2-unknown-frames", "own", floods.same_frame(h2.frame(0x7F, 0, 0, bytes(8))), 0),
+        ("h2-priority", "own", floods.same_frame(wire.frame(wire.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16)))), 0),
+        ("h2-unknown-frames", "own", floods.same_frame(wire.frame(0x7F, 0, 0, bytes(8))), 0),
         ("h2-header-bomb", "own", floods.frames(floods.header_bomb, 1), 0),
         ("http1-pipelined-unread", "3", floods.pipelined(reads=False), SLOW_FLOOD_S),
         ("h2-reflection-100k", "8", floods.reflection("v1alpha"), 0),

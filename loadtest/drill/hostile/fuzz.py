@@ -28,21 +28,12 @@ from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile import messages
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses
 from loadtest.drill.hostile.messages import Body
-from loadtest.drill.hostile.peer import (
-    END_HEADERS,
-    END_STREAM,
-    FRAME_BYTES,
-    HEADERS,
-    PING,
-    Http2Peer,
-    call_headers,
-    frame,
-    message,
-)
+from loadtest.drill.hostile.peer import Http2Peer, call_headers, message
 from loadtest.drill.processes import module_config
 from loadtest.serving_cost.shape import Shape, workload
 from loadtest.workloads.payloads import Api, Payloads
 from loadtest.workloads.synthetic import SyntheticWorkload
+from serving.api.grpc.wire import DEFAULT_FRAME_SIZE, END_HEADERS, END_STREAM, HEADERS, PING, frame
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import encode_info, encode_pool
@@ -265,8 +256,10 @@ class Calls(Channel):
                 break
             stream = peer.open()
             made += frame(HEADERS, END_HEADERS, stream, call_headers(path))
-            for first in range(0, len(body), FRAME_BYTES):
-                made += peer.data(stream, body[first : first + FRAME_BYTES], last=first + FRAME_BYTES >= len(body))
+            for first in range(0, len(body), DEFAULT_FRAME_SIZE):
+                made += peer.data(
+                    stream, body[first : first + DEFAULT_FRAME_SIZE], last=first + DEFAULT_FRAME_SIZE >= len(body)
+                )
             self._requests[stream] = path.encode() + b" " + body
         self.done = False
         return bytes(made), len(self._requests)
@@ -311,7 +304,7 @@ class RawHttp2(Channel):
 def call_frames(path: str, body: bytes) -> bytes:
     """Return a valid call on stream 1 as frames."""
     head = frame(HEADERS, END_HEADERS, 1, call_headers(path))
-    return head + frame(0, END_STREAM, 1, message(body)[:FRAME_BYTES])
+    return head + frame(0, END_STREAM, 1, message(body)[:DEFAULT_FRAME_SIZE])
 
 
 class Wire(Channel):

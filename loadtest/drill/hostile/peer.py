@@ -10,31 +10,32 @@ import grpc
 import hpack
 from hpack.hpack import encode_integer
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
-END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
-PADDED, PRIORITISED = 0x8, 0x20
-SETTING_HEADER_TABLE, SETTING_STREAMS, SETTING_WINDOW, SETTING_FRAME = 1, 3, 4, 5
-DEFAULT_WINDOW = 65_535
-FRAME_BYTES = 16_384
-LARGEST_WINDOW = 2**31 - 1
+from serving.api.grpc.wire import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    DEFAULT_FRAME_SIZE,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEAD,
+    GOAWAY,
+    HEAD_BYTES,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_WINDOW,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    settings,
+    window_update,
+)
+
 # https://grpc.io/docs/guides/status-codes/
 STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
-    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
-
-
-def settings(values: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
-    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in values.items()))
-
-
-def window_update(stream: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame."""
-    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", increment))
 
 
 def header(name: bytes, value: bytes, *, indexed: bool = False) -> bytes:
@@ -120,8 +121,8 @@ class Http2Peer:
     def begin(self) -> bytes:
         """The preface, with windows as large as they may be unless answers shall not be taken."""
         if not self._opens_window:
-            return PREFACE + settings({SETTING_WINDOW: 0})
-        return PREFACE + settings({SETTING_WINDOW: LARGEST_WINDOW}) + window_update(0, LARGEST_WINDOW - DEFAULT_WINDOW)
+            return PREFACE + settings({INITIAL_WINDOW_SIZE: 0})
+        return PREFACE + settings({INITIAL_WINDOW_SIZE: MAX_WINDOW}) + window_update(0, MAX_WINDOW - DEFAULT_WINDOW)
 
     def open(self, *, watched: bool = True) -> int:
         """The number of a new stream."""
@@ -145,7 +146,7 @@ class Http2Peer:
 
     def room(self, stream: int) -> int:
         """Bytes that may be sent on a stream now, at most a frame's."""
-        return min(self.window, self.stream_windows.get(stream, self.initial_window), FRAME_BYTES)
+        return min(self.window, self.stream_windows.get(stream, self.initial_window), DEFAULT_FRAME_SIZE)
 
     def data(self, stream: int, body: bytes | memoryview, *, last: bool) -> bytes:
         """A DATA frame, counted against the windows."""
@@ -157,16 +158,14 @@ class Http2Peer:
     def feed(self, data: bytes) -> None:
         """Takes bytes of the server. Raises ValueError if they are not HTTP/2."""
         self._in += data
-        at = 0
-        while len(self._in) - at >= 9:
-            size = int.from_bytes(self._in[at : at + 3], "big")
-            if len(self._in) - at < 9 + size:
+        while len(self._in) >= HEAD_BYTES:
+            high, low, kind, flags, stream = FRAME_HEAD.unpack_from(self._in)
+            end = HEAD_BYTES + (high << 8 | low)
+            if len(self._in) < end:
                 break
-            kind, flags = self._in[at + 3], self._in[at + 4]
-            stream = int.from_bytes(self._in[at + 5 : at + 9], "big") & 0x7FFFFFFF
-            self._take(kind, flags, stream, bytes(self._in[at + 9 : at + 9 + size]))
-            at += 9 + size
-        del self._in[:at]
+            payload = bytes(self._in[HEAD_BYTES:end])
+            del self._in[:end]
+            self._take(kind, flags, stream & MAX_WINDOW, payload)
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind in (HEADERS, CONTINUATION):
@@ -221,7 +220,7 @@ class Http2Peer:
     def _settings(self, payload: bytes) -> None:
         for at in range(0, len(payload) - 5, 6):
             name, value = struct.unpack_from(">HI", payload, at)
-            if name == SETTING_WINDOW:
+            if name == INITIAL_WINDOW_SIZE:
                 change, self.initial_window = value - self.initial_window, value
                 for stream in self.stream_windows:
                     self.stream_windows[stream] += change

@@ -1,16 +1,16 @@
-"""What the drill found, whether it is as it must be, and how it is printed."""
+"""What the drill found, and whether it is as it must be."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile.catalog import Attack
-from loadtest.drill.running import measure, print_lines
-from serving.cli.output import human_bytes, print_table
+from loadtest.drill.running import Report
 
 MAX_RATIO_P99 = 3.0
 MAX_MEMORY_GROWTH_BYTES = 64 << 20
@@ -149,7 +149,7 @@ class FuzzResult(Frozen):
         return (*found, *((self.stopped,) if self.stopped else ()))
 
 
-class HostileReport(Frozen):
+class HostileReport(Report):
     """What the drill found.
 
     Attributes:
@@ -161,6 +161,12 @@ class HostileReport(Frozen):
         attacks, fuzz: what came of each.
     """
 
+    COLUMNS = (
+        *("name", "row", "bytes_sent", "messages", "mutations", "seconds", "longest_stall_ms", "valid_failures"),
+        *("valid_p99_ms", "wrong_answers", "tracebacks", "same_answers"),
+        *("memory_before_bytes", "memory_peak_bytes", "memory_after_bytes", "ended_by", "passed"),
+    )
+
     machine: str
     seed: int
     seconds: float
@@ -170,34 +176,13 @@ class HostileReport(Frozen):
     attacks: tuple[AttackResult, ...]
     fuzz: tuple[FuzzResult, ...] = ()
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it did not pass."""
-        attacks = [f"{one.name}: {problem}" for one in self.attacks for problem in one.problems]
-        return (*attacks, *(f"fuzz {one.name}: {problem}" for one in self.fuzz for problem in one.problems))
 
-    @property
-    def details(self) -> tuple[str, ...]:
-        """Requests that got a wrong answer."""
-        return tuple(f"{one.name}: {example}" for one in self.fuzz for example in one.examples)
-
-    def show(self) -> None:
-        """Print what was found."""
-        steady = f"p99 {self.steady_p99_ms:.1f} ms, longest stall {self.steady_stall_ms:.0f} ms"
-        print_lines([f"{self.machine}; steady: {self.steady_requests} valid requests, {steady}"])
-        if self.attacks:
-            print_table("attacks", _ATTACK_COLUMNS, map(_attack_cells, self.attacks))
-        if self.fuzz:
-            print_table("mutated requests", _FUZZ_COLUMNS, map(_fuzz_cells, self.fuzz))
-
-
-_ATTACK_COLUMNS = (
-    *("attack", "row", "#sent", "#messages", "#stall", "#valid", "#failed", "#p99", "#memory, highest, after"),
-    *("ended by", ""),
-)
-_FUZZ_COLUMNS = (
-    *("what", "#mutations", "#a second", "#wrong answers", "#tracebacks", "same after", "#memory", "answers"),
-)
+def hostile_report(attacks: Sequence[AttackResult], fuzz: Sequence[FuzzResult], **facts: Any) -> HostileReport:
+    """Draw up the report; `facts` are its remaining fields."""
+    problems = [f"{one.name}: {problem}" for one in attacks for problem in one.problems]
+    problems += [f"fuzz {one.name}: {problem}" for one in fuzz for problem in one.problems]
+    details = tuple(f"{one.name}: {example}" for one in fuzz for example in one.examples)
+    return HostileReport(attacks=tuple(attacks), fuzz=tuple(fuzz), problems=tuple(problems), details=details, **facts)
 
 
 def judge(attack: Attack, seen: Seen, steady_p99_ms: float) -> AttackResult:
@@ -271,25 +256,6 @@ def _is_refusal(answer: str) -> bool:
 def _turns_away(answer: str) -> bool:
     """Whether an answer to a flood refuses its source, not just a call as anybody's would be refused."""
     return answer.startswith("HTTP 4") or answer in ("HTTP 503", "RESOURCE_EXHAUSTED", "closed")
-
-
-def _attack_cells(one: AttackResult) -> Sequence[object]:
-    grown = [(value - one.memory_before_bytes) / 1e6 for value in (one.memory_peak_bytes, one.memory_after_bytes)]
-    return (
-        *(one.name, one.row, human_bytes(one.bytes_sent), one.messages, f"{one.longest_stall_ms:.0f} ms"),
-        *(one.valid_requests, one.valid_failures, measure([one.valid_p99_ms], "{:.0f} ms")),
-        f"{one.memory_before_bytes / 1e6:.0f} MB {grown[0]:+.0f} {grown[1]:+.0f}",
-        *(one.ended_by, "[green]passed[/]" if one.passed else "[red]failed[/]"),
-    )
-
-
-def _fuzz_cells(one: FuzzResult) -> Sequence[object]:
-    answers = Counter(one.answers).most_common(5)
-    return (
-        *(one.name, one.mutations, f"{one.mutations / max(one.seconds, 1e-9):.0f}", one.wrong_answers, one.tracebacks),
-        *("yes" if one.same_answers else "no", f"{(one.memory_after_bytes - one.memory_before_bytes) / 1e6:+.0f} MB"),
-        ", ".join(f"{name} ×{count}" for name, count in answers),
-    )
 
 
 def memory_problems(before: int, after: int) -> list[str]:

@@ -23,6 +23,7 @@ from loadtest.drill.hostile.report import (
     FuzzResult,
     HostileReport,
     Seen,
+    hostile_report,
     judge,
 )
 from loadtest.drill.hostile.target import RankingServer, Target, TargetConfig, running_node, running_target
@@ -31,6 +32,8 @@ from loadtest.drill.processes import child_process, finished, module_command
 from loadtest.load.machine import this_machine
 
 SAMPLE_S = 0.02
+# A server that grows by so much is attacked no longer.
+MAX_GROWTH_BYTES = 3 << 30
 PROBED_WITHIN_S = 60.0
 # A stall that a message makes may begin after its answer: the probe that meets it was sent later.
 AFTER_S = 0.2
@@ -56,7 +59,6 @@ class HostileDrillConfig(TargetConfig):
         rate: valid requests a second.
         steady_s: time without attacks.
         settle_s: time for the memory to come back.
-        max_growth_bytes: a server that grows by so much is attacked no longer.
         seed: of all that is drawn.
     """
 
@@ -69,7 +71,6 @@ class HostileDrillConfig(TargetConfig):
     rate: float = Field(default=40.0, gt=0, le=10_000)
     steady_s: float = Field(default=15.0, gt=0, le=600)
     settle_s: float = Field(default=10.0, ge=0, le=600)
-    max_growth_bytes: int = Field(default=3 << 30, ge=MAX_MEMORY_GROWTH_BYTES)
     seed: int = Field(default=0, ge=0)
 
 
@@ -167,23 +168,23 @@ class HostileDrill:
         async with child_process(module_command("loadtest.drill.hostile.catalog", config, path), log) as process:
             told = asyncio.create_task(finished(process, log))
             stopped = ""
-            while not told.done() and not stopped:
-                await asyncio.sleep(SAMPLE_S)
-                peak = max(peak, target.memory_bytes())
-                if peak - before > self._config.max_growth_bytes:
-                    stopped = f"stopped: the server grew by {(peak - before) / 1e9:.1f} GB"
-                elif time.monotonic() - begin > allowed_s:
-                    stopped = f"stopped after {allowed_s:.0f} s"
-                elif not target.alive():
-                    stopped = "the server has ended"
-            if stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
             try:
-                output = await told
+                while not told.done() and not stopped:
+                    await asyncio.sleep(SAMPLE_S)
+                    peak = max(peak, target.memory_bytes())
+                    if peak - before > MAX_GROWTH_BYTES:
+                        stopped = f"stopped: the server grew by {(peak - before) / 1e9:.1f} GB"
+                    elif time.monotonic() - begin > allowed_s:
+                        stopped = f"stopped after {allowed_s:.0f} s"
+                    elif not target.alive():
+                        stopped = "the server has ended"
+                if not stopped:
+                    return Tally.model_validate_json(await told), "", peak
             except LoadProcessError as error:
-                return Tally(messages=1), stopped or f"the attacker failed: {error}", peak
-        return Tally.model_validate_json(output), stopped, peak
+                stopped = f"the attacker failed: {error}"
+            finally:
+                told.cancel()
+        return Tally(messages=1), stopped, peak
 
     async def _settled(self, before: int, peak: int, end: float) -> tuple[int, int]:
         """Return (highest, last) memory, once it is back or `settle_s` after the end."""
@@ -310,13 +311,13 @@ async def run_hostile_drill(
         if config.mutations and not config.only:
             fuzz = await drill.fuzz(progress)
     machine = this_machine()
-    return HostileReport(
+    return hostile_report(
+        results,
+        fuzz,
         machine=f"{machine.cpu}, {machine.cores} cores",
         seed=config.seed,
         seconds=config.seconds,
         steady_p99_ms=p99_ms,
         steady_stall_ms=stall_ms,
         steady_requests=requests,
-        attacks=tuple(results),
-        fuzz=fuzz,
     )

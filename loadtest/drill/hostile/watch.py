@@ -26,7 +26,6 @@ import uvloop
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.answers import latency_ms, percentile
 from loadtest.drill.load import (
     FLUSH_INTERVAL_S,
     RECORD,
@@ -36,6 +35,8 @@ from loadtest.drill.load import (
     DrillLoad,
     details_path,
     failed,
+    latency_ms,
+    percentile,
     read_answers,
 )
 from loadtest.drill.oracle import OK, Kind, Verdict
@@ -52,6 +53,10 @@ SOURCES = (*VALID, "http probe", "grpc probe")
 HOTNESS = 2
 # One JSON request of so many comes over a connection of its own: a server must go on to accept.
 FRESH_EVERY = 4
+# That each valid request tells, and how long it is waited for.
+TIMEOUT_MS, WAIT_S = 1000, 2.0
+# Different requests for each API.
+REQUESTS_EACH = 32
 PROBE_INTERVAL_S = 0.005
 PROBE_TIMEOUT_S = 60.0
 RECONNECT_S = 0.05
@@ -65,8 +70,6 @@ class WatchConfig(Frozen):
         shape: of the model that is served, with an MLP.
         rate: valid requests a second over all APIs.
         log: file of the log.
-        timeout_ms: that each valid request tells.
-        requests_each: different requests for each API.
         seed: of them.
     """
 
@@ -77,14 +80,7 @@ class WatchConfig(Frozen):
     shape: Shape
     rate: float = Field(gt=0)
     log: Path
-    timeout_ms: int = 1000
-    requests_each: int = Field(default=32, ge=1)
     seed: int = 0
-
-    @property
-    def timeout_s(self) -> float:
-        """How long a valid request is waited for."""
-        return self.timeout_ms / 1e3 + 1
 
 
 def http_ask(config: WatchConfig, pool: Payloads, fresh_every: int) -> Ask:
@@ -99,7 +95,7 @@ def http_ask(config: WatchConfig, pool: Payloads, fresh_every: int) -> Ask:
         is_fresh = fresh_every and number % fresh_every == 0
         try:
             async with (
-                asyncio.timeout(config.timeout_s),
+                asyncio.timeout(WAIT_S),
                 client_of() if is_fresh else contextlib.nullcontext(kept) as client,
             ):
                 answer = await client.post(url, content=payload.body, headers=payload.headers)
@@ -120,8 +116,8 @@ def grpc_ask(config: WatchConfig, pool: Payloads) -> Ask:
     async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
         payload = pool[number % len(pool)]
         try:
-            async with asyncio.timeout(config.timeout_s):
-                body: bytes = await calls[number % 2](payload.body, timeout=config.timeout_ms / 1e3)
+            async with asyncio.timeout(WAIT_S):
+                body: bytes = await calls[number % 2](payload.body, timeout=TIMEOUT_MS / 1e3)
         except TimeoutError as error:
             return failed(repr(error))
         except grpc.aio.AioRpcError as error:
@@ -146,8 +142,7 @@ async def ask_validly(config: WatchConfig) -> None:
     """Send valid requests until cancelled."""
     drawn = workload(config.shape, "mlp", HOTNESS)
     json, binary, messages = (
-        Payloads(drawn, api, count=config.requests_each, seed=config.seed, timeout_ms=config.timeout_ms)
-        for api in VALID
+        Payloads(drawn, api, count=REQUESTS_EACH, seed=config.seed, timeout_ms=TIMEOUT_MS) for api in VALID
     )
     asks = [http_ask(config, json, FRESH_EVERY), http_ask(config, binary, 0), grpc_ask(config, messages)]
     await DrillLoad(asks, range(len(VALID)), config.rate, AnswerLog(config.log, SOURCES)).run()

@@ -29,6 +29,7 @@ from loadtest.drill.hostile.fuzz import (
 from loadtest.drill.hostile.messages import HTTP_RANK, Body
 from loadtest.drill.hostile.target import without_id
 from loadtest.serving_cost.shape import Shape
+from serving.api.grpc import wire
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER
@@ -118,24 +119,24 @@ def test_calls_are_counted_against_the_window_of_the_server():
     calls = Calls([("/a/B", Mutator("0", [bytes(30_000)]))])
     _, count = calls.batch()
     assert count in (1, 2, 3)
-    assert calls.feed(h2.window_update(0, 1)) == []
+    assert calls.feed(wire.window_update(0, 1)) == []
     answer = hpack.Encoder().encode([(b":status", b"200"), (b"grpc-status", b"3"), (b"grpc-message", b"a%20b")])
-    told = calls.feed(h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, answer))
+    told = calls.feed(wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, 1, answer))
     assert [answer for answer, _ in told] == ["INVALID_ARGUMENT"]
 
 
 def test_frames_to_a_node_have_true_lengths_and_ids_of_their_own_unless_headers_are_mutated():
-    wire = Wire(Mutator("0", pool_frames(SHAPE, "m"), keep=HEADER.size), raw=False)
-    data, count = wire.batch()
+    channel = Wire(Mutator("0", pool_frames(SHAPE, "m"), keep=HEADER.size), raw=False)
+    data, count = channel.batch()
     found = []
     while data:
         _, _, _, request_id, size, _ = HEADER.unpack_from(data)
         found.append(request_id)
         data = data[HEADER.size + size :]
     assert found == [*range(1, count + 1), 2**63]
-    assert not wire.done
-    wire.feed(HEADER.pack(b"SHRK", 1, 4, 2**63, 0, 0))
-    assert wire.done
+    assert not channel.done
+    channel.feed(HEADER.pack(b"SHRK", 1, 4, 2**63, 0, 0))
+    assert channel.done
 
 
 def test_a_header_block_is_read_by_the_library():
@@ -151,28 +152,28 @@ def test_an_answer_is_read_wherever_its_bytes_are_cut(cut):
     encoder, peer = hpack.Encoder(), h2.Http2Peer()
     stream = peer.open()
     whole = (
-        h2.settings({h2.SETTING_WINDOW: 100})
-        + h2.frame(h2.HEADERS, h2.END_HEADERS, stream, encoder.encode([(b":status", b"200")]))
-        + h2.frame(h2.DATA, 0, stream, b"abc")
-        + h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, stream, encoder.encode([(b"grpc-status", b"0")]))
-        + h2.frame(h2.PING, 0, 0, bytes(8))
-        + h2.frame(h2.GOAWAY, 0, 0, struct.pack(">II", 1, 11))
+        wire.settings({wire.INITIAL_WINDOW_SIZE: 100})
+        + wire.frame(wire.HEADERS, wire.END_HEADERS, stream, encoder.encode([(b":status", b"200")]))
+        + wire.frame(wire.DATA, 0, stream, b"abc")
+        + wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, stream, encoder.encode([(b"grpc-status", b"0")]))
+        + wire.frame(wire.PING, 0, 0, bytes(8))
+        + wire.frame(wire.GOAWAY, 0, 0, struct.pack(">II", 1, 11))
     )
     for first in range(0, len(whole), cut):
         peer.feed(whole[first : first + cut])
     reply = peer.replies[stream]
     assert (str(reply), reply.ended, peer.goaway) == ("OK", True, 11)
     assert peer.initial_window == 100
-    assert h2.frame(h2.PING, h2.ACK, 0, bytes(8)) in bytes(peer.out)
+    assert wire.frame(wire.PING, wire.ACK, 0, bytes(8)) in bytes(peer.out)
 
 
 def test_mutated_frames_of_http2_are_over_with_the_answer_to_the_ping_behind_them():
-    raw = RawHttp2(Mutator("0", [h2.frame(h2.HEADERS, h2.END_HEADERS, 1, b"x" * 50)]))
+    raw = RawHttp2(Mutator("0", [wire.frame(wire.HEADERS, wire.END_HEADERS, 1, b"x" * 50)]))
     data, count = raw.batch()
     assert count == 4
-    assert data.endswith(h2.frame(h2.PING, 0, 0, b"drilling"))
-    reset = h2.frame(h2.RST_STREAM, 0, 3, struct.pack(">I", 1))
+    assert data.endswith(wire.frame(wire.PING, 0, 0, b"drilling"))
+    reset = wire.frame(wire.RST_STREAM, 0, 3, struct.pack(">I", 1))
     assert [answer for answer, _ in raw.feed(reset)] == ["RST_STREAM 1"]
     assert not raw.over
-    raw.feed(h2.frame(h2.PING, h2.ACK, 0, b"drilling"))
+    raw.feed(wire.frame(wire.PING, wire.ACK, 0, b"drilling"))
     assert raw.over

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.answers import Span, overlaps
-from loadtest.drill.load import RECORD
+from loadtest.drill.load import RECORD, Span, overlaps
 from loadtest.drill.oracle import Kind
 from loadtest.drill.swap import (
     MemorySample,
