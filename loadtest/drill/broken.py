@@ -49,7 +49,6 @@ class BrokenDrillConfig(OracleFleetConfig):
         truncations: snapshots of which a file ends at a random byte.
         bit_flips: snapshots of which one bit is the other one.
         damaged_in_store: of each of these kinds, how many are damaged in the store, after they were published.
-        seed: of the places.
     """
 
     shape: OracleShape = OracleShape(items=4000, users=2000, tags=200)
@@ -83,12 +82,9 @@ class BrokenReport(FleetReport):
     """What `drill broken --json` writes.
 
     Attributes:
-        tried, refused, accepted: broken snapshots.
         other_versions: right answers that named another version than the one that was live throughout.
-        p99_ms: of all answers, from when a request was due.
         disk_full_means: how a full disk was made.
         control_went_live: whether the sound snapshot at the end was published and rolled out.
-        groups: by kind of damage.
     """
 
     tried: int
@@ -269,15 +265,7 @@ async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: P
 def make_broken_report(
     attempts: Sequence[Attempt], answers: Answers, control_begun: float, version: int, facts: Mapping[str, Any]
 ) -> BrokenReport:
-    """Draw up the report.
-
-    Args:
-        attempts: all broken snapshots.
-        answers: all of the drill.
-        control_begun: when the sound snapshot at the end was begun, in seconds of CLOCK_MONOTONIC.
-        version: the one that was live until then.
-        facts: the remaining fields of the report.
-    """
+    """Draw up the report; `version` was live until the sound snapshot at the end was begun. `facts` are the rest."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
     accepted = [one for one in attempts if one.refused_by == "none"]
     report = BrokenReport(

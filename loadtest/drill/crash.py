@@ -149,9 +149,8 @@ class CrashCourse:
     """How one case went. Times are seconds of CLOCK_MONOTONIC.
 
     Attributes:
-        case: what was killed, and when.
         after_s: how long after the step was seen on record.
-        killed_at, restarted_at: when it was killed, and when its successor was started.
+        restarted_at: when its successor was started.
         settled_at: when the fleet was exactly in one version again; None if that did not come about.
         watched_until: the end of a time after that in which all answers must be of that version.
         from_version, to_version: live when it was killed or before the rollout, and what the rollout was to make live.
@@ -177,14 +176,12 @@ class CrashResult(AnswerCounts):
     """One case in the report, with the requests out between the kill and the end of the case.
 
     Attributes:
-        course, step, victim, process: of `CrashCase`.
         after_s: from when the step was seen on record to the kill.
         ended_in: `old` or `new` version, or `neither`.
         rollout: how the rollout ended; "" without one.
         restart_s: from the kill to the start of the successor.
         settled_s: from the start of the successor until all nodes were exactly in one version; None: never.
         stale: right answers of another version than the last one, of requests that were due once it had settled.
-        lag: why the fleet is not in one version, if it is not.
     """
 
     course: str
@@ -204,17 +201,12 @@ class CrashReport(FleetReport):
     """What `drill crash --json` writes.
 
     Attributes:
-        cases: kills.
-        ended_old, ended_new, ended_neither: in which version the fleet was afterwards.
-        settled_within_10_s: cases that ended exactly in one version within 10 s of the restart.
-        settled_s_median, settled_s_max: of the cases that did end so.
+        settled_s_median, settled_s_max: of the cases that ended exactly in one version.
         stale: right answers of another version than the one in which a case had settled.
         answers_lost_share_shard_node: of the requests out between the kill of a shard node and the end of its case, the
             share that failed; over all cases but those of a rollout by replica.
         answers_lost_share_shard_node_by_replica: likewise, in rollouts by replica. While one replica of a shard is
             being rolled, the other is its only one, so killing that costs answers until it is back.
-        answers_lost_share_redis: likewise, for a killed Redis.
-        results: case by case.
     """
 
     COLUMNS = (

@@ -29,14 +29,7 @@ _NAN = struct.pack("<f", float("nan"))
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One place of one file.
-
-    Attributes:
-        kind: the file ends at byte `offset`, or bit `bit` of that byte is the other one.
-        path: of the file, relative to the snapshot's folder.
-        offset: byte within the file.
-        bit: 0 to 7; 0 for a truncation.
-    """
+    """One place of one file: it ends at byte `offset`, or bit `bit` of that byte is the other one."""
 
     kind: DamageKind
     path: str
@@ -158,7 +151,6 @@ class FullDiskResult:
 
     Attributes:
         means: `tmpfs` (mounted in a namespace of its own) or `RLIMIT_FSIZE`.
-        exit_code: of the command.
         message: the end of what it wrote.
         left_behind: names in the model's folder of the store that a reader could take for a version.
     """

@@ -87,10 +87,7 @@ class OracleFleet:
     """A fleet that serves version 1, or what was rolled out since.
 
     Attributes:
-        local: its processes and ports.
-        store: the fleet's store.
         source: where versions are exported before they are published.
-        redis: the registry's server, if it is Redis.
         exported: the highest version that was exported.
     """
 
@@ -136,13 +133,7 @@ class OracleFleet:
     ) -> Path:
         """Export the next version of another letter than a given one's, outside of the fleet's store.
 
-        Args:
-            differs_from: a version.
-            golden: other golden requests than the right ones.
-            rows_per_file: of all tables; None for the default.
-
-        Returns:
-            Its folder, named by its number.
+        `golden` replaces the right golden requests. Returns its folder.
         """
         self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
         return self.writer.write(self.source, self.exported, golden=golden, rows_per_file=rows_per_file)
@@ -236,12 +227,7 @@ def unsettled(
 ) -> str:
     """Return why a fleet is not exactly in one version of a model; empty if it is.
 
-    Args:
-        model: which.
-        wanted: what is wanted of it.
-        rollout: its last one.
-        nodes: what is announced.
-        process_ids: of all nodes that there must be, by node id: an announcement of a dead process does not count.
+    `process_ids` are of all nodes that there must be, by node id: an announcement of a dead process does not count.
     """
     if wanted is None or wanted.live is None:
         return "no version is wanted"

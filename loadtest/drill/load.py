@@ -65,13 +65,7 @@ Ask = Callable[[int], Awaitable[tuple[int, Callable[[], Verdict]]]]
 
 
 class DrillLoadConfig(Frozen):
-    """What to ask of the oracle, where, and how often.
-
-    Attributes:
-        rate: requests a second over all APIs.
-        answers: file of the log.
-        questions_each: different questions of each method.
-    """
+    """What to ask of the oracle, where, how often over all APIs, and where the log goes."""
 
     host: str
     http_port: int = Field(ge=1, le=65535)
@@ -83,12 +77,7 @@ class DrillLoadConfig(Frozen):
 
 
 class AnswerLog:
-    """Writes records; what is flushed can be read by another process at once.
-
-    Args:
-        path: of the records; made new. The details are beside it.
-        apis: their names.
-    """
+    """Writes records to a new file; what is flushed can be read by another process at once."""
 
     def __init__(self, path: Path, apis: Sequence[str] = APIS) -> None:
         self._records = path.open("wb")
@@ -182,14 +171,7 @@ def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: floa
 
 
 class DrillLoad:
-    """Asks at a fixed rate.
-
-    Args:
-        asks: how each API is asked.
-        pattern: which of them request i goes over, in turn.
-        rate: requests a second.
-        log: where answers go.
-    """
+    """Asks at a fixed rate: request i goes over API `pattern[i]`, in turn."""
 
     def __init__(self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog) -> None:
         self._asks, self._pattern, self._rate, self._log = asks, pattern, rate, log

@@ -201,7 +201,6 @@ class Question:
     Attributes:
         features: those asked for, in the order in which `expected` has them.
         counts: int64, ids per bag: [candidates, features] for rank; [bags] for lookup, feature after feature.
-        embedding_dim: of a lookup's vectors.
         expected: float32 [2, values], the answers of A and B: scores, or all features' vectors one after the other.
         arguments: of `Client.rank` or `Client.lookup`, the model's name apart.
     """

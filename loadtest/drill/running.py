@@ -50,19 +50,10 @@ def drill_config(schema: type[Config], given: dict[str, object]) -> Config:
 
 
 def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep: Path | None) -> int:
-    """Run a drill until it ends or a signal comes.
+    """Run a drill until it ends or a signal comes, and print its report, or write it to a file too.
 
-    Args:
-        drill: takes its settings, its folder, and what is told its progress.
-        config: its settings.
-        json_file: where the report goes too.
-        keep: an empty folder for stores, logs and answers, which stay; None for a temporary one.
-
-    Returns:
-        The exit code: 0 if it passed, 1 if not, 130 after a signal.
-
-    Raises:
-        ShardrankError: the drill could not be run to its end, or a file can't be written.
+    `keep` is an empty folder for stores, logs and answers, which stay; None for a temporary one. Returns the exit code:
+    0 if it passed, 1 if not, 130 after a signal. Raises ShardrankError if it could not be run to its end.
     """
     if json_file is not None:
         _check_writable(json_file)

@@ -84,19 +84,14 @@ class SwapReport(FleetReport):
     """What `drill swap --json` writes.
 
     Attributes:
-        swaps: rollouts that ended as `done`.
         p99_ms_steady: of the answers that neither a rollout nor a time set apart overlaps, from when a request was due.
         p99_ms_during_swap: of the answers that a rollout overlaps.
-        ratio_p99: during to steady.
         rss_mb_before, rss_mb_after: sum over the fleet's processes, after the warm-up swaps and after the last swap;
-            pages that processes share (libraries) count in each.
+            pages that processes share (libraries) count in each, but not in `uss_mb_*`.
         stale: right answers that name neither the version before nor the one after the swaps that they overlap.
-        answers_apart: neither: while the fleet was cold, or a version was exported and published on the same machine.
+        answers_apart: while the fleet was cold, or a version was exported and published on the same machine.
         load_lag_p99_ms: how late the load itself sent requests; it is part of every latency.
-        by_api: answers, failures and both p99 of each API and method.
-        uss_mb_before, uss_mb_after: as rss_mb, shared pages not counted.
         rss_mb_per_swap: slope of the sum of RSS over the later half of the swaps, by least squares; None for few swaps.
-        rss_mb_by_swap: the sum of RSS after each swap from the warm-up on.
         rss_mb_by_process: first and last sample of each process.
         rows_mb: of one copy of one version.
         retries: lookups that serving processes repeated on another replica, by kind.
@@ -209,16 +204,10 @@ def make_swap_report(
     *,
     max_ratio_p99: float = MAX_RATIO_P99,
 ) -> SwapReport:
-    """Draw up the report.
+    """Draw up the report from all answers, the swaps in order, and memory after the warm-up and each later swap.
 
-    Args:
-        answers: all of them.
-        swaps: in order; they do not overlap.
-        apart: when latencies count for neither: while the fleet was cold, and while versions were exported and
-            published on the same machine; in order.
-        memory: after the warm-up, after each swap from there on; at least one.
-        facts: the remaining fields of the report, as they are.
-        max_ratio_p99: more than this is a problem.
+    `apart` is when latencies count for neither: while the fleet was cold, and while versions were exported and
+    published on the same machine. `facts` are the remaining fields.
     """
     latency = latency_ms(answers)
     during = overlaps(answers, [swap.span for swap in swaps])

@@ -25,18 +25,15 @@ SOURCES_EACH = 256
 
 
 class AttackConfig(Frozen):
-    """What an attacker is told.
+    """What an attacker is told: where the server is, what it serves, and how much to send.
 
     Attributes:
-        name: of the attack.
-        features: of the model, all of candidates.
-        dense: floats of a candidate.
+        features: of the model, all of candidates, which have `dense` floats each.
         seconds: of a flood.
         repeats: how often a single message is sent.
         refused: how many messages of a kind that must leave nothing behind.
         core: that the process stays on; None for any.
         source: number of the attacker; it has `SOURCES_EACH` addresses of its own, from 127.0.0.2 upward.
-        seed: of what is drawn.
     """
 
     name: str
@@ -58,10 +55,8 @@ class Tally(BaseModel):
     """What an attacker did and saw.
 
     Attributes:
-        bytes_sent: of all connections.
         messages: requests, messages or frames, whatever the attack counts.
-        connections: that were opened.
-        answers: how often each answer came: an HTTP status, or the name of a gRPC status.
+        answers: how often each HTTP status, or name of a gRPC status, came.
         ends: how often each end of a connection, or refusal of one, came.
         spans: CLOCK_MONOTONIC (begin, end) of each message, or of the whole flood.
     """
@@ -184,20 +179,10 @@ class Attacker:
         *,
         reads: bool = True,
     ) -> bool:
-        """Send and receive at the same time.
+        """Send what `more` gives and hand what comes to `take`, at the same time, until `take` says that this is all.
 
-        Args:
-            sock: the connection.
-            more: what to send next; nothing to wait for the server, None to end.
-            take: told what the server says; whether that is all.
-            until: moment in which it ends.
-            reads: whether what the server says is read at all.
-
-        Returns:
-            False if the time was up.
-
-        Raises:
-            EndedError, OSError: the connection ended.
+        `more` gives nothing to wait for the server, and None to end. Returns False if the time was up. Raises
+        EndedError or OSError when the connection ends.
         """
         sock.setblocking(False)
         left = memoryview(b"")
@@ -224,11 +209,7 @@ class Attacker:
         return False
 
     def exchange(self, sock: socket.socket, data: bytes) -> None:
-        """Send a request over HTTP/1.1 and count its answer; one that comes before all is sent counts.
-
-        Raises:
-            EndedError, OSError: there was no answer.
-        """
+        """Send a request over HTTP/1.1 and count its answer, which may come early. Raises EndedError, OSError."""
         pieces, got = [data], bytearray()
 
         def take(part: bytes) -> bool:
@@ -245,15 +226,9 @@ class Attacker:
         self.answered(status_of(got))
 
     def call(self, path: str, body: bytes, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Make a gRPC call on a connection of its own, and count its answer.
+        """Make a gRPC call with prefixed messages on a connection of its own, and count its answer.
 
-        Args:
-            path: of the method.
-            body: messages with their prefixes.
-            extra: further headers.
-
-        Raises:
-            EndedError, OSError, ValueError: there was no answer.
+        Raises EndedError, OSError or ValueError if there was none.
         """
         peer = Http2Peer()
         stream = peer.open()

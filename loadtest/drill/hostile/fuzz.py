@@ -355,9 +355,6 @@ class FuzzConfig(Frozen):
 
     Attributes:
         attack: where to, and from where; for `wire` the HTTP port is the shard node's.
-        shape: of the model.
-        surface: what is mutated.
-        mutations: how many.
         schema_digest: of packed requests; empty for a server that has none.
         folder: gets the requests that got a wrong answer.
     """
@@ -371,14 +368,7 @@ class FuzzConfig(Frozen):
 
 
 class FuzzTally(BaseModel):
-    """What came of it.
-
-    Attributes:
-        mutations: that were sent.
-        answers: how often each answer or end came.
-        wrong_answers: that blame the server.
-        examples: of those.
-    """
+    """What came of it: how often each answer or end came, how many blame the server, and examples of those."""
 
     mutations: int = 0
     answers: Counter[str] = Field(default_factory=Counter)

@@ -38,9 +38,9 @@ class Measured(Frozen):
 
     Attributes:
         bytes_sent, messages: of the attacker.
-        valid_requests, valid_failures: of the valid clients, from the attack's begin to its end.
-        valid_p99_ms: of those, from when they were due; None without any.
-        memory_before_bytes, memory_peak_bytes, memory_after_bytes: resident memory of the server.
+        valid_requests, valid_failures, valid_p99_ms: of the valid clients, from the attack's begin to its end; latency
+            from when requests were due.
+        memory_before_bytes, memory_peak_bytes, memory_after_bytes: resident, of the server.
     """
 
     bytes_sent: int
@@ -57,10 +57,7 @@ class Seen(Measured):
     """What was measured of one attack.
 
     Attributes:
-        connections: of the attacker.
-        answers, ends: how often each answer, and each end of a connection, came.
         stalls_ms: longest time in which a probe got no answer, of each message or of the whole flood.
-        seconds: that the attack took.
         log_lines, tracebacks: that the server wrote; 0 if its log isn't the drill's.
         failures: of the first valid requests that failed.
         stopped: why the attack was stopped before its end; empty if it was not.
@@ -89,14 +86,7 @@ class Seen(Measured):
 
 
 class AttackResult(Measured):
-    """One attack's record.
-
-    Attributes:
-        name, row, kind: the attack's.
-        steady_p99_ms: of the valid clients before the attacks, with the attackers' core busy.
-        problems: what is not as it must be.
-        seen: all that was measured.
-    """
+    """One attack's record; `steady_p99_ms` is of the valid clients before, with the attackers' core busy."""
 
     name: str
     row: str
@@ -110,16 +100,12 @@ class AttackResult(Measured):
 
 
 class FuzzResult(Frozen):
-    """What came of mutated requests.
+    """What came of mutated requests of one kind.
 
     Attributes:
-        name: what was mutated.
-        answers: how often each answer or end came.
-        wrong_answers: how many were statuses that no client's mistake may have.
+        wrong_answers: how many were statuses that no client's mistake may have; `examples` has requests that got them.
         tracebacks: in the server's log.
         same_answers: whether valid requests are answered as before, bit by bit.
-        memory_before_bytes, memory_after_bytes: resident memory of the server.
-        examples: of requests that got a wrong answer, and the answer.
         stopped: why it ended early; empty if it did not.
     """
 
@@ -150,16 +136,7 @@ class FuzzResult(Frozen):
 
 
 class HostileReport(Report):
-    """What the drill found.
-
-    Attributes:
-        machine: where it ran.
-        seed: of what was drawn.
-        seconds: of each flood.
-        steady_p99_ms, steady_stall_ms: of valid clients and probes, with the attackers' core busy.
-        steady_requests: valid ones by then.
-        attacks, fuzz: what came of each.
-    """
+    """What the drill found; `steady_*` is of valid clients and probes, with the attackers' core busy."""
 
     COLUMNS = (
         *("name", "row", "bytes_sent", "messages", "mutations", "seconds", "longest_stall_ms", "valid_failures"),

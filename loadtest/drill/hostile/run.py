@@ -47,20 +47,7 @@ QUICK = {"seconds": 3.0, "mutations": 20_000, "refused": 50, "repeats": 1, "sett
 
 
 class HostileDrillConfig(TargetConfig):
-    """What to do.
-
-    Attributes:
-        seconds: of each flood.
-        only: names of attacks; none for all.
-        refused: large messages of each kind that must leave nothing behind.
-        repeats: of each single message.
-        mutations: requests to mutate; 0 for none.
-        fuzz_only: no attacks.
-        rate: valid requests a second.
-        steady_s: time without attacks.
-        settle_s: time for the memory to come back.
-        seed: of all that is drawn.
-    """
+    """What to do, as the options of `drill hostile` say it; `only` are names of attacks, none for all."""
 
     seconds: float = Field(default=30.0, gt=0, le=3600)
     only: tuple[str, ...] = ()

@@ -50,15 +50,7 @@ class TargetConfig(Frozen):
 
 
 class Target:
-    """A server of a model under attack.
-
-    Attributes:
-        host, http_port, grpc_port: where it is.
-        model, features: that it serves.
-        shape: of the model.
-        process_ids: its own first.
-        logs: of the drill's own.
-    """
+    """A server of a model under attack: where it is, its processes, and the logs of the drill's own."""
 
     def __init__(self, shape: Shape) -> None:
         spec = model_spec(shape, "mlp")
@@ -86,20 +78,13 @@ class Target:
     def answers(self) -> list[bytes]:
         """Return answers to fixed valid requests, asked one after the other so that each is a batch of its own.
 
-        Raises:
-            OSError, grpc.RpcError, DrillError: one is not answered, or not with success.
+        Raises OSError, grpc.RpcError or DrillError if one is not answered with success.
         """
         raise NotImplementedError
 
 
 class RankingServer(Target):
-    """A server of all APIs.
-
-    Args:
-        shape: of its model.
-        snapshot: what it serves; None for one that runs already.
-        folder: for its logs.
-    """
+    """A server of all APIs; without a snapshot, one that runs already."""
 
     def __init__(self, shape: Shape, snapshot: Path | None, folder: Path) -> None:
         super().__init__(shape)

@@ -64,14 +64,7 @@ MAX_FAILURES = 5
 
 
 class WatchConfig(Frozen):
-    """What valid clients and probes are told.
-
-    Attributes:
-        shape: of the model that is served, with an MLP.
-        rate: valid requests a second over all APIs.
-        log: file of the log.
-        seed: of them.
-    """
+    """What valid clients and probes are told; `rate` is of valid requests over all APIs."""
 
     role: Literal["valid", "probe"]
     host: str = "127.0.0.1"
