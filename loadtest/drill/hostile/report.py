@@ -33,7 +33,7 @@ REFUSED = frozenset(
 _PROTOCOL_ERRORS = frozenset({"RST_STREAM 1", "GOAWAY 1", "RST_STREAM 11", "GOAWAY 11"})
 
 
-class Measured(Frozen):
+class AttackMeasures(Frozen):
     """What a record and what was seen of an attack have in common.
 
     Attributes:
@@ -53,7 +53,7 @@ class Measured(Frozen):
     memory_after_bytes: int
 
 
-class Seen(Measured):
+class Seen(AttackMeasures):
     """What was measured of one attack.
 
     Attributes:
@@ -85,7 +85,7 @@ class Seen(Measured):
         return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in most)
 
 
-class AttackResult(Measured):
+class AttackResult(AttackMeasures):
     """One attack's record; `steady_p99_ms` is of the valid clients before, with the attackers' core busy."""
 
     name: str
@@ -166,7 +166,7 @@ def judge(attack: Attack, seen: Seen, steady_p99_ms: float) -> AttackResult:
     """Make the record of an attack."""
     problems = tuple(_problems(attack, seen, steady_p99_ms))
     return AttackResult(
-        **seen.model_dump(include=set(Measured.model_fields)),
+        **seen.model_dump(include=set(AttackMeasures.model_fields)),
         name=attack.name,
         row=attack.row,
         kind=attack.kind,

@@ -26,7 +26,7 @@ from loadtest.drill.hostile.report import (
     hostile_report,
     judge,
 )
-from loadtest.drill.hostile.target import RankingServer, Target, TargetConfig, running_node, running_target
+from loadtest.drill.hostile.target import Attacked, AttackedConfig, AttackedServer, running_node, running_target
 from loadtest.drill.hostile.watch import Watch, WatchConfig, watching
 from loadtest.drill.processes import child_process, finished, module_command
 from loadtest.load.machine import this_machine
@@ -46,7 +46,7 @@ FIRST_FUZZ_SOURCE = 1000
 QUICK = {"seconds": 3.0, "mutations": 20_000, "refused": 50, "repeats": 1, "settle_s": 5.0, "steady_s": 5.0}
 
 
-class HostileDrillConfig(TargetConfig):
+class HostileDrillConfig(AttackedConfig):
     """What to do, as the options of `drill hostile` say it; `only` are names of attacks, none for all."""
 
     seconds: float = Field(default=30.0, gt=0, le=3600)
@@ -64,7 +64,7 @@ class HostileDrillConfig(TargetConfig):
 class HostileDrill:
     """A drill that runs: its settings, its folder, what is attacked, and what is asked meanwhile."""
 
-    def __init__(self, config: HostileDrillConfig, folder: Path, target: RankingServer) -> None:
+    def __init__(self, config: HostileDrillConfig, folder: Path, target: AttackedServer) -> None:
         self._config, self._folder, self._target = config, folder, target
         # One core for attackers, where there is more than one.
         cores = sorted(os.sched_getaffinity(0))
@@ -192,7 +192,7 @@ class HostileDrill:
         config, results = self._config, []
         digest = await asyncio.to_thread(self._target.schema_digest)
         async with contextlib.AsyncExitStack() as stack:
-            node: Target | None = None
+            node: Attacked | None = None
             if self._target.snapshot is not None:
                 made = running_node(config.shape, self._target.snapshot, self._folder)
                 node = await stack.enter_async_context(made)
@@ -216,7 +216,7 @@ class HostileDrill:
         return tuple(results)
 
 
-async def _fuzzed(config: FuzzConfig, target: Target) -> FuzzResult:
+async def _fuzzed(config: FuzzConfig, target: Attacked) -> FuzzResult:
     """Send mutated requests of one kind, and tell whether the server is the same afterwards."""
     answers = await asyncio.to_thread(target.answers)
     if config.surface not in ("http1-bytes", "http2-bytes", "wire-bytes"):

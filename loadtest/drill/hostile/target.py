@@ -35,7 +35,7 @@ _INFER_ID = re.compile(rb'"id":"[0-9a-f]*",?')
 _NODE_PORT = re.compile(rb"listens on \S+:(\d+)")
 
 
-class TargetConfig(Frozen):
+class AttackedConfig(Frozen):
     """Which server is attacked.
 
     Attributes:
@@ -49,7 +49,7 @@ class TargetConfig(Frozen):
     process_id: int | None = Field(default=None, ge=1)
 
 
-class Target:
+class Attacked:
     """A server of a model under attack: where it is, its processes, and the logs of the drill's own."""
 
     def __init__(self, shape: Shape) -> None:
@@ -83,7 +83,7 @@ class Target:
         raise NotImplementedError
 
 
-class RankingServer(Target):
+class AttackedServer(Attacked):
     """A server of all APIs; without a snapshot, one that runs already."""
 
     def __init__(self, shape: Shape, snapshot: Path | None, folder: Path) -> None:
@@ -137,7 +137,7 @@ class RankingServer(Target):
         return answers
 
 
-class ShardNode(Target):
+class AttackedNode(Attacked):
     """A shard node with all rows; `http_port` is that of the wire protocol."""
 
     def answers(self) -> list[bytes]:
@@ -155,7 +155,7 @@ class ShardNode(Target):
 
 
 @contextlib.asynccontextmanager
-async def running_target(config: TargetConfig, folder: Path) -> AsyncIterator[RankingServer]:
+async def running_target(config: AttackedConfig, folder: Path) -> AsyncIterator[AttackedServer]:
     """Give the server that the settings name, or a new one while the block runs.
 
     Raises:
@@ -163,7 +163,7 @@ async def running_target(config: TargetConfig, folder: Path) -> AsyncIterator[Ra
         ShardrankError: it does not come up.
     """
     if config.http is not None and config.grpc is not None and config.process_id is not None:
-        target = RankingServer(config.shape, None, folder)
+        target = AttackedServer(config.shape, None, folder)
         target.attach(config.http, config.grpc, config.process_id)
         yield target
         return
@@ -171,7 +171,7 @@ async def running_target(config: TargetConfig, folder: Path) -> AsyncIterator[Ra
         raise DrillError("--http, --grpc and --pid go together")
     spec = model_spec(config.shape, "mlp")
     snapshot = await asyncio.to_thread(write_random_snapshot, spec, folder / "store")
-    target = RankingServer(config.shape, snapshot, folder)
+    target = AttackedServer(config.shape, snapshot, folder)
     try:
         await target.restart()
         yield target
@@ -180,9 +180,9 @@ async def running_target(config: TargetConfig, folder: Path) -> AsyncIterator[Ra
 
 
 @contextlib.asynccontextmanager
-async def running_node(shape: Shape, snapshot: Path, folder: Path) -> AsyncIterator[ShardNode]:
+async def running_node(shape: Shape, snapshot: Path, folder: Path) -> AsyncIterator[AttackedNode]:
     """Run a shard node while the block runs. Raises DrillError."""
-    node = ShardNode(shape)
+    node = AttackedNode(shape)
     node.logs.append(folder / "shard-node.log")
     command = shardrank_command(
         *("shard-node", "--snapshot", str(snapshot), "--shard", "0/1", "--listen", "127.0.0.1:0", "--no-verify")
