@@ -66,7 +66,7 @@ def reached(answers: np.ndarray, details: list[str]) -> np.ndarray:
     On a machine that is busy with other things its loop may not get a core for a second: then a connection does not
     come about in time, which is gRPC's, or a deadline passes.
     """
-    late = re.compile(r"^[0-9.]+ failed .*: (unavailable: .*timed out|unavailable: .*Timeout|deadline_exceeded: )")
+    late = re.compile(r"^[0-9.]+ failed .*: (unavailable: .*timed out|deadline_exceeded: |overloaded: )")
     slow = [line for line in details if late.match(line)]
     lost = answers[answers["kind"] == Kind.FAILED]
     lost = lost[np.isin(np.char.mod("%.3f", lost["intended"]), [line.split()[0] for line in slow])]
