@@ -55,8 +55,13 @@ def config_for(listening: Listening, answers: Path, rate: float = 120) -> DrillL
     )
 
 
-async def until(load: RunningLoad, answers: int, kind: Kind) -> None:
-    while (load.answers()["kind"] == kind).sum() < answers:  # noqa: ASYNC110 - another process tells nothing but what is in its file
+async def until(load: RunningLoad, answers: int, kind: Kind, apis: int = 1) -> None:
+    """Waits for so many answers of a kind, over so many APIs."""
+    while True:
+        found = load.answers()
+        found = found[found["kind"] == kind]
+        if len(found) >= answers and len(np.unique(found["api"])) >= apis:
+            return
         await asyncio.sleep(0.05)
 
 
@@ -80,7 +85,7 @@ def test_every_answer_of_a_running_server_is_right_over_both_apis(tmp_path: Path
             serving(tmp_path, version) as (_, listening),
             running_load(config_for(listening, tmp_path / "load.answers")) as load,
         ):
-            await until(load, 60, Kind.OK)
+            await until(load, 60, Kind.OK, apis=len(APIS))
             answers = await load.stop()
             details = load.details(len(answers))
         # Each was due in its turn, was sent when it was due or later, and ended after that.
