@@ -4,27 +4,29 @@
 
 Serves a small model in this process, warms it up with requests over one kept HTTP connection, and counts the `call`
 events of `sys.setprofile` on the loop's thread for one more: of functions whose file lies in loader, shard_node,
-router, serving or loadtest, but for this file. The client is in a thread of its own, with blocking sockets, and is not
-counted: profiling is by thread.
+router, serving or loadtest, but for this file. The client is in a thread of its own and not counted: profiling is by
+thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
-import socket
 import sys
 import tempfile
 from collections import Counter
+from http.client import HTTPConnection
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import uvloop
 
-from loadtest.http_connection import post_request
 from loadtest.serving_cost.shape import Shape, model_spec, payloads
 from loadtest.workloads.export import write_random_snapshot
+from loadtest.workloads.payloads import Payload
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
@@ -44,33 +46,20 @@ class CallCounter:
         self._file = ""
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """What `sys.setprofile` calls."""
-        if event != "call":
-            return
+        """Take an event of `sys.setprofile`."""
         code = frame.f_code
-        if not self._is_ours(code.co_filename):
-            return
-        self.calls[code] += 1
-        if code.co_filename != self._file:
-            self.changes += bool(self._file)
+        if event == "call" and _is_ours(code.co_filename):
+            self.calls[code] += 1
+            self.changes += code.co_filename != self._file != ""
             self._file = code.co_filename
 
-    @staticmethod
-    def _is_ours(name: str) -> bool:
-        path = Path(name)
-        if name == __file__:
-            return False
-        return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
-
-    def report(self) -> dict[str, object]:
-        """What was counted."""
-        by_file: dict[str, dict[str, int]] = {}
+    def report(self) -> dict[str, Any]:
+        """Return what was counted."""
+        by_file: dict[str, Counter[str]] = {}
         for code, count in self.calls.items():
-            name = str(Path(code.co_filename).relative_to(ROOT))
-            functions = by_file.setdefault(name, {})
-            functions[code.co_qualname] = functions.get(code.co_qualname, 0) + count
+            by_file.setdefault(str(Path(code.co_filename).relative_to(ROOT)), Counter())[code.co_qualname] += count
         return {
-            "calls": sum(self.calls.values()),
+            "calls": self.calls.total(),
             "functions": len(self.calls),
             "files": len(by_file),
             "changes_of_file": self.changes,
@@ -78,24 +67,22 @@ class CallCounter:
         }
 
 
-def ask(sock: socket.socket, request: bytes) -> None:
-    """Sends a request and reads its answer. Raises RuntimeError unless that is a 200."""
-    sock.sendall(request)
-    got = b""
-    while b"\r\n\r\n" not in got:
-        got += sock.recv(1 << 16)
-    head, _, body = got.partition(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
-        raise RuntimeError(got[:1000].decode(errors="replace"))
-    length = next(
-        int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
-    )
-    while len(body) < length:
-        body += sock.recv(1 << 16)
+def _is_ours(name: str) -> bool:
+    path = Path(name)
+    return name != __file__ and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
 
 
-async def count(folder: Path, *, same: bool) -> dict[str, object]:
-    """Serves, warms up and counts a few requests: that with the fewest calls had no periodic work beside it."""
+def ask(connection: HTTPConnection, path: str, request: Payload) -> None:
+    """Send a request and read its answer. Raises RuntimeError unless that is a 200."""
+    connection.request("POST", path, request.body, dict(request.headers))
+    answer = connection.getresponse()
+    body = answer.read()
+    if answer.status != 200:
+        raise RuntimeError(body[:1000].decode(errors="replace"))
+
+
+async def count(folder: Path, *, same: bool) -> dict[str, Any]:
+    """Serve, warm up and count a few requests: that with the fewest calls had no periodic work beside it."""
     shape = Shape.of(ROWS, varied=not same)
     spec = model_spec(shape, "mlp")
     snapshot = write_random_snapshot(spec, folder)
@@ -105,28 +92,24 @@ async def count(folder: Path, *, same: bool) -> dict[str, object]:
         source = ModelSource(snapshot=snapshot, dtype="float32", num_replicas=0)
         loop = asyncio.get_running_loop()
         service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
-        config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
-        async with running_server(service, config) as listening:
+        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
             pool = payloads(shape, "mlp", 1, "json", 32)
-            place = (listening.host, listening.http_port)
-            posts = [post_request(*place, pool.path, dict(one.headers), one.body) for one in pool]
-            requests = [b"".join((one.head, b"\r\n", one.body)) for one in posts]
-            sock = await asyncio.to_thread(socket.create_connection, place, 30)
-            with sock:
+            with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
-                    await asyncio.to_thread(ask, sock, requests[number % len(requests)])
-                return min([await _counted(sock, one) for one in requests[:8]], key=lambda one: int(str(one["calls"])))
+                    await asyncio.to_thread(ask, connection, pool.path, pool[number % len(pool)])
+                counted = [await _counted(connection, pool.path, pool[number]) for number in range(8)]
+                return min(counted, key=lambda one: int(one["calls"]))
     finally:
         service.close()
 
 
-async def _counted(sock: socket.socket, request: bytes) -> dict[str, object]:
+async def _counted(connection: HTTPConnection, path: str, request: Payload) -> dict[str, Any]:
     counter = CallCounter()
     # What an earlier request leaves behind, such as a batch's end, is not this one's.
     await asyncio.sleep(0.01)
     sys.setprofile(counter)
     try:
-        await asyncio.to_thread(ask, sock, request)
+        await asyncio.to_thread(ask, connection, path, request)
     finally:
         sys.setprofile(None)
     return counter.report()
@@ -145,9 +128,8 @@ def main() -> None:
     if arguments.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
-    by_file = found.pop("by_file")
+    by_file: dict[str, dict[str, int]] = found.pop("by_file")
     sys.stdout.write(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()) + "\n")
-    assert isinstance(by_file, dict)
     for name, functions in by_file.items():
         sys.stdout.write(f"{sum(functions.values()):5} {name}\n")
         for function, calls in functions.items():

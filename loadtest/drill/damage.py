@@ -1,13 +1,18 @@
-"""Ways to break a snapshot: damage that its checksums show, and forgeries whose checksums are right."""
+"""Ways to break a snapshot: damage that checksums show, forgeries whose checksums are right, and a full disk."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import hashlib
 import json
+import os
+import shlex
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,19 +22,14 @@ import numpy as np
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
 
 DamageKind = Literal["truncated", "bit flipped"]
+FULL_DISK_TIMEOUT_S = 120.0
+_NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG))
 _NAN = struct.pack("<f", float("nan"))
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One place of one file.
-
-    Attributes:
-        kind: the file ends at byte `offset`, or bit `bit` of that byte is the other one.
-        path: of the file, relative to the snapshot's folder.
-        offset: byte within the file.
-        bit: 0 to 7; 0 for a truncation.
-    """
+    """One place of one file: it ends at byte `offset`, or bit `bit` of that byte is the other one."""
 
     kind: DamageKind
     path: str
@@ -79,12 +79,9 @@ def damaged(folder: Path, damage: Damage) -> Iterator[None]:
 
 
 def forge_nan_row(folder: Path, table: str, row_offset: int) -> None:
-    """Writes a NaN into the first row of a table's first file, and makes the checksums right again.
+    """Write a NaN into the first row of a table, `row_offset` bytes into it, and make the checksums right again.
 
-    Args:
-        folder: the snapshot's.
-        table: whose rows.
-        row_offset: where in a stored row, in bytes; an int8 row's scale lies behind its codes.
+    An int8 row's scale lies behind its codes.
     """
     document = _read_manifest(folder)
     files = next(files for files in document["tables"] if files["table"] == table)
@@ -146,3 +143,77 @@ def _write_manifest(folder: Path, document: dict[str, Any]) -> None:
     (folder / MANIFEST_NAME).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     (folder / CHECKSUM_NAME).write_text(f"{digest}  {MANIFEST_NAME}\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class FullDiskResult:
+    """What came of publishing to a full disk.
+
+    Attributes:
+        means: `tmpfs` (mounted in a namespace of its own) or `RLIMIT_FSIZE`.
+        message: the end of what it wrote.
+        left_behind: names in the model's folder of the store that a reader could take for a version.
+    """
+
+    means: str
+    exit_code: int
+    message: str
+    left_behind: tuple[str, ...]
+
+    @property
+    def refused(self) -> bool:
+        """It failed for want of room, and there is no half version."""
+        told = any(reason in self.message for reason in _NO_ROOM)
+        return self.exit_code != 0 and told and not self.left_behind and "Traceback" not in self.message
+
+
+async def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> FullDiskResult:
+    """Publish a snapshot into an empty folder, which becomes a store with room for `size_kb` KiB.
+
+    The disk is a small tmpfs, or where none can be mounted, a limit on the size of files stands in for it.
+    """
+    store, model = folder / "store", snapshot.parent.name
+    listing = f"ls -1 {shlex.quote(str(store / model))} 2>/dev/null"
+    publish = shlex.join([sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store)])
+    means = await _means(folder)
+    if means == "tmpfs":
+        # The mount is seen by nobody else and ends with the namespace; the listing must be made inside.
+        script = f"mount -t tmpfs -o size={size_kb}k tmpfs {shlex.quote(str(folder))} && {publish}; code=$?"
+        command = ["unshare", "--user", "--map-root-user", "--mount"]
+    else:
+        # Python ignores SIGXFSZ, so the write fails as it would on a full disk, with another error number.
+        script = f"ulimit -f {size_kb // 16}; {publish}; code=$?"
+        command = []
+    script += f"; echo; echo LISTING; {listing}; exit $code"
+    code, output = await _run([*command, "bash", "-c", script], registry)
+    message, _, names = output.rpartition("LISTING\n")
+    left = tuple(name for name in names.split() if name.isdecimal())
+    return FullDiskResult(means, code, message.strip()[-500:], left)
+
+
+async def _means(folder: Path) -> str:
+    probe = f"mount -t tmpfs -o size=64k tmpfs {shlex.quote(str(folder))}"
+    code, _ = await _run(["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", probe], "")
+    return "tmpfs" if code == 0 else "RLIMIT_FSIZE"
+
+
+async def _run(command: Sequence[str], registry: str) -> tuple[int, str]:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "SHARDRANK_REGISTRY": registry},
+        )
+    except FileNotFoundError:
+        return 127, ""
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), FULL_DISK_TIMEOUT_S)
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+    assert process.returncode is not None
+    return process.returncode, output.decode("utf-8", "replace")

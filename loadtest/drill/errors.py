@@ -1,12 +1,4 @@
-"""The drills' branch of the error tree.
-
-```
-ShardrankError
-└── DrillError                  500 INTERNAL     a drill that can't be run to its end
-    ├── LoadProcessError                         the process that asks and judges ended, or did not begin
-    └── RolloutTimeoutError                      a rollout that did not end in the time it was given
-```
-"""
+"""The drills' branch of the error tree: a drill that can't be run to its end. What a drill finds is no error."""
 
 from __future__ import annotations
 
@@ -14,13 +6,13 @@ from loader.errors import ShardrankError
 
 
 class DrillError(ShardrankError):
-    """A drill can't be run to its end. What it finds is not an error but its result."""
+    """A drill can't be run to its end."""
 
     kind = "drill"
 
 
 class LoadProcessError(DrillError):
-    """The process that asks and judges has ended by itself, or did not begin in time."""
+    """A process of the drill has ended by itself, or did not begin in time."""
 
     kind = "drill_load"
 

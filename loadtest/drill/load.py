@@ -1,55 +1,71 @@
-"""The load, a process of its own: asks at a fixed rate, judges every answer and logs it. Open loop: it never waits.
+"""Loads, processes of their own: ask at a fixed rate, judge every answer and log it. Open loop: they never wait.
 
-`python -m loadtest.drill.load CONFIG` with a file that holds a `LoadConfig` as JSON. It prints `ready` once it is about
-to ask, and ends with SIGTERM, after the answers that are still out. Latency counts from when a request was due, so
-time in which neither the server nor the load itself got on is in it.
+`python -m loadtest.drill.load CONFIG` with a file that holds a `DrillLoadConfig` asks the oracle. It says that it is
+ready once it is about to ask, and ends with SIGTERM, after the answers that are still out. Latency counts from when a
+request was due, so time in which neither the server nor the load itself got on is in it.
+
+The log has records of a fixed size, which can be read while it grows, and beside them a text file with the details of
+the first answers that were not right. Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
-import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import uvloop
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.answers import AnswerLog
-from loadtest.drill.oracle import Float32Array, OracleShape
-from loadtest.drill.questions import Question, make_questions
-from loadtest.drill.verdict import Kind, Verdict, judge
+from loadtest.drill.errors import LoadProcessError
+from loadtest.drill.oracle import Kind, OracleShape, Question, Verdict, judge, make_questions
+from loadtest.drill.processes import child_process, module_command, module_config, say_ready, until_ready
 from serving.client import AsyncClient, ClientError, RetryPolicy
-from serving.fleet.process import StopRequestedError, die_with_parent, run_until_signalled
+from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.fleet.supervisor import describe_exit
 
-FLUSH_INTERVAL_S = 0.1
-MAX_ERROR_CHARS = 300
-# Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP. Indices in `APIS`.
+APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
+# Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
 API_PATTERN = (0, 1, 2, 0, 1, 3)
+RECORD = np.dtype(
+    [
+        ("intended", "<f8"),  # when the request was due: latency counts from here
+        ("sent", "<f8"),  # when the load got to it
+        ("ended", "<f8"),
+        ("version", "<i8"),  # that the answer names; 0 for none
+        ("api", "u1"),
+        ("kind", "u1"),  # `Kind`
+    ]
+)
+# Deadline of each request; it is also what the client waits at most.
+TIMEOUT_MS = 5000
+# Clients for each protocol, which take turns: they reach different serving processes.
+CLIENTS_EACH = 4
+# Requests that are out at a time; one beyond is recorded as failed without being sent.
+MAX_IN_FLIGHT = 2048
+FLUSH_INTERVAL_S = 0.1
+STOP_TIMEOUT_S = 90.0
+MAX_DETAILS = 1000
+MAX_DETAIL_CHARS = 300
+
+Answers = npt.NDArray[np.void]
+Ask = Callable[[int], Awaitable[tuple[int, Callable[[], Verdict]]]]
+"""Ask question i; gives the version that the answer names, or 0, and what judges it, which is not the server's work."""
 
 
-class LoadConfig(Frozen):
-    """What to ask, where, and how often.
-
-    Attributes:
-        host, http_port, grpc_port: of the fleet.
-        shape: of the oracle.
-        rate: requests a second over all APIs.
-        answers: file of the log.
-        timeout_s: deadline of each request; it is also what the client waits at most.
-        questions_each: different questions of each method.
-        clients_each: clients for each protocol, which take turns: they reach different serving processes.
-        max_in_flight: requests that are out at a time; one beyond is recorded as failed without being sent.
-        seed: of the questions.
-    """
+class DrillLoadConfig(Frozen):
+    """What to ask of the oracle, where, how often over all APIs, and where the log goes."""
 
     host: str
     http_port: int = Field(ge=1, le=65535)
@@ -57,158 +73,257 @@ class LoadConfig(Frozen):
     shape: OracleShape
     rate: float = Field(gt=0, le=100_000)
     answers: Path
-    timeout_s: float = Field(default=5.0, gt=0, le=60)
     questions_each: int = Field(default=256, ge=1, le=100_000)
-    clients_each: int = Field(default=4, ge=1, le=64)
-    max_in_flight: int = Field(default=2048, ge=1, le=65536)
-    seed: int = 0
 
 
-class Load:
-    """Asks at a fixed rate.
+class AnswerLog:
+    """Writes records to a new file; what is flushed can be read by another process at once."""
 
-    Args:
-        config: what and how often.
-        clients: over HTTP and over gRPC, as `APIS` alternate.
-        questions: those of each of `APIS`.
-        log: where answers go.
-        clock: CLOCK_MONOTONIC in seconds.
-    """
+    def __init__(self, path: Path, apis: Sequence[str] = APIS) -> None:
+        self._records = path.open("wb")
+        self._details = details_path(path).open("w", encoding="utf-8")
+        self._details_left = MAX_DETAILS
+        self._apis = apis
+        self._record = np.zeros(1, RECORD)
 
-    def __init__(
-        self,
-        config: LoadConfig,
-        clients: list[list[AsyncClient]],
-        questions: list[list[Question]],
-        log: AnswerLog,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._clients = [itertools.cycle(one) for one in clients]
-        self._model = config.shape.model
-        self._questions = questions
-        self._log = log
-        self._clock = clock
+    def add(self, api: int, intended: float, sent: float, ended: float, version: int, verdict: Verdict) -> None:
+        """Add one answer."""
+        self._record[0] = (intended, sent, ended, version, api, verdict.kind)
+        self._records.write(self._record.tobytes())
+        if verdict.kind is not Kind.OK and self._details_left:
+            self._details_left -= 1
+            detail = verdict.detail[:MAX_DETAIL_CHARS].replace("\n", " ")
+            self._details.write(f"{intended:.3f} {verdict.kind.name.lower()} {self._apis[api]}: {detail}\n")
+
+    def flush(self) -> None:
+        """Make all that was added readable."""
+        self._records.flush()
+        self._details.flush()
+
+    def close(self) -> None:
+        """Flush, and end."""
+        self._records.close()
+        self._details.close()
+
+
+def details_path(path: Path) -> Path:
+    """Return where the details of answers that are not right lie."""
+    return path.with_suffix(".details")
+
+
+def read_answers(path: Path, first: int = 0) -> Answers:
+    """Return the records from number `first` on that are complete by now, in the order in which they ended."""
+    size = path.stat().st_size // RECORD.itemsize
+    return np.fromfile(path, RECORD, count=max(0, size - first), offset=first * RECORD.itemsize)
+
+
+def read_details(path: Path, max_lines: int = 20) -> list[str]:
+    """Return the first details, one line each."""
+    return details_path(path).read_text(encoding="utf-8").splitlines()[:max_lines]
+
+
+class Span(NamedTuple):
+    """A span of time, in seconds of CLOCK_MONOTONIC."""
+
+    begin: float
+    end: float
+
+
+class AnswerCounts(Frozen):
+    """How many answers there were, and how many were not right."""
+
+    answers: int
+    failed: int
+    mixed: int
+    wrong: int
+
+
+def count_kinds(answers: Answers) -> dict[str, int]:
+    """Return the fields of `AnswerCounts`."""
+    kinds = np.bincount(answers["kind"], minlength=len(Kind)).tolist()
+    return {"answers": len(answers), **{kind.name.lower(): kinds[kind] for kind in Kind if kind is not Kind.OK}}
+
+
+def counted(found: Mapping[str, int]) -> list[str]:
+    """Return a problem for each kind of answers of which there is one, by what is wrong with it."""
+    return [f"{count} answers {what}" for what, count in found.items() if count]
+
+
+def overlaps(answers: Answers, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return which requests were out at any time within one of the spans, which are in order and apart: bool [n]."""
+    if not spans:
+        return np.zeros(len(answers), np.bool_)
+    begins, ends = np.array(spans).T
+    last_begun = np.searchsorted(begins, answers["ended"], side="right") - 1
+    result: npt.NDArray[np.bool_] = (last_begun >= 0) & (ends[np.maximum(last_begun, 0)] >= answers["intended"])
+    return result
+
+
+def latency_ms(answers: Answers) -> npt.NDArray[np.float64]:
+    """Return times from when requests were due."""
+    result: npt.NDArray[np.float64] = 1e3 * (answers["ended"] - answers["intended"])
+    return result
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: float) -> float | None:
+    """Return a percentile; None of nothing."""
+    return float(np.percentile(values, percent)) if np.size(values) else None
+
+
+class DrillLoad:
+    """Asks at a fixed rate: request i goes over API `pattern[i]`, in turn."""
+
+    def __init__(self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog) -> None:
+        self._asks, self._pattern, self._rate, self._log = asks, pattern, rate, log
         self._out: set[asyncio.Task[None]] = set()
-        self._defect: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._defect: BaseException | None = None
 
     async def run(self) -> None:
-        """Asks until it is cancelled; then waits for the answers that are out, and flushes the log.
-
-        Raises:
-            Exception: whatever an `ask` raises that is not a failed call: a defect of the load itself.
-        """
-        work = [asyncio.create_task(self._ask_at_rate()), asyncio.create_task(self._flush_often())]
-        for task in work:
-            task.add_done_callback(self._ended)
+        """Ask until cancelled; then wait for the answers that are out. Raises what an `ask` raises: a defect."""
+        # What is there by now stays for good: a collection that walks all questions would delay answers.
+        gc.freeze()
+        say_ready()
+        begin = flushed = time.monotonic()
         try:
-            await self._defect
+            for number in itertools.count():
+                due = begin + number / self._rate
+                while (wait_s := due - time.monotonic()) > 0:
+                    await asyncio.sleep(min(wait_s, FLUSH_INTERVAL_S))
+                    flushed = self._flush(flushed)
+                self._start(number, due)
+                flushed = self._flush(flushed)
+                if self._defect is not None:
+                    raise self._defect
         finally:
-            work[0].cancel()
             if self._out:
                 await asyncio.wait(self._out)
-            work[1].cancel()
             self._log.flush()
 
-    async def _ask_at_rate(self) -> None:
-        begin = self._clock()
-        number = 0
-        while True:
-            due = begin + number / self._config.rate
-            if (wait_s := due - self._clock()) > 0:
-                await asyncio.sleep(wait_s)
-            self._start(number, due)
-            number += 1
+    def _flush(self, flushed: float) -> float:
+        now = time.monotonic()
+        if now - flushed < FLUSH_INTERVAL_S:
+            return flushed
+        self._log.flush()
+        return now
 
     def _start(self, number: int, due: float) -> None:
-        api = API_PATTERN[number % len(API_PATTERN)]
-        if len(self._out) >= self._config.max_in_flight:
-            now = self._clock()
+        api = self._pattern[number % len(self._pattern)]
+        if len(self._out) >= MAX_IN_FLIGHT:
+            now = time.monotonic()
             self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, f"{len(self._out)} requests are out already"))
             return
-        task = asyncio.create_task(self._ask(api, number // len(API_PATTERN) % len(self._questions[api]), due))
+        task = asyncio.create_task(self._ask(api, number // len(self._pattern), due))
         self._out.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._out.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._defect.done():
-            self._defect.set_exception(error)
+        if not task.cancelled():
+            self._defect = self._defect or task.exception()
 
-    async def _ask(self, api: int, index: int, due: float) -> None:
-        sent = self._clock()
-        # The event loop's timers may fire a fraction of a millisecond early.
-        due = min(due, sent)
-        question = self._questions[api][index]
+    async def _ask(self, api: int, number: int, due: float) -> None:
+        sent = time.monotonic()
+        version, verdict = await self._asks[api](number)
+        self._log.add(api, due, sent, time.monotonic(), version, verdict())
+
+
+def failed(reason: str) -> tuple[int, Callable[[], Verdict]]:
+    """Return an answer that there is not."""
+    return 0, lambda: Verdict(Kind.FAILED, reason)
+
+
+def oracle_ask(model: str, clients: Sequence[AsyncClient], questions: Sequence[Question]) -> Ask:
+    """Ask questions of one method over clients in turn."""
+    turns = itertools.cycle(clients)
+
+    async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
+        question, client = questions[number % len(questions)], next(turns)
         try:
-            version, values = await self._answer(next(self._clients[api % 2]), question)
+            if question.method == "rank":
+                ranked = await client.rank(model, **question.arguments)
+                return ranked.version, partial(judge, question, ranked.version, ranked.scores)
+            found = await client.lookup(model, **question.arguments)
         except ClientError as error:
-            verdict = Verdict(Kind.FAILED, f"{error.kind}: {error}"[:MAX_ERROR_CHARS])
-            self._log.add(api, due, sent, self._clock(), 0, verdict)
-        else:
-            # The clock before the judging, which is not the server's work.
-            self._log.add(api, due, sent, self._clock(), version, judge(question, version, values))
-
-    async def _answer(self, client: AsyncClient, question: Question) -> tuple[int, Float32Array]:
-        if question.method == "rank":
-            ranked = await client.rank(self._model, **question.arguments)
-            return ranked.version, ranked.scores
-        found = await client.lookup(self._model, **question.arguments)
+            return failed(f"{error.kind}: {error}")
         # Vectors that are not there are values too few, which is judged.
         vectors: dict[str, Any] = {**dict.fromkeys(question.features, np.empty(0, np.float32)), **found.embeddings}
-        return found.version, np.concatenate([vectors[name].reshape(-1) for name in question.features])
+        values = np.concatenate([vectors[name].reshape(-1) for name in question.features])
+        return found.version, partial(judge, question, found.version, values)
 
-    async def _flush_often(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_INTERVAL_S)
-            self._log.flush()
+    return ask
 
 
-async def run_load(config: LoadConfig, on_ready: Callable[[], None]) -> None:
-    """Asks until it is cancelled.
-
-    Args:
-        config: what, where and how often.
-        on_ready: called when all is prepared.
-    """
-    spec = config.shape.spec()
-    made = make_questions(spec, config.questions_each, config.seed)
-    rank, lookup = made["rank"], made["lookup"]
+async def run_load(config: DrillLoadConfig) -> None:
+    """Ask the oracle until cancelled."""
+    questions = make_questions(config.shape.spec(), config.questions_each)
     host = f"[{config.host}]" if ":" in config.host else config.host
+    addresses = (f"http://{host}:{config.http_port}", f"grpc://{host}:{config.grpc_port}")
     log = AnswerLog(config.answers)
-    # What is there by now stays for good: a collection that walks all questions would delay answers.
-    gc.freeze()
     async with AsyncExitStack() as stack:
         stack.callback(log.close)
 
         def opened(address: str) -> AsyncClient:
             # No request is sent a second time, whatever happens to it.
-            client = AsyncClient(address, timeout_ms=int(config.timeout_s * 1000), retry=RetryPolicy(max_attempts=1))
+            client = AsyncClient(address, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
             stack.push_async_callback(client.close)
             return client
 
-        clients = [
-            [opened(address) for _ in range(config.clients_each)]
-            for address in (f"http://{host}:{config.http_port}", f"grpc://{host}:{config.grpc_port}")
+        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in addresses]
+        asks = [
+            oracle_ask(config.shape.model, own, questions[method]) for method in ("rank", "lookup") for own in clients
         ]
-        on_ready()
-        await Load(config, clients, [rank, rank, lookup, lookup], log).run()
+        await DrillLoad(asks, API_PATTERN, config.rate, log).run()
 
 
-def main(arguments: list[str]) -> None:
-    """The program."""
-    die_with_parent(os.environ)
-    config = LoadConfig.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+@dataclass(frozen=True, slots=True)
+class RunningLoad:
+    """A load that asks, as a child process of a drill."""
 
-    def say_ready() -> None:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+    config: DrillLoadConfig
+    process: asyncio.subprocess.Process
 
-    try:
-        run_until_signalled(lambda: run_load(config, say_ready), loop_factory=uvloop.new_event_loop)
-    except StopRequestedError:
-        return
+    def check(self) -> None:
+        """Raise LoadProcessError if the load has ended by itself."""
+        if self.process.returncode is not None:
+            raise self._ended(self.process.returncode)
+
+    def answers(self, first: int = 0) -> Answers:
+        """Return what was logged so far. Raises LoadProcessError if the load has ended by itself."""
+        self.check()
+        return read_answers(self.config.answers, first)
+
+    def details(self, max_lines: int = 20) -> list[str]:
+        """Return why the first answers that are not right are not."""
+        return read_details(self.config.answers, max_lines)
+
+    async def stop(self) -> Answers:
+        """End it after the answers that are out; return all answers. Raises LoadProcessError if it failed."""
+        if self.process.returncode is None:
+            self.process.terminate()
+        code = await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        if code != 0:
+            raise self._ended(code)
+        return read_answers(self.config.answers)
+
+    def _ended(self, code: int) -> LoadProcessError:
+        return LoadProcessError(f"the load ended: {describe_exit(code)}; its log: {_log_path(self.config.answers)}")
+
+
+@contextlib.asynccontextmanager
+async def running_load(config: DrillLoadConfig) -> AsyncIterator[RunningLoad]:
+    """Start the load and yield once it asks; it ends with the block. Raises LoadProcessError if it does not begin."""
+    log = _log_path(config.answers)
+    command = module_command("loadtest.drill.load", config, config.answers.with_suffix(".json"))
+    async with child_process(command, log) as process:
+        await until_ready(process, log)
+        yield RunningLoad(config, process)
+
+
+def _log_path(answers: Path) -> Path:
+    return answers.with_suffix(".log")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    settings = module_config(DrillLoadConfig)
+    with contextlib.suppress(StopRequestedError):
+        run_until_signalled(lambda: run_load(settings), loop_factory=uvloop.new_event_loop)

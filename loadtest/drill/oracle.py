@@ -1,4 +1,4 @@
-"""The oracle models: two versions of which every answer is known in advance, exactly.
+"""The oracle models, two versions of which every answer is known in advance, exactly; their questions, and the judge.
 
 Row r of a table is `factor * pattern(r)`, a vector of small whole numbers: 1 in dimension 0, and in the others numbers
 that depend on the row. The factor is 1 in version A and 1024 in version B. So a sum-pooled bag of n ids has exactly n
@@ -21,8 +21,11 @@ Odd versions are A, even ones B.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +39,7 @@ from loader.snapshot.writer import export_snapshot
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
-Letter = Literal["A", "B"]
+Method = Literal["rank", "lookup"]
 
 FACTORS = np.array([1.0, 1024.0], np.float32)
 STAMPS = (0.0, -1.0)
@@ -46,6 +49,8 @@ LOGIT_SCALE = 24.0
 SCORE_TOLERANCE = 1e-5
 GOLDEN_TOLERANCE = 1e-4
 MAX_HOTNESS = 8
+MAX_CANDIDATES = 16
+MAX_LOOKUP_BAGS = 4
 
 # How many different numbers a row is made of. 32 * 1024 is the largest power of two that float16 holds.
 _CODES: dict[RowDtype, int] = {"int8": 256, "fp32": 256, "fp16": 32}
@@ -59,15 +64,7 @@ _FEATURES: tuple[tuple[str, str, Side, float], ...] = (
 
 
 class OracleShape(Frozen):
-    """How large the oracle's tables are.
-
-    Attributes:
-        model: its name.
-        items: rows of the int8 table, which is divided over shards and cards.
-        users: rows of the float32 table, likewise.
-        tags: rows of the float16 table, small enough to be on every shard.
-        embedding_dim: of all tables.
-    """
+    """The rows of the oracle's int8 table (items), its float32 table (users) and its small float16 table (tags)."""
 
     model: str = "oracle"
     items: int = Field(default=100_000, ge=1, le=2**31)
@@ -109,12 +106,7 @@ def letter_of(version: int) -> int:
 
 
 def patterns(table: TableSpec, rows: Int64Array) -> Float32Array:
-    """What rows are made of, without their version's factor: float32 [n, dim], whole numbers from 1 to 256.
-
-    Args:
-        table: of the oracle's spec.
-        rows: int64 [n].
-    """
+    """Return rows without their version's factor: float32 [n, dim], whole numbers from 1 to 256."""
     codes = _CODES[table.dtype]
     dims = np.arange(table.embedding_dim, dtype=np.uint64)
     # Two rounds of a multiplicative hash: neighbours in row and dimension get unrelated codes.
@@ -175,11 +167,7 @@ def golden_requests(spec: ModelSpec, letter: int, num_requests: int = 16, seed: 
 
 
 class OracleWriter:
-    """Writes versions of the oracle; the rows of A and of B are made once.
-
-    Args:
-        shape: how large the tables are.
-    """
+    """Writes versions of the oracle; the rows of A and of B are made once."""
 
     def __init__(self, shape: OracleShape) -> None:
         self.spec = shape.spec()
@@ -191,20 +179,7 @@ class OracleWriter:
     def write(
         self, store: Path, version: int, *, golden: GoldenRequests | None = None, rows_per_file: int | None = None
     ) -> Path:
-        """Exports a version into a store, with its letter's rows and weights.
-
-        Args:
-            store: the store's folder.
-            version: odd for A, even for B.
-            golden: other golden requests than the right ones.
-            rows_per_file: of all tables; None for the default.
-
-        Returns:
-            The snapshot's folder.
-
-        Raises:
-            ExportError, SnapshotExistsError: as `loader.snapshot.writer.export_snapshot`.
-        """
+        """Export a version into a store, and return its folder; `golden` replaces the right golden requests."""
         letter = letter_of(version)
         return export_snapshot(
             store,
@@ -217,3 +192,170 @@ class OracleWriter:
             rows_per_file=rows_per_file,
             metadata={"oracle": "AB"[letter]},
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """One request and what A and B answer to it.
+
+    Attributes:
+        features: those asked for, in the order in which `expected` has them.
+        counts: int64, ids per bag: [candidates, features] for rank; [bags] for lookup, feature after feature.
+        expected: float32 [2, values], the answers of A and B: scores, or all features' vectors one after the other.
+        arguments: of `Client.rank` or `Client.lookup`, the model's name apart.
+    """
+
+    method: Method
+    features: tuple[str, ...]
+    counts: Int64Array
+    embedding_dim: int
+    expected: Float32Array
+    arguments: Mapping[str, Any]
+
+
+def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method, list[Question]]:
+    """Draw `num_each` questions of each method, the same ones for the same seed."""
+    rng = np.random.default_rng(seed)
+    return {
+        "rank": [rank_question(spec, rng) for _ in range(num_each)],
+        "lookup": [lookup_question(spec, rng) for _ in range(num_each)],
+    }
+
+
+def rank_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
+    """All features, 1 to 16 candidates, 1 to 8 ids a bag."""
+    candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
+    bags = {
+        feature.name: _random_bags(spec, feature.name, 1 if feature.side == "context" else candidates, rng)
+        for feature in spec.features
+    }
+    counts = np.stack(
+        [np.broadcast_to([len(bag) for bag in bags[feature.name]], candidates) for feature in spec.features], axis=1
+    )
+    return Question(
+        method="rank",
+        features=tuple(bags),
+        counts=counts.astype(np.int64),
+        embedding_dim=0,
+        expected=sigmoid(logits(counts)).astype(np.float32),
+        arguments={
+            "context": {one.name: bags[one.name][0] for one in spec.features if one.side == "context"},
+            "candidates": {one.name: bags[one.name] for one in spec.features if one.side == "candidate"},
+        },
+    )
+
+
+def lookup_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
+    """One to all features, 1 to 4 bags each, 1 to 8 ids a bag."""
+    names = [feature.name for feature in spec.features]
+    chosen = rng.permutation(len(names))[: rng.integers(1, len(names) + 1)]
+    bags = {
+        names[index]: _random_bags(spec, names[index], int(rng.integers(1, MAX_LOOKUP_BAGS + 1)), rng)
+        for index in chosen.tolist()
+    }
+    sums = np.concatenate([_bag_sums(spec, name, own) for name, own in bags.items()])
+    return Question(
+        method="lookup",
+        features=tuple(bags),
+        counts=np.array([len(bag) for own in bags.values() for bag in own], np.int64),
+        embedding_dim=spec.tables[0].embedding_dim,
+        expected=FACTORS[:, None] * sums.reshape(-1),
+        arguments={"features": bags},
+    )
+
+
+def _random_bags(spec: ModelSpec, feature: str, num_bags: int, rng: np.random.Generator) -> list[list[int]]:
+    rows = spec.table_of(feature).num_embeddings
+    return [rng.integers(0, rows, int(rng.integers(1, MAX_HOTNESS + 1))).tolist() for _ in range(num_bags)]
+
+
+def _bag_sums(spec: ModelSpec, feature: str, bags: list[list[int]]) -> Float32Array:
+    """float32 [bags, dim], of the rows' patterns; whole numbers below 2^24 even times 1024, so exact in any order."""
+    table = spec.table_of(feature)
+    starts = np.cumsum([0] + [len(bag) for bag in bags[:-1]])
+    rows = np.array([one for bag in bags for one in bag], np.int64)
+    sums: Float32Array = np.add.reduceat(patterns(table, rows), starts, axis=0)
+    return sums
+
+
+class Kind(IntEnum):
+    """What an answer is.
+
+    `OK`: exactly that of the version that it names. `FAILED`: there is none (an error, a broken connection, nothing
+    within the deadline, or nothing that can be read). `MIXED`: made of parts of A and of B, or of one while it names
+    the other. `WRONG`: anything else.
+    """
+
+    OK = 0
+    FAILED = 1
+    MIXED = 2
+    WRONG = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an answer is, and why if it is not right."""
+
+    kind: Kind
+    detail: str = ""
+
+
+OK = Verdict(Kind.OK)
+
+
+def judge(question: Question, version: int, values: Float32Array) -> Verdict:
+    """Judge an answer that names a version: its scores, or vectors in the order of `question.features`, float32 [n]."""
+    expected = question.expected
+    if version < 1 or values.shape != expected.shape[1:]:
+        return Verdict(Kind.WRONG, f"version {version} with {values.size} values, expected {expected.shape[1]}")
+    letter = letter_of(version)
+    # A NaN is not within any tolerance.
+    if question.method == "lookup":
+        right = values == expected[letter]
+    else:
+        right = np.abs(values - expected[letter]) <= SCORE_TOLERANCE
+    if right.all():
+        return OK
+    is_mixed = (
+        _is_mixed_lookup(question, letter, values)
+        if question.method == "lookup"
+        else _is_mixed_rank(question, values, right)
+    )
+    return Verdict(Kind.MIXED if is_mixed else Kind.WRONG, _difference(question, version, letter, values, right))
+
+
+def _is_mixed_lookup(question: Question, letter: int, values: Float32Array) -> bool:
+    """Whether each bag of n ids has a + 1024 b in dimension 0 with a + b = n, and not all b are the named version's."""
+    first = values.reshape(-1, question.embedding_dim)[:, 0].astype(np.float64)
+    from_b = (first - question.counts) / float(FACTORS[1] - FACTORS[0])
+    possible = (from_b == np.floor(from_b)) & (from_b >= 0) & (from_b <= question.counts)
+    return bool(possible.all() and (from_b != letter * question.counts).any())
+
+
+def _is_mixed_rank(question: Question, values: Float32Array, right: np.ndarray) -> bool:
+    """Whether each score that is not right comes from a dense model and embeddings of different versions."""
+    return all(
+        bool((np.abs(_mixtures(question.counts[candidate]) - values[candidate]) <= SCORE_TOLERANCE).any())
+        for candidate in np.flatnonzero(~right).tolist()
+    )
+
+
+def _mixtures(counts: Int64Array) -> np.ndarray:
+    """Return all scores of a candidate with `counts` ids per feature if each row, and the dense model, is of A or B."""
+    # The logit depends on sum_f w_f b_f alone, so different choices of the b_f fall together: at most a few hundred.
+    reached = np.zeros(1)
+    for count, weight in zip(counts.tolist(), FEATURE_WEIGHTS.tolist(), strict=True):
+        reached = np.unique(reached[:, None] + weight * np.arange(count + 1))
+    embeddings = counts @ FEATURE_WEIGHTS + float(FACTORS[1] - FACTORS[0]) * reached
+    dense_a = embeddings / LOGIT_SCALE + STAMPS[0]
+    dense_b = embeddings / (LOGIT_SCALE * float(FACTORS[1])) + STAMPS[1]
+    return sigmoid(np.concatenate([dense_a, dense_b]))
+
+
+def _difference(question: Question, version: int, letter: int, values: Float32Array, right: np.ndarray) -> str:
+    place = int(np.argmin(right))
+    a, b = question.expected[:, place].tolist()
+    return (
+        f"{question.method}: names version {version} ({'AB'[letter]}), but value {place} of {values.size} is "
+        f"{values[place]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
+    )

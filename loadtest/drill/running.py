@@ -3,66 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 
 from loader.progress import Progress
 from loader.snapshot.manifest import Frozen, schema_errors
 from loadtest.drill.errors import DrillError
-from serving.cli.output import progress_bars, stdout_console
+from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
 
 INTERRUPTED = 130
+_UNIT = re.compile(r"_(ms|s|mb)(?:_|$)")
 
 Config = TypeVar("Config", bound=Frozen)
 
 
-class Report(Protocol):
-    """What a drill found: a pydantic model with problems."""
+class Report(Frozen):
+    """What a drill found.
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it did not pass."""
-        ...
+    Attributes:
+        problems: why it did not pass; empty if it did.
+        details: what its problems come from: the first answers that were not right.
+        COLUMNS: of its records that are shown, in this order; none for all.
+    """
 
-    def model_dump_json(self, *, indent: int) -> str:
-        """As JSON."""
-        ...
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+    problems: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
-R = TypeVar("R", bound=Report)
-Drill = Callable[[Path, Progress], Awaitable[R]]
+Drill = Callable[[Config, Path, Progress], Awaitable[Report]]
 
 
 def drill_config(schema: type[Config], given: dict[str, object]) -> Config:
-    """The settings of a command line. Raises click.UsageError, naming the option that does not fit."""
+    """Return the settings of a command line. Raises click.UsageError, naming the option that does not fit."""
     try:
         return schema.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        schemas: list[type[BaseModel]] = [schema]
-        raise click.UsageError("; ".join(map(str, schema_errors(error, schemas)))) from error
+        raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
 
-def run_drill(drill: Drill[R], show: Callable[[Console, R], None], json_file: Path | None, keep: Path | None) -> int:
-    """Runs a drill until it ends or a signal comes.
+def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep: Path | None) -> int:
+    """Run a drill until it ends or a signal comes, and print its report, or write it to a file too.
 
-    Args:
-        drill: takes its folder, and what is told its progress.
-        show: prints its report.
-        json_file: where the report goes too.
-        keep: an empty folder for stores, logs and answers, which stay; None for a temporary one.
-
-    Returns:
-        The exit code: 0 if it passed, 1 if not, 130 after a signal.
-
-    Raises:
-        ShardrankError: the drill could not be run to its end, or a file can't be written.
+    `keep` is an empty folder for stores, logs and answers, which stay; None for a temporary one. Returns the exit code:
+    0 if it passed, 1 if not, 130 after a signal. Raises ShardrankError if it could not be run to its end.
     """
     if json_file is not None:
         _check_writable(json_file)
@@ -70,13 +61,61 @@ def run_drill(drill: Drill[R], show: Callable[[Console, R], None], json_file: Pa
         folder = stack.enter_context(_folder(keep))
         bars = stack.enter_context(progress_bars())
         try:
-            report = run_until_signalled(lambda: drill(folder, bars))
+            report = run_until_signalled(lambda: drill(config, folder, bars))
         except StopRequestedError:
             return INTERRUPTED
-    show(stdout_console(), report)
+    show_report(report)
+    print_lines(f"problem: {problem}" for problem in report.problems)
+    if report.problems:
+        print_lines(f"  {line}" for line in report.details)
+    print_lines(["not passed" if report.problems else "passed"])
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return 1 if report.problems else 0
+
+
+def show_report(report: Report) -> None:
+    """Print a report: records as tables, single values under their names, with the unit that the name has."""
+    for name in type(report).model_fields:
+        records = getattr(report, name)
+        if isinstance(records, dict):
+            records = {key: dict(one) for key, one in records.items() if isinstance(one, BaseModel | dict)}
+        elif isinstance(records, tuple):
+            records = {number: dict(one) for number, one in enumerate(records) if isinstance(one, BaseModel)}
+        if isinstance(records, dict) and records:
+            first = next(iter(records.values()))
+            columns = [column for column in report.COLUMNS or first if _is_shown(first.get(column, ()))]
+            keys = [] if 0 in records else [name]
+            rows = [
+                [*(str(key) for _ in keys), *(_cell(column, one[column]) for column in columns)]
+                for key, one in records.items()
+            ]
+            print_table(name, [column.replace("_", "\n") for column in (*keys, *columns)], rows)
+    facts = {name: getattr(report, name) for name in type(report).model_fields}
+    print_table("", ("", ""), [(name, _cell(name, value)) for name, value in facts.items() if _is_shown(value)])
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_shown(value: object) -> bool:
+    return value is None or isinstance(value, int | float | str)
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "-", False: "no", True: "yes"}[value]
+    if isinstance(value, int) and "bytes" in name:
+        return human_bytes(value)
+    if isinstance(value, float):
+        if "_share" in name:
+            return f"{value:.3%}"
+        unit = _UNIT.search(name)
+        return f"{value:.2f} {unit[1]}" if unit else f"{value:.4g}"
+    return str(value)
 
 
 @contextlib.contextmanager

@@ -10,34 +10,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import httptools
 from pydantic import BaseModel, Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.hostile.peer import END_HEADERS, HEADERS, Http2Peer, Reply, call_headers, frame, message
+from loadtest.drill.hostile.peer import Http2Peer, call_headers
+from serving.api.grpc.wire import END_HEADERS, HEADERS, frame
 
 ANSWER_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 READ_BYTES = 1 << 18
 FIRST_SOURCE = (127 << 24) + 2
 SOURCES_EACH = 256
-PAUSE_S = 0.5
 
 
 class AttackConfig(Frozen):
-    """What an attacker is told.
+    """What an attacker is told: where the server is, what it serves, and how much to send.
 
     Attributes:
-        name: of the attack.
-        host, http_port, grpc_port: where the server is.
-        model: that it serves.
-        features: of the model, all of candidates.
-        dense: floats of a candidate.
+        features: of the model, all of candidates, which have `dense` floats each.
         seconds: of a flood.
         repeats: how often a single message is sent.
         refused: how many messages of a kind that must leave nothing behind.
         core: that the process stays on; None for any.
         source: number of the attacker; it has `SOURCES_EACH` addresses of its own, from 127.0.0.2 upward.
-        seed: of what is drawn.
     """
 
     name: str
@@ -59,10 +55,8 @@ class Tally(BaseModel):
     """What an attacker did and saw.
 
     Attributes:
-        bytes_sent: of all connections.
         messages: requests, messages or frames, whatever the attack counts.
-        connections: that were opened.
-        answers: how often each answer came: an HTTP status, or the name of a gRPC status.
+        answers: how often each HTTP status, or name of a gRPC status, came.
         ends: how often each end of a connection, or refusal of one, came.
         spans: CLOCK_MONOTONIC (begin, end) of each message, or of the whole flood.
     """
@@ -70,13 +64,34 @@ class Tally(BaseModel):
     bytes_sent: int = 0
     messages: int = 0
     connections: int = 0
-    answers: dict[str, int] = {}
-    ends: dict[str, int] = {}
+    answers: Counter[str] = Field(default_factory=Counter)
+    ends: Counter[str] = Field(default_factory=Counter)
     spans: list[tuple[float, float]] = []
 
 
 class EndedError(Exception):
     """The server ended the connection, refused it, or did not answer; the text says how."""
+
+
+class Responses:
+    """Cuts HTTP/1.1 responses from a stream."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._found: list[int] = []
+
+    def on_message_complete(self) -> None:
+        """Take a whole response; the parser calls it."""
+        self._found.append(self._parser.get_status_code())
+
+    def feed(self, data: bytes) -> list[int]:
+        """Return the statuses of responses that are whole now. Raises ValueError."""
+        self._found = []
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise ValueError(f"not a response: {error}") from error
+        return self._found
 
 
 class Attacker:
@@ -86,48 +101,55 @@ class Attacker:
         self.config = config
         self.random = random.Random(f"{config.seed} {config.name}")
         self.tally = Tally()
-        self.until = time.monotonic() + config.seconds
-        self._address = FIRST_SOURCE + config.source * SOURCES_EACH
-        self._answers: Counter[str] = Counter()
-        self._ends: Counter[str] = Counter()
+        self.until = 0.0
+        self._source = 0
 
     def goes_on(self) -> bool:
         """Whether a flood has time left."""
         return time.monotonic() < self.until
 
     def answered(self, answer: str) -> None:
-        """Counts an answer."""
-        self._answers[answer] += 1
+        """Count an answer."""
+        self.tally.answers[answer] += 1
 
-    def ended(self, how: str) -> None:
-        """Counts an end of a connection."""
-        self._ends[how] += 1
+    def ended(self, how: str | BaseException) -> None:
+        """Count an end of a connection."""
+        if isinstance(how, ConnectionResetError | BrokenPipeError):
+            how = "reset"
+        self.tally.ends[str(how) or type(how).__name__] += 1
 
     def next_source(self) -> None:
-        """Goes on from another address."""
-        first = FIRST_SOURCE + self.config.source * SOURCES_EACH
-        self._address = first + (self._address - first + 1) % SOURCES_EACH
+        """Go on from another address."""
+        self._source = (self._source + 1) % SOURCES_EACH
 
     @contextlib.contextmanager
     def span(self) -> Iterator[None]:
-        """Notes when the block ran, and counts what it raises as an end."""
+        """Note when the block ran, and count what it raises as an end."""
         begin = time.monotonic()
         try:
             yield
         except (EndedError, OSError, ValueError) as error:
-            self.ended(_reason(error))
+            self.ended(error)
         finally:
             self.tally.spans.append((begin, time.monotonic()))
 
+    @contextlib.contextmanager
+    def flooding(self) -> Iterator[None]:
+        """Let a flood begin: its time runs from here."""
+        self.until = time.monotonic() + self.config.seconds
+        with self.span():
+            yield
+
     def connect(self, port: int) -> socket.socket:
-        """A connection from this attacker's address. Raises EndedError."""
+        """Open a connection from this attacker's address. Raises EndedError."""
         made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         made.settimeout(CONNECT_TIMEOUT_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
             made.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)
+        address = FIRST_SOURCE + self.config.source * SOURCES_EACH + self._source
         try:
-            made.bind((socket.inet_ntoa(self._address.to_bytes(4, "big")), 0))
+            made.bind((socket.inet_ntoa(address.to_bytes(4, "big")), 0))
             made.connect((self.config.host, port))
         except OSError as error:
             made.close()
@@ -136,109 +158,115 @@ class Attacker:
         return made
 
     def http(self) -> socket.socket:
-        """A connection to the HTTP port. Raises EndedError."""
+        """Open a connection to the HTTP port. Raises EndedError."""
         return self.connect(self.config.http_port)
 
     def grpc(self) -> socket.socket:
-        """A connection to the gRPC port. Raises EndedError."""
+        """Open a connection to the gRPC port. Raises EndedError."""
         return self.connect(self.config.grpc_port)
 
     def send(self, sock: socket.socket, data: bytes) -> None:
-        """Sends all of it, and counts it. Raises OSError."""
+        """Send all of it, and count it. Raises OSError."""
         sock.sendall(data)
         self.tally.bytes_sent += len(data)
 
-    def exchange(self, sock: socket.socket, data: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
-        """Sends a request over HTTP/1.1 and waits for its answer; one that comes before all is sent counts.
-
-        Returns:
-            `HTTP <status>`.
-
-        Raises:
-            EndedError: there was no answer.
-        """
-        sock.setblocking(False)
-        left, got, deadline = memoryview(data), bytearray(), time.monotonic() + timeout_s
-        while b"\r\n\r\n" not in got:
-            if time.monotonic() > deadline:
-                raise EndedError("no answer")
-            readable, writable, _ = _ready(sock, bool(left))
-            try:
-                if readable:
-                    part = sock.recv(READ_BYTES)
-                    if not part:
-                        raise EndedError("closed")
-                    got += part
-                if writable and left:
-                    sent = sock.send(left)
-                    self.tally.bytes_sent += sent
-                    left = left[sent:]
-            except OSError as error:
-                if got.startswith(b"HTTP/1.1 "):
-                    break
-                raise EndedError(_reason(error)) from error
-        return f"HTTP {bytes(got[9:12]).decode('latin-1')}"
-
-    def call(
+    def pump(
         self,
         sock: socket.socket,
-        peer: Http2Peer,
-        path: str,
-        body: bytes,
+        more: Callable[[], bytes | None],
+        take: Callable[[bytes], bool],
+        until: float,
         *,
-        compressed: bool = False,
-        extra: tuple[tuple[bytes, bytes], ...] = (),
-        timeout_s: float = ANSWER_TIMEOUT_S,
-    ) -> Reply:
-        """A gRPC call with one message, or several that are prefixed already (`compressed` must be false then).
+        reads: bool = True,
+    ) -> bool:
+        """Send what `more` gives and hand what comes to `take`, at the same time, until `take` says that this is all.
 
-        Raises:
-            EndedError: there was no answer.
+        `more` gives nothing to wait for the server, and None to end. Returns False if the time was up. Raises
+        EndedError or OSError when the connection ends.
         """
-        stream = peer.open()
-        extra = ((b"grpc-encoding", b"gzip"), *extra) if compressed else extra
-        head = frame(HEADERS, END_HEADERS, stream, call_headers(path, extra))
-        return self._stream(sock, peer, stream, head, memoryview(body), timeout_s)
-
-    def _stream(
-        self, sock: socket.socket, peer: Http2Peer, stream: int, head: bytes, left: memoryview, timeout_s: float
-    ) -> Reply:
         sock.setblocking(False)
-        out, all_out = bytearray(head), False
-        reply, deadline = peer.replies[stream], time.monotonic() + timeout_s
-        while not reply.ended:
-            if time.monotonic() > deadline:
-                raise EndedError("no answer")
-            if peer.goaway is not None and peer.goaway != 0:
-                raise EndedError(f"GOAWAY {peer.goaway}")
-            while not all_out and len(out) < READ_BYTES and (peer.room(stream) > 0 or not left):
-                size = min(peer.room(stream), len(left))
-                out += peer.data(stream, left[:size], last=size == len(left))
-                left = left[size:]
-                all_out = not left
-            out += peer.out
-            peer.out.clear()
-            readable, writable, _ = _ready(sock, bool(out))
-            try:
-                if readable:
-                    part = sock.recv(READ_BYTES)
-                    if not part:
-                        raise EndedError("closed")
-                    peer.feed(part)
-                if writable and out:
-                    sent = sock.send(out)
-                    self.tally.bytes_sent += sent
-                    del out[:sent]
-            except OSError as error:
-                raise EndedError(_reason(error)) from error
-        return peer.replies.pop(stream)
+        left = memoryview(b"")
+        while time.monotonic() < until:
+            if not left:
+                if (chunk := more()) is None:
+                    return True
+                left = memoryview(chunk)
+            poll = select.poll()
+            poll.register(sock, (select.POLLIN if reads else 0) | (select.POLLOUT if left else 0))
+            events = dict(poll.poll(50)).get(sock.fileno(), 0)
+            if events & select.POLLIN:
+                part = sock.recv(READ_BYTES)
+                if not part:
+                    raise EndedError("closed")
+                if take(part):
+                    return True
+            elif events & (select.POLLERR | select.POLLHUP):
+                raise EndedError("reset")
+            if events & select.POLLOUT and left:
+                sent = sock.send(left)
+                self.tally.bytes_sent += sent
+                left = left[sent:]
+        return False
 
-    def grpc_call(self, path: str, body: bytes, *, compressed: bool = False) -> None:
-        """A gRPC call on a connection of its own, whose answer is counted. Raises EndedError."""
+    def exchange(self, sock: socket.socket, data: bytes) -> None:
+        """Send a request over HTTP/1.1 and count its answer, which may come early. Raises EndedError, OSError."""
+        pieces, got = [data], bytearray()
+
+        def take(part: bytes) -> bool:
+            got.extend(part)
+            return b"\r\n\r\n" in got
+
+        try:
+            until = time.monotonic() + ANSWER_TIMEOUT_S
+            if not self.pump(sock, lambda: pieces.pop() if pieces else b"", take, until):
+                raise EndedError("no answer")
+        except (OSError, EndedError):
+            if not got.startswith(b"HTTP/1.1 "):
+                raise
+        self.answered(status_of(got))
+
+    def call(self, path: str, body: bytes, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """Make a gRPC call with prefixed messages on a connection of its own, and count its answer.
+
+        Raises EndedError, OSError or ValueError if there was none.
+        """
+        peer = Http2Peer()
+        stream = peer.open()
+        reply = peer.replies[stream]
+        pieces = [peer.begin() + frame(HEADERS, END_HEADERS, stream, call_headers(path, extra))]
+        left, is_out = memoryview(body), False
+
+        def more() -> bytes:
+            nonlocal left, is_out
+            out = bytearray(pieces.pop() if pieces else b"")
+            while not is_out and len(out) < READ_BYTES and (peer.room(stream) > 0 or not left):
+                size = min(peer.room(stream), len(left))
+                is_out = size == len(left)
+                out += peer.data(stream, left[:size], last=is_out)
+                left = left[size:]
+            return bytes(out) + peer.taken_out()
+
+        def take(part: bytes) -> bool:
+            peer.feed(part)
+            return bool(peer.goaway) or reply.ended
+
         with contextlib.closing(self.grpc()) as sock:
-            peer = Http2Peer()
-            self.send(sock, peer.begin())
-            self.answered(str(self.call(sock, peer, path, message(body, compressed=compressed), compressed=compressed)))
+            if not self.pump(sock, more, take, time.monotonic() + ANSWER_TIMEOUT_S):
+                raise EndedError("no answer")
+        if not reply.ended:
+            raise EndedError(f"GOAWAY {peer.goaway}")
+        self.answered(str(reply))
+
+    def again(self, connect: Callable[[], socket.socket], use: Callable[[socket.socket], None]) -> None:
+        """Use one connection after the other until the time is up, and count how each ends."""
+        with self.flooding():
+            while self.goes_on():
+                try:
+                    with contextlib.closing(connect()) as sock:
+                        use(sock)
+                except (EndedError, OSError, ValueError) as error:
+                    self.ended(error)
+                    time.sleep(0.01 if "no connection" in str(error) else 0.001)
 
     def flood(
         self,
@@ -249,7 +277,7 @@ class Attacker:
         on_data: Callable[[bytes], bytes] | None = None,
         reads: bool = True,
     ) -> None:
-        """Sends as fast as the server takes it until the time is up, over a new connection whenever one has ended.
+        """Send as fast as the server takes it until the time is up, over a new connection whenever one has ended.
 
         Args:
             connect: opens a connection.
@@ -258,64 +286,27 @@ class Attacker:
             on_data: told what the server says; gives what to send ahead of the next chunk.
             reads: whether what the server says is read at all.
         """
-        self.until = time.monotonic() + self.config.seconds
-        with self.span():
-            while self.goes_on():
-                try:
-                    with contextlib.closing(connect()) as sock:
-                        self._flood_one(sock, chunks(), each, on_data, reads)
-                except (EndedError, OSError, ValueError) as error:
-                    self.ended(_reason(error))
-                    if "no connection" in str(error):
-                        time.sleep(0.01)
 
-    def _flood_one(
-        self,
-        sock: socket.socket,
-        chunks: Iterator[bytes],
-        each: int,
-        on_data: Callable[[bytes], bytes] | None,
-        reads: bool,
-    ) -> None:
-        sock.setblocking(False)
-        left = memoryview(b"")
-        urgent = b""
-        while self.goes_on():
-            if not left:
-                chunk = next(chunks, None)
-                if chunk is None:
-                    return
+        def use(sock: socket.socket) -> None:
+            given, urgent = chunks(), bytearray()
+
+            def more() -> bytes | None:
+                if (chunk := next(given, None)) is None:
+                    return None
                 self.tally.messages += each if chunk else 0
-                left, urgent = memoryview(urgent + chunk), b""
-            readable, writable, broken = _ready(sock, bool(left), reads)
-            if broken and not readable:
-                raise EndedError("reset")
-            if readable:
-                part = sock.recv(READ_BYTES)
-                if not part:
-                    raise EndedError("closed")
-                if on_data is not None:
-                    urgent += on_data(part)
-            if writable and left:
-                sent = sock.send(left)
-                self.tally.bytes_sent += sent
-                left = left[sent:]
+                ahead = bytes(urgent)
+                urgent.clear()
+                return ahead + chunk
 
-    def done(self) -> Tally:
-        """The tally."""
-        return self.tally.model_copy(update={"answers": dict(self._answers), "ends": dict(self._ends)})
+            def take(part: bytes) -> bool:
+                urgent.extend(on_data(part) if on_data is not None else b"")
+                return False
+
+            self.pump(sock, more, take, self.until, reads=reads)
+
+        self.again(connect, use)
 
 
-def _ready(sock: socket.socket, writes: bool, reads: bool = True) -> tuple[bool, bool, bool]:
-    """Waits for up to 50 ms until a socket (readable, writable, broken)."""
-    poll = select.poll()
-    poll.register(sock, (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0))
-    found = dict(poll.poll(50)).get(sock.fileno(), 0)
-    broken = bool(found & (select.POLLERR | select.POLLHUP))
-    return bool(found & select.POLLIN), bool(found & select.POLLOUT) or (broken and writes), broken
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ConnectionResetError | BrokenPipeError):
-        return "reset"
-    return str(error) or type(error).__name__
+def status_of(response: bytes | bytearray) -> str:
+    """Return the status of a response over HTTP/1.1 by its head."""
+    return f"HTTP {bytes(response[9:12]).decode('latin-1')}"

@@ -1,22 +1,38 @@
-"""All attacks by name, and what each must come to."""
+"""All attacks by name, and what each must come to.
+
+`python -m loadtest.drill.hostile.catalog CONFIG` runs one, in a process of its own on one core, with a file that holds
+an `AttackConfig` as JSON. Its one line on stdout is a `Tally`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 from loadtest.drill.errors import DrillError
-from loadtest.drill.hostile import documents, http1, http2, protobuf
+from loadtest.drill.hostile import floods, messages
 from loadtest.drill.hostile import peer as h2
-from loadtest.drill.hostile.attacker import PAUSE_S, Attacker, EndedError
+from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError
+from loadtest.drill.processes import module_config
+from serving.api.grpc import wire
 
-Kind: TypeAlias = Literal["message", "flood", "refused"]
+AttackKind: TypeAlias = Literal["message", "flood", "refused"]
 Outcome: TypeAlias = Literal["refused", "served", "any"]
+Form: TypeAlias = Literal["plain", "gzip", "as gzip", "framed"]
+Prepare = Callable[[Attacker], Callable[[], None]]
+"""Make ready what is sent again and again."""
 
 MESSAGE_MS = 50.0
 LARGEST_JSON_MS = 100.0
+PAUSE_S = 0.5
+SLOW_FLOOD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +54,7 @@ class Attack:
 
     name: str
     row: str
-    kind: Kind
+    kind: AttackKind
     run: Callable[[Attacker], None]
     outcome: Outcome = "any"
     limit_ms: float = MESSAGE_MS
@@ -46,26 +62,27 @@ class Attack:
     least_s: float = 0.0
     about: str = ""
 
+    def __str__(self) -> str:
+        row = "" if self.row == "own" else f"row {self.row}"
+        return f"{self.name:28} {self.kind:8} {row:7} {self.about}".rstrip()
 
-def _grpc(path: str, build: protobuf.Build, *, compressed: bool) -> Callable[[Attacker], None]:
+
+def few_times(prepare: Prepare) -> Callable[[Attacker], None]:
+    """Send a message `--repeats` times."""
+
     def run(attacker: Attacker) -> None:
-        body = build(attacker.config)
-        body = protobuf.compressed(body) if compressed else body
+        once = prepare(attacker)
         for _ in range(attacker.config.repeats):
             attacker.tally.messages += 1
             with attacker.span():
-                attacker.grpc_call(path, body, compressed=compressed)
+                once()
             time.sleep(PAUSE_S)
 
     return run
 
 
-def _http(build: documents.Build) -> Callable[[Attacker], None]:
-    return http1.post(lambda attacker: build(attacker.config).request(attacker.config))
-
-
-def _again(prepare: Callable[[Attacker], Callable[[], None]]) -> Callable[[Attacker], None]:
-    """Sends a large message `--refused` times, from another address when one is turned away."""
+def many_times(prepare: Prepare) -> Callable[[Attacker], None]:
+    """Send a large message `--refused` times, from another address when one is turned away."""
 
     def run(attacker: Attacker) -> None:
         once = prepare(attacker)
@@ -75,175 +92,180 @@ def _again(prepare: Callable[[Attacker], Callable[[], None]]) -> Callable[[Attac
                 try:
                     once()
                 except (EndedError, OSError, ValueError) as error:
-                    attacker.ended(str(error))
+                    attacker.ended(error)
                     attacker.next_source()
 
     return run
 
 
-def _refused_grpc(path: str, build: protobuf.Build, *, compressed: bool) -> Callable[[Attacker], None]:
+def http_request(build: messages.Build) -> Prepare:
+    """Send a request on a connection of its own, and wait for its answer."""
+
     def prepare(attacker: Attacker) -> Callable[[], None]:
-        body = build(attacker.config)
-        body = protobuf.compressed(body) if compressed else body
-        return lambda: attacker.grpc_call(path, body, compressed=compressed)
-
-    return _again(prepare)
-
-
-def _refused_http(build: documents.Build) -> Callable[[Attacker], None]:
-    def prepare(attacker: Attacker) -> Callable[[], None]:
-        request = build(attacker.config).request(attacker.config)
+        request = build(attacker.config)
 
         def once() -> None:
-            sock = attacker.http()
-            with sock:
-                attacker.answered(attacker.exchange(sock, request))
+            with contextlib.closing(attacker.http()) as sock:
+                attacker.exchange(sock, request)
 
         return once
 
-    return _again(prepare)
+    return prepare
 
 
-def _cut_off(attacker: Attacker) -> Callable[[], None]:
-    """A gRPC message of which half comes before the stream ends."""
-    half = h2.message(bytes(16 << 20))[: 8 << 20]
+def http_body(build: messages.BuildBody) -> Prepare:
+    """Post a body on a connection of its own, and wait for its answer."""
+    return http_request(lambda config: build(config).request(config.model))
 
-    def once() -> None:
-        with attacker.grpc() as sock:
-            peer = h2.Http2Peer()
-            attacker.send(sock, peer.begin())
-            attacker.answered(str(attacker.call(sock, peer, protobuf.RANK, half)))
 
-    return once
+def grpc_call(
+    path: str,
+    build: messages.Build,
+    *extra: tuple[bytes, bytes],
+    form: Form = "plain",
+) -> Prepare:
+    """Make a call on a connection of its own, with further headers.
+
+    The message is sent as it is, compressed, as if it were compressed, or with its prefix in it.
+    """
+
+    def prepare(attacker: Attacker) -> Callable[[], None]:
+        body = build(attacker.config)
+        if form == "gzip":
+            body = messages.compressed(body)
+        is_gzip = form in ("gzip", "as gzip")
+        if form != "framed":
+            body = h2.message(body, compressed=is_gzip)
+        headers = ((b"grpc-encoding", b"gzip"), *extra) if is_gzip else extra
+        return lambda: attacker.call(path, body, headers)
+
+    return prepare
 
 
 def _messages() -> Iterator[Attack]:
-    for name, (path, build, row) in protobuf.MESSAGES.items():
-        for compressed in (True, False):
-            run = _grpc(path, build, compressed=compressed)
-            method = path.rpartition("/")[2]
-            about = f"{method}, {'gzip' if compressed else 'as it is'}"
-            # The last entry of a key is the one that counts, so this one is valid.
-            outcome: Outcome = "any" if name == "grpc-lookup-one-feature" else "refused"
-            yield Attack(name if compressed else f"{name}-plain", row, "message", run, outcome, about=about)
-    bombs: tuple[tuple[str, protobuf.Build], ...] = (
-        ("grpc-gzip-bomb", lambda config: protobuf.bomb(900)),
-        ("grpc-gzip-cut", lambda config: protobuf.bomb(1)[:-100]),
-        ("grpc-gzip-garbage", lambda config: b"\x1f\x8b" + bytes(1 << 20)),
-    )
-    for name, build in bombs:
-        yield Attack(name, "own", "message", _compressed_already(build), "refused", about="what it says is gzip")
-    for name, (body, row, limit_ms) in documents.BODIES.items():
-        yield Attack(name, row, "message", _http(body), "refused", limit_ms)
-    for name, allowed in documents.ALLOWED.items():
-        yield Attack(name, "own", "message", _http(allowed), "any", LARGEST_JSON_MS, about="as much as is allowed")
-    yield Attack("grpc-reflection-v1", "15", "message", http2.reflection("v1", 1), "served")
-    yield Attack("grpc-reflection-v1alpha", "15", "message", http2.reflection("v1alpha", 1), "served")
+    for name, (path, build, row) in messages.MESSAGES.items():
+        # The last entry of a key is the one that counts, so this one is valid.
+        outcome: Outcome = "any" if name == "grpc-lookup-one-feature" else "refused"
+        method = path.rpartition("/")[2]
+        packed, plain = few_times(grpc_call(path, build, form="gzip")), few_times(grpc_call(path, build))
+        yield Attack(name, row, "message", packed, outcome, about=f"{method}, gzip")
+        yield Attack(f"{name}-plain", row, "message", plain, outcome, about=f"{method}, as it is")
+    for name, build in messages.GZIP_BODIES.items():
+        run = few_times(grpc_call(messages.GRPC_INFER, build, form="as gzip"))
+        yield Attack(name, "own", "message", run, "refused", about="what it says is gzip")
+    for name, (body, row, limit_ms) in messages.BODIES.items():
+        yield Attack(name, row, "message", few_times(http_body(body)), "refused", limit_ms)
+    for name, allowed in messages.ALLOWED.items():
+        run = few_times(http_body(allowed))
+        yield Attack(name, "own", "message", run, "any", LARGEST_JSON_MS, about="as much as is allowed")
+    for version in ("v1", "v1alpha"):
+        run = few_times(grpc_call(floods.REFLECTION.format(version), floods.one_reflection, form="framed"))
+        yield Attack(f"grpc-reflection-{version}", "15", "message", run, "served")
     for name, header, value in (
         ("nul", b"x-request-id", b"a\0b"),
         ("lf", b"x-request-id", b"a\nb: c"),
         ("cr", b"x-request-id", b"a\rb"),
         ("upper-case", b"X-Request-Id", b"a"),
     ):
-        yield Attack(f"h2-header-{name}", "12", "message", http2.bad_header(header, value), "refused")
-    for name, row, request in (
-        ("http1-gzip-chunked", "12", http1.gzip_chunked),
-        ("http1-trailers", "12", http1.long_trailers),
-        ("http1-no-host", "12", http1.no_host),
-        ("http1-two-hosts", "12", http1.two_hosts),
-        ("http1-nul", "12", http1.nul_in_header),
-        ("http1-two-lengths", "own", http1.two_lengths),
-        ("http1-length-and-chunks", "own", http1.length_and_chunks),
-        ("http1-long-head", "own", http1.long_head),
-    ):
-        yield Attack(name, row, "message", http1.post(request), "refused")
-    yield Attack("http1-upgrade-h2c", "14", "message", http1.post(http1.upgrade_h2c), "served")
-
-
-def _compressed_already(build: protobuf.Build) -> Callable[[Attacker], None]:
-    def run(attacker: Attacker) -> None:
-        body = build(attacker.config)
-        for _ in range(attacker.config.repeats):
-            attacker.tally.messages += 1
-            with attacker.span():
-                attacker.grpc_call(protobuf.INFER, body, compressed=True)
-            time.sleep(PAUSE_S)
-
-    return run
-
-
-_SLOW = (
-    "http1-unread",
-    "http1-pipelined-unread",
-    "http1-small-chunks",
-    "http1-slow-head",
-    "http1-slow-body",
-    "h2-untaken",
-)
+        call = grpc_call(messages.GRPC_LOOKUP, partial(messages.lookup_of_rows, rows=1), (header, value))
+        yield Attack(f"h2-header-{name}", "12", "message", few_times(call), "refused")
+    for name, (request, row) in messages.HEADS.items():
+        yield Attack(name, row, "message", few_times(http_request(request)), "refused")
+    yield Attack("http1-upgrade-h2c", "14", "message", few_times(http_request(messages.UPGRADE_H2C)), "served")
 
 
 def _floods() -> Iterator[Attack]:
-    for name, row, frames, each in (
-        ("h2-one-byte-data", "4", http2.one_byte_data, 700),
-        ("h2-ended-stream-data", "4", http2.ended_stream_data, 700),
-        ("h2-new-headers", "6", http2.new_headers, 1),
-        ("h2-rapid-reset", "11", http2.rapid_reset, 50),
-        ("h2-made-resets", "11", http2.made_resets, 50),
-        ("h2-ping", "11", http2.ping, 500),
-        ("h2-settings", "11", http2.settings, 500),
-        ("h2-table-sizes", "11", http2.table_sizes, 1000),
-        ("h2-window-update", "11", http2.window_updates, 500),
-        ("h2-empty-data", "11", http2.empty_data, 700),
-        ("h2-continuation", "11", http2.continuation, 500),
-        ("h2-empty-continuation", "11", http2.empty_continuation, 500),
-        ("h2-priority", "own", http2.priority, 500),
-        ("h2-unknown-frames", "own", http2.unknown_frames, 500),
-        ("h2-header-bomb", "own", http2.header_bomb, 1),
+    idle, slow = floods.IDLE_CONNECTIONS, floods.SLOW_CONNECTIONS
+    for name, row, run, least_s in (
+        ("h2-one-byte-data", "4", floods.frames(floods.one_byte_data, 700), 0),
+        ("h2-ended-stream-data", "4", floods.frames(floods.ended_stream_data, 700), 0),
+        ("h2-new-headers", "6", floods.frames(floods.new_headers, 1), 0),
+        ("h2-rapid-reset", "11", floods.frames(floods.rapid_reset, 50), 0),
+        ("h2-made-resets", "11", floods.frames(floods.made_resets, 50), 0),
+        ("h2-ping", "11", floods.same_frame(wire.frame(wire.PING, 0, 0, bytes(8))), 0),
+        ("h2-settings", "11", floods.same_frame(wire.settings({wire.INITIAL_WINDOW_SIZE: 65_535})), 0),
+        (
+            "h2-table-sizes",
+            "11",
+            floods.same_frame(
+                wire.settings({wire.HEADER_TABLE_SIZE: 0}) + wire.settings({wire.HEADER_TABLE_SIZE: 4096})
+            ),
+            0,
+        ),
+        ("h2-window-update", "11", floods.same_frame(wire.window_update(0, 1)), 0),
+        ("h2-empty-data", "11", floods.frames(floods.empty_data, 700), 0),
+        ("h2-continuation", "11", floods.frames(floods.continuation(h2.header(b"a", b"b")), 500), 0),
+        ("h2-empty-continuation", "11", floods.frames(floods.continuation(b""), 500), 0),
+        ("h2-priority", "own", floods.same_frame(wire.frame(wire.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16)))), 0),
+        ("h2-unknown-frames", "own", floods.same_frame(wire.frame(0x7F, 0, 0, bytes(8))), 0),
+        ("h2-header-bomb", "own", floods.frames(floods.header_bomb, 1), 0),
+        ("http1-pipelined-unread", "3", floods.pipelined(reads=False), SLOW_FLOOD_S),
+        ("h2-reflection-100k", "8", floods.reflection("v1alpha"), 0),
+        ("h2-reflection-v1-100k", "8", floods.reflection("v1"), 0),
+        ("http1-idle", "9", floods.hold("http", idle, floods.nothing), 0),
+        ("h2-idle", "9", floods.hold("grpc", idle, floods.nothing), 0),
+        ("http1-reconnect", "11", floods.reconnect("http", lambda attacker: floods.GET[:-4], waits=False), 0),
+        ("h2-reconnect", "11", floods.reconnect("grpc", floods.call_of_nothing), 0),
+        ("http1-malformed", "13", floods.reconnect("http", lambda attacker: floods.NOT_HTTP), 0),
+        (
+            "http1-unread",
+            "13",
+            floods.hold("http", floods.UNREAD_CONNECTIONS, floods.unread, reads=False),
+            SLOW_FLOOD_S,
+        ),
+        ("http1-small-chunks", "own", floods.endless_body(b"1\r\n \r\n", 500), SLOW_FLOOD_S),
+        ("http1-chunk-extensions", "own", floods.endless_body(b"1;a=" + b"x" * 1000 + b"\r\n \r\n", 10), 0),
+        ("http1-endless-head", "own", floods.endless_head, 0),
+        ("http1-slow-head", "own", floods.hold("http", slow, floods.slow_head), SLOW_FLOOD_S),
+        ("http1-slow-body", "own", floods.hold("http", slow, floods.slow_body), SLOW_FLOOD_S),
+        ("h2-preface-garbage", "own", floods.reconnect("grpc", floods.preface_garbage), 0),
+        ("h2-untaken", "own", floods.untaken, SLOW_FLOOD_S),
     ):
-        yield Attack(name, row, "flood", http2.flood(frames, each), must_end=True)
-    for name, row, run in (
-        ("http1-pipelined-unread", "3", http1.pipelined(reads=False)),
-        ("h2-reflection-100k", "8", http2.reflection("v1alpha", http2.REFLECTED)),
-        ("h2-reflection-v1-100k", "8", http2.reflection("v1", http2.REFLECTED)),
-        ("http1-idle", "9", http1.idle(lambda attacker: attacker.config.http_port)),
-        ("h2-idle", "9", http1.idle(lambda attacker: attacker.config.grpc_port)),
-        ("http1-reconnect", "11", http1.reconnect),
-        ("h2-reconnect", "11", http2.reconnect),
-        ("http1-malformed", "13", http1.malformed),
-        ("http1-unread", "13", http1.unread),
-        ("http1-small-chunks", "own", http1.small_chunks),
-        ("http1-chunk-extensions", "own", http1.chunk_extensions),
-        ("http1-endless-head", "own", http1.endless_head),
-        ("http1-slow-head", "own", http1.slow_head),
-        ("http1-slow-body", "own", http1.slow_body),
-        ("h2-preface-garbage", "own", http2.preface_garbage),
-        ("h2-untaken", "own", http2.untaken),
-    ):
-        yield Attack(name, row, "flood", run, must_end=True, least_s=10.0 if name in _SLOW else 0.0)
+        yield Attack(name, row, "flood", run, must_end=True, least_s=least_s)
     # Each of these is answered as it asks to be: load, which is to be held back and need not be ended.
-    yield Attack("http1-pipelined", "3", "flood", http1.pipelined(reads=True))
-    yield Attack("http1-reconnect-get", "own", "flood", http1.reconnect_get)
-    yield Attack("http1-metrics", "10", "flood", http1.metrics)
+    yield Attack("http1-pipelined", "3", "flood", floods.pipelined(reads=True))
+    yield Attack("http1-reconnect-get", "own", "flood", floods.reconnect("http", lambda attacker: floods.GET))
+    yield Attack("http1-metrics", "10", "flood", floods.metrics)
 
 
 def _refusals() -> Iterator[Attack]:
-    for name, run in (
-        ("refused-grpc-int64", _refused_grpc(protobuf.INFER, protobuf.input_varints, compressed=True)),
-        ("refused-grpc-outputs", _refused_grpc(protobuf.INFER, protobuf.MESSAGES["grpc-outputs"][1], compressed=True)),
-        ("refused-grpc-features", _refused_grpc(protobuf.LOOKUP, protobuf.lookup_of_features, compressed=False)),
-        ("refused-grpc-cut-off", _again(_cut_off)),
-        ("refused-json-lookup", _refused_http(documents.BODIES["json-lookup-wrong-end"][0])),
-        ("refused-json-rank", _refused_http(documents.BODIES["json-rank-wrong-end"][0])),
-        ("refused-oip-json", _refused_http(documents.BODIES["oip-json-inputs"][0])),
+    outputs = messages.MESSAGES["grpc-outputs"][1]
+    for name, prepare in (
+        ("refused-grpc-int64", grpc_call(messages.GRPC_INFER, messages.GRPC_INT64, form="gzip")),
+        ("refused-grpc-outputs", grpc_call(messages.GRPC_INFER, outputs, form="gzip")),
+        ("refused-grpc-features", grpc_call(messages.GRPC_LOOKUP, messages.GRPC_FEATURES)),
+        # Half of a message comes before the stream ends.
+        (
+            "refused-grpc-cut-off",
+            grpc_call(messages.GRPC_RANK, messages.half_message, form="framed"),
+        ),
+        ("refused-json-lookup", http_body(messages.BODIES["json-lookup-wrong-end"][0])),
+        ("refused-json-rank", http_body(messages.BODIES["json-rank-wrong-end"][0])),
+        ("refused-oip-json", http_body(messages.BODIES["oip-json-inputs"][0])),
     ):
-        yield Attack(name, "2", "refused", run, "refused")
+        yield Attack(name, "2", "refused", many_times(prepare), "refused")
 
 
 ATTACKS: dict[str, Attack] = {one.name: one for one in (*_messages(), *_floods(), *_refusals())}
 
 
 def attack_named(name: str) -> Attack:
-    """The attack. Raises DrillError for a name that there isn't."""
+    """Return the attack. Raises DrillError for a name that there isn't."""
     if name not in ATTACKS:
         raise DrillError(f"attack {name!r}: there are {', '.join(ATTACKS)}")
     return ATTACKS[name]
+
+
+def attack(config: AttackConfig) -> None:
+    """Run an attack in this process, and print its tally."""
+    if config.core is not None:
+        os.sched_setaffinity(0, {config.core})
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    attacker = Attacker(config)
+    attack_named(config.name).run(attacker)
+    sys.stdout.write(attacker.tally.model_dump_json() + "\n")
+
+
+if __name__ == "__main__":
+    attack(module_config(AttackConfig))

@@ -1,38 +1,167 @@
-"""Mutated requests on connections: what is sent, and what the answers are. No I/O.
+"""Mutated requests of one kind: mutations of valid ones, the same for the same seed, and the connections they go over.
 
-Each `Channel` is one connection's worth: a batch of bytes out, answers in, and whether another batch may follow.
+`python -m loadtest.drill.hostile.fuzz CONFIG` with a file that holds a `FuzzConfig` as JSON sends them, in a process of
+its own. Its one line on stdout is a `FuzzTally`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TypeAlias
 
-from loadtest.drill.hostile.documents import Body
-from loadtest.drill.hostile.mutate import Mutator
-from loadtest.drill.hostile.peer import (
-    END_HEADERS,
-    END_STREAM,
-    HEADERS,
-    PING,
-    Http2Peer,
-    Reply,
-    call_headers,
-    frame,
-    message,
-)
+import numpy as np
+import uvloop
+from pydantic import BaseModel, Field
+
+from loader.snapshot.manifest import Frozen
+from loadtest.drill.hostile import messages
+from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses
+from loadtest.drill.hostile.messages import Body
+from loadtest.drill.hostile.peer import Http2Peer, call_headers, message
+from loadtest.drill.processes import module_config
+from loadtest.serving_cost.shape import Shape, workload
+from loadtest.workloads.payloads import Api, Payloads
+from loadtest.workloads.synthetic import SyntheticWorkload
+from serving.api.grpc.wire import DEFAULT_FRAME_SIZE, END_HEADERS, END_STREAM, HEADERS, PING, frame
+from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER, FrameType
+from shard_node.wire.messages import encode_info, encode_pool
 
+Surface: TypeAlias = Literal["json", "oip-http", "grpc", "http1-bytes", "http2-bytes", "wire", "wire-bytes"]
+# Of all mutations. Those that cost a connection each are fewer.
+SHARES: dict[Surface, float] = {
+    "json": 0.35,
+    "oip-http": 0.2,
+    "grpc": 0.3,
+    "http1-bytes": 0.04,
+    "http2-bytes": 0.06,
+    "wire": 0.04,
+    "wire-bytes": 0.01,
+}
+CONNECTIONS: dict[Surface, int] = {"http1-bytes": 64, "http2-bytes": 32, "wire-bytes": 64}
+CORPUS = 12
+ANSWER_S, RAW_ANSWER_S = 10.0, 0.25
+MAX_REFUSED = 3000
+MAX_EXAMPLES = 5
+POOLED_TABLE = 0
 BODIES_EACH, CALLS_EACH, RAW_CALLS_EACH, FRAMES_EACH = 16, 32, 4, 16
 LAST_GET = b"GET /healthz HTTP/1.1\r\nhost: drill\r\nconnection: close\r\n\r\n"
 LAST_ID = 2**63
-_MAX_REQUEST_BYTES = 30_000
+MAX_REQUEST_BYTES = 30_000
 _WIRE_STATUS = struct.Struct("<H")
 # A deadline that passed, and what a busy server sheds.
 _ALLOWED = frozenset({"HTTP 503", "HTTP 504", "wire 503", "wire 504"})
 _BLAMES = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
+
+# What lengths and numbers become: the edges of one, two, four and eight bytes, and a little beyond.
+EDGES = tuple(
+    sorted({value for bits in (7, 8, 15, 16, 24, 31, 32, 63, 64) for value in (2**bits - 1, 2**bits)} | {0, 1})
+)
+_DIGITS = re.compile(rb"\d+")
+_MAX_INSERTED = 16
+_MAX_REPEATED = 64
+
+Mutation = Callable[[random.Random, bytearray, Sequence[bytes]], None]
+
+
+def flip_bits(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """Up to four bits become the other ones."""
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) * 8)
+        data[at >> 3] ^= 1 << (at & 7)
+
+
+def insert(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """Random bytes come in."""
+    at = rng.randint(0, len(data))
+    data[at:at] = rng.randbytes(rng.randint(1, _MAX_INSERTED))
+
+
+def delete(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """A range goes."""
+    at = rng.randrange(len(data))
+    del data[at : at + rng.randint(1, max(1, len(data) // 8))]
+
+
+def repeat(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """A range comes a few times."""
+    at = rng.randrange(len(data))
+    data[at:at] = data[at : at + rng.randint(1, _MAX_REPEATED)] * rng.randint(1, 4)
+
+
+def splice(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """Goes on as another request."""
+    other = rng.choice(corpus)
+    data[rng.randrange(len(data)) :] = other[rng.randrange(len(other)) :]
+
+
+def truncate(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """Ends early."""
+    del data[rng.randrange(len(data)) :]
+
+
+def lie(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """A number of one, two, four or eight bytes, which may be a length, becomes an edge."""
+    size = rng.choice((1, 2, 4, 8))
+    at = rng.randrange(len(data))
+    value = rng.choice(EDGES) & (1 << 8 * size) - 1
+    data[at : at + size] = value.to_bytes(size, rng.choice(("little", "big")))
+
+
+def lie_varint(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """A byte becomes a varint of up to ten bytes."""
+    at = rng.randrange(len(data))
+    data[at : at + 1] = b"\xff" * rng.randint(1, 10) + rng.choice((b"\x01", b"\x7f", b"\x00"))
+
+
+def lie_in_text(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+    """A number in digits becomes an edge, negative at times."""
+    at = rng.randrange(len(data))
+    if (found := _DIGITS.search(data, at)) is not None:
+        data[found.start() : found.end()] = rng.choice((b"%d", b"-%d", b"%d.5", b"%de9")) % rng.choice(EDGES)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    flip_bits,
+    insert,
+    delete,
+    repeat,
+    splice,
+    truncate,
+    lie,
+    lie_varint,
+    lie_in_text,
+)
+
+
+class Mutator:
+    """Draws mutated requests without end, from valid ones; `keep` bytes at the begin of each stay as they are."""
+
+    def __init__(self, seed: str, corpus: Sequence[bytes], keep: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._corpus = corpus
+        self._keep = keep
+
+    def next(self) -> bytes:
+        """One more: one to three mutations of one of them."""
+        rng = self._random
+        whole = rng.choice(self._corpus)
+        data = bytearray(whole[self._keep :])
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            if data:
+                rng.choice(MUTATIONS)(rng, data, self._corpus)
+        return whole[: self._keep] + bytes(data)
 
 
 def blames_server(answer: str) -> bool:
@@ -42,262 +171,155 @@ def blames_server(answer: str) -> bool:
     return answer in _BLAMES or answer.startswith("grpc ")
 
 
-class Channel(Protocol):
-    """One connection's worth of mutated requests."""
+class Channel:
+    """One connection's worth of mutated requests: a batch of bytes out, answers in. No I/O.
 
-    @property
-    def done(self) -> bool:
-        """Whether all answers to the batch are here, and another batch may follow."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to come and the connection is to be closed."""
-
-    def batch(self) -> tuple[bytes, int]:
-        """(bytes to send, mutated requests in them). Called for a new connection and whenever `done`."""
-
-    def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """(answer, the request that got it) of what came. Raises ValueError if it isn't the protocol."""
-
-    def out(self) -> bytes:
-        """What must be sent in between."""
-
-
-class Responses:
-    """Cuts HTTP/1.1 responses from a stream: `feed` gives their statuses. Bodies are skipped."""
-
-    def __init__(self) -> None:
-        self._in = b""
-
-    def feed(self, data: bytes) -> list[int]:
-        """The statuses of responses that are whole now. Raises ValueError."""
-        self._in += data
-        found: list[int] = []
-        while True:
-            head, end, rest = self._in.partition(b"\r\n\r\n")
-            if not end:
-                return found
-            if not head.startswith(b"HTTP/1.1 "):
-                raise ValueError(f"not a response: {head[:40]!r}")
-            length = 0
-            for line in head.lower().split(b"\r\n"):
-                if line.startswith(b"content-length:"):
-                    length = int(line[len(b"content-length:") :])
-            if b"transfer-encoding: chunked" in head.lower():
-                _, end, rest = rest.partition(b"0\r\n\r\n")
-                if not end:
-                    return found
-            elif len(rest) < length:
-                return found
-            else:
-                rest = rest[length:]
-            self._in = rest
-            found.append(int(head[9:12]))
-
-
-class Bodies:
-    """Mutated bodies under valid heads, several ahead on one connection.
-
-    Args:
-        mutators: of bodies, each with a request that it shall look like.
-        model: its name.
+    Attributes:
+        done: whether all answers to the batch are here, and another batch may follow.
+        over: whether nothing more is to come and the connection is to be closed.
+        peer: what must be known of a connection over HTTP/2.
     """
 
-    over = False
-
-    def __init__(self, mutators: Sequence[tuple[Body, Mutator]], model: str) -> None:
-        self._mutators, self._model = mutators, model
-        self._waiting: list[bytes] = []
-        self._responses = Responses()
-        self._turn = 0
-
-    @property
-    def done(self) -> bool:
-        """As `Channel.done`."""
-        return not self._waiting
+    def __init__(self) -> None:
+        self.done = self.over = False
+        self.peer = Http2Peer()
 
     def batch(self) -> tuple[bytes, int]:
-        """As `Channel.batch`."""
-        for _ in range(BODIES_EACH):
-            like, mutator = self._mutators[self._turn % len(self._mutators)]
-            self._turn += 1
-            body = mutator.next()
-            lines = [f"POST {like.path.format(model=self._model)} HTTP/1.1", "host: drill"]
-            lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in like.headers.items())]
-            self._waiting.append(("\r\n".join(lines) + "\r\n\r\n").encode() + body)
+        """Return bytes to send, and how many mutated requests they are. For a new connection, and whenever `done`."""
+        raise NotImplementedError
+
+    def feed(self, data: bytes) -> list[tuple[str, bytes]]:
+        """Return answers that came, each with the request that got it. Raises ValueError if it isn't the protocol."""
+        raise NotImplementedError
+
+
+class Bodies(Channel):
+    """Mutated bodies, each under the head of a request that it shall look like, several ahead on one connection."""
+
+    def __init__(self, mutators: Sequence[tuple[Body, Mutator]], model: str) -> None:
+        super().__init__()
+        self._mutators, self._model = itertools.cycle(mutators), model
+        self._waiting: list[bytes] = []
+        self._responses = Responses()
+
+    def batch(self) -> tuple[bytes, int]:
+        """Return requests that are sent ahead."""
+        for like, mutator in itertools.islice(self._mutators, BODIES_EACH):
+            self._waiting.append(replace(like, body=mutator.next()).request(self._model))
+        self.done = False
         return b"".join(self._waiting), BODIES_EACH
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """As `Channel.feed`."""
+        """Return answers, which are in the order of the requests."""
         found = self._responses.feed(data)
         requests, self._waiting = self._waiting[: len(found)], self._waiting[len(found) :]
+        self.done = not self._waiting
         return [(f"HTTP {status}", request) for status, request in zip(found, requests, strict=False)]
 
-    def out(self) -> bytes:
-        """As `Channel.out`."""
-        return b""
 
-
-class RawHttp:
+class RawHttp(Channel):
     """One mutated request, head and all, and a valid one behind it that closes the connection."""
 
-    done = over = False
-
     def __init__(self, mutator: Mutator) -> None:
+        super().__init__()
         self._mutator = mutator
         self._responses = Responses()
         self._request = b""
 
     def batch(self) -> tuple[bytes, int]:
-        """As `Channel.batch`."""
+        """Return both requests."""
         self._request = self._mutator.next()
         return self._request + LAST_GET, 1
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """As `Channel.feed`."""
+        """Return answers to either."""
         return [(f"HTTP {status}", self._request) for status in self._responses.feed(data)]
 
-    def out(self) -> bytes:
-        """As `Channel.out`."""
-        return b""
 
+class Calls(Channel):
+    """Mutated messages of gRPC methods by path, in valid calls, many at a time on one connection."""
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """Messages of one gRPC method, mutated."""
-
-    path: str
-    mutator: Mutator
-
-
-class Calls:
-    """Mutated messages in valid gRPC calls, many at a time on one connection."""
-
-    over = False
-
-    def __init__(self, methods: Sequence[Method]) -> None:
-        self._methods = methods
-        self._peer = Http2Peer()
-        self._begun = False
+    def __init__(self, methods: Sequence[tuple[str, Mutator]]) -> None:
+        super().__init__()
+        self._methods = itertools.cycle(methods)
+        self._begin = self.peer.begin()
         self._requests: dict[int, bytes] = {}
-        self._turn = 0
-
-    @property
-    def done(self) -> bool:
-        """As `Channel.done`."""
-        return not self._requests
 
     def batch(self) -> tuple[bytes, int]:
-        """As `Channel.batch`; fewer calls, or none, while the server's window is too small."""
-        peer, made, count = self._peer, bytearray(b"" if self._begun else self._peer.begin()), 0
-        self._begun = True
-        while count < CALLS_EACH:
-            method = self._methods[self._turn % len(self._methods)]
-            self._turn += 1
-            body = message(method.mutator.next()[:_MAX_REQUEST_BYTES])
+        """Return calls; fewer, or none, while the server's window is too small."""
+        peer, made = self.peer, bytearray(self._begin)
+        self._begin = b""
+        while len(self._requests) < CALLS_EACH:
+            path, mutator = next(self._methods)
+            body = message(mutator.next()[:MAX_REQUEST_BYTES])
             if peer.window < len(body):
                 break
             stream = peer.open()
-            made += frame(HEADERS, END_HEADERS, stream, call_headers(method.path))
-            for first in range(0, len(body), 16_384):
-                made += peer.data(stream, body[first : first + 16_384], last=first + 16_384 >= len(body))
-            self._requests[stream] = method.path.encode() + b" " + body
-            count += 1
-        return bytes(made), count
+            made += frame(HEADERS, END_HEADERS, stream, call_headers(path))
+            for first in range(0, len(body), DEFAULT_FRAME_SIZE):
+                made += peer.data(
+                    stream, body[first : first + DEFAULT_FRAME_SIZE], last=first + DEFAULT_FRAME_SIZE >= len(body)
+                )
+            self._requests[stream] = path.encode() + b" " + body
+        self.done = False
+        return bytes(made), len(self._requests)
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """As `Channel.feed`."""
-        peer = self._peer
-        peer.feed(data)
-        if peer.goaway:
-            raise ValueError(f"GOAWAY {peer.goaway}")
-        ended = [stream for stream, reply in peer.replies.items() if reply.ended]
-        return [(str(peer.replies.pop(stream)), self._requests.pop(stream)) for stream in ended]
-
-    def out(self) -> bytes:
-        """As `Channel.out`."""
-        out = bytes(self._peer.out)
-        self._peer.out.clear()
-        return out
+        """Return answers by stream."""
+        self.peer.feed(data)
+        found = [(str(reply), self._requests.pop(stream)) for stream, reply in self.peer.ended().items()]
+        self.done = not self._requests
+        return found
 
 
-class RawHttp2:
+class RawHttp2(Channel):
     """A few mutated calls, frames and all, and a PING behind them."""
 
     def __init__(self, frames: Mutator) -> None:
+        super().__init__()
         self._frames = frames
-        self._peer = Http2Peer()
         self._sent = b""
 
-    @property
-    def done(self) -> bool:
-        """As `Channel.done`: the connection is not used again, so it is done when it is over."""
-        return False
-
-    @property
-    def over(self) -> bool:
-        """Whether the server has answered the PING or said goodbye."""
-        return bool(self._peer.pongs) or self._peer.goaway is not None
-
     def batch(self) -> tuple[bytes, int]:
-        """As `Channel.batch`."""
+        """Return a whole connection's bytes."""
         for number in range(RAW_CALLS_EACH):
-            self._peer.replies[2 * number + 1] = Reply()
+            self.peer.open()
             made = bytearray(self._frames.next())
             if len(made) > 9 and number:
                 # The corpus has its calls on stream 1.
-                made[5:9] = struct.pack(">I", 2 * number + 1)
+                made[5:9] = struct.pack(">I", self.peer.last_stream)
             self._sent += bytes(made)
-        return self._peer.begin() + self._sent + frame(PING, 0, 0, b"drilling"), RAW_CALLS_EACH
+        return self.peer.begin() + self._sent + frame(PING, 0, 0, b"drilling"), RAW_CALLS_EACH
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """As `Channel.feed`."""
-        self._peer.feed(data)
-        ended = [stream for stream, reply in self._peer.replies.items() if reply.ended]
-        found = [(str(self._peer.replies.pop(stream)), self._sent) for stream in ended]
-        if self._peer.goaway is not None:
-            found.append((f"GOAWAY {self._peer.goaway}", self._sent))
-        return found
-
-    def out(self) -> bytes:
-        """As `Channel.out`."""
-        out = bytes(self._peer.out)
-        self._peer.out.clear()
-        return out
+        """Return answers, until the server has answered the PING or said goodbye."""
+        peer = self.peer
+        peer.feed(data)
+        goodbye = [] if peer.goaway is None else [f"GOAWAY {peer.goaway}"]
+        self.over = bool(peer.pongs or goodbye)
+        replies = [str(peer.replies.pop(stream)) for stream, reply in list(peer.replies.items()) if reply.ended]
+        return [(answer, self._sent) for answer in (*replies, *goodbye)]
 
 
 def call_frames(path: str, body: bytes) -> bytes:
-    """A valid call on stream 1 as frames."""
+    """Return a valid call on stream 1 as frames."""
     head = frame(HEADERS, END_HEADERS, 1, call_headers(path))
-    return head + frame(0, END_STREAM, 1, message(body)[:16_384])
+    return head + frame(0, END_STREAM, 1, message(body)[:DEFAULT_FRAME_SIZE])
 
 
-class Wire:
+class Wire(Channel):
     """Mutated frames of the protocol between router and shard nodes, and a valid one behind them.
 
-    Args:
-        mutator: of frames.
-        raw: whether headers are mutated too; then one a connection, else `FRAMES_EACH` a batch.
+    If they are `raw`, headers are mutated too, one a connection; else `FRAMES_EACH` a batch.
     """
 
     def __init__(self, mutator: Mutator, *, raw: bool) -> None:
+        super().__init__()
         self._mutator, self._raw = mutator, raw
-        self._in = b""
-        self._sent = b""
-        self._answered = False
-
-    @property
-    def done(self) -> bool:
-        """As `Channel.done`."""
-        return self._answered and not self._raw
-
-    @property
-    def over(self) -> bool:
-        """As `Channel.over`."""
-        return self._answered and self._raw
+        self._in = self._sent = b""
 
     def batch(self) -> tuple[bytes, int]:
-        """As `Channel.batch`."""
+        """Return frames, with ids of their own and true lengths unless they are raw."""
         made = [self._mutator.next() for _ in range(1 if self._raw else FRAMES_EACH)]
         if not self._raw:
             for number, one in enumerate(made):
@@ -305,11 +327,11 @@ class Wire:
                 body = one[HEADER.size :]
                 made[number] = HEADER.pack(magic, version, kind, number + 1, len(body), budget) + body
         self._sent = b"".join(made)
-        self._answered = False
+        self.done = False
         return self._sent + HEADER.pack(b"SHRK", 1, FrameType.INFO, LAST_ID, 0, 0), len(made)
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """As `Channel.feed`."""
+        """Return answers, until that to the valid frame is here."""
         self._in += data
         found = []
         while len(self._in) >= HEADER.size:
@@ -322,11 +344,204 @@ class Wire:
             if kind == FrameType.ERROR:
                 found.append((f"wire {_WIRE_STATUS.unpack_from(body, 8)[0]}", self._sent))
             elif request_id == LAST_ID:
-                self._answered = True
+                self.done, self.over = not self._raw, self._raw
             else:
                 found.append((f"wire {FrameType(kind).name}", self._sent))
         return found
 
-    def out(self) -> bytes:
-        """As `Channel.out`."""
-        return b""
+
+class FuzzConfig(Frozen):
+    """What to send.
+
+    Attributes:
+        attack: where to, and from where; for `wire` the HTTP port is the shard node's.
+        schema_digest: of packed requests; empty for a server that has none.
+        folder: gets the requests that got a wrong answer.
+    """
+
+    attack: AttackConfig
+    shape: Shape
+    surface: Surface
+    mutations: int
+    schema_digest: str = ""
+    folder: Path
+
+
+class FuzzTally(BaseModel):
+    """What came of it: how often each answer or end came, how many blame the server, and examples of those."""
+
+    mutations: int = 0
+    answers: Counter[str] = Field(default_factory=Counter)
+    wrong_answers: int = 0
+    examples: list[str] = []
+
+
+def small(shape: Shape) -> SyntheticWorkload:
+    """Requests of 1 to 3 candidates with 0 to 2 ids a bag."""
+    return workload(shape.model_copy(update={"candidates": "1-3:2"}), "mlp", 1)
+
+
+def corpus(shape: Shape, api: Api, seed: int = 0) -> list[bytes]:
+    """Bodies of small valid requests."""
+    return [one.body for one in Payloads(small(shape), api, count=CORPUS, seed=seed, timeout_ms=1000)]
+
+
+def lookups(shape: Shape) -> list[bytes]:
+    """Bodies of small valid lookups in JSON."""
+    names = [feature.name for feature in small(shape).spec.features]
+    features = ",".join(f'"{name}":[[{number}],[],[1,2]]' for number, name in enumerate(names[:3]))
+    return [('{"sparse":{' + features + '},"timeout_ms":1000,"request_id":"a"}').encode()]
+
+
+def packed(shape: Shape, model: str, digest: str) -> list[bytes]:
+    """Small valid rank requests in the packed form."""
+    rng, made = np.random.default_rng(1), []
+    for candidates in (1, 3):
+        lengths = rng.integers(0, 3, candidates * shape.features, dtype=np.int32)
+        request = ranking_pb2.RankRequest(model=model, num_candidates=candidates, timeout_ms=1000)
+        request.packed.schema_digest = digest
+        request.packed.ids = rng.integers(0, shape.rows, int(lengths.sum()), dtype=np.int64).tobytes()
+        request.packed.lengths = lengths.tobytes()
+        request.packed.candidate_dense = rng.standard_normal(candidates * shape.dense, dtype=np.float32).tobytes()
+        made.append(request.SerializeToString())
+    return made
+
+
+def pool_frames(shape: Shape, model: str) -> list[bytes]:
+    """Small valid frames to a shard node."""
+    drawn, rng, made = small(shape), np.random.default_rng(2), []
+    for _ in range(CORPUS):
+        bags = drawn.request(rng).bags
+        chosen = type(bags)(
+            np.full(1, POOLED_TABLE, np.int32),
+            np.array([bags.bags_per_key.sum()], np.int64),
+            bags.offsets,
+            bags.values,
+        )
+        made.append(b"".join(bytes(part) for part in encode_pool(1, 1_000_000, model, 1, chosen)))
+    return [*made, b"".join(bytes(part) for part in encode_info(1))]
+
+
+def channels(config: FuzzConfig) -> Callable[[], Channel]:
+    """Makes a channel for each new connection; all of them draw from the same mutators."""
+    model, shape, surface = config.attack.model, config.shape, config.surface
+    seed = f"{config.attack.seed} {surface}"
+    if surface == "json":
+        pairs = [
+            (Body(messages.HTTP_RANK, b""), Mutator(seed + "r", corpus(shape, "json"))),
+            (Body(messages.HTTP_LOOKUP, b""), Mutator(seed + "l", lookups(shape))),
+        ]
+        return lambda: Bodies(pairs, model)
+    if surface == "oip-http":
+        payloads = Payloads(small(shape), "oip-http", count=CORPUS, timeout_ms=1000)
+        bodies = [Body(messages.HTTP_INFER, one.body, dict(one.headers)) for one in payloads]
+        # The length of the header belongs to each body, so each is mutated by itself.
+        found = [(one, Mutator(f"{seed}{number}", [one.body])) for number, one in enumerate(bodies)]
+        return lambda: Bodies(found, model)
+    if surface == "grpc":
+        methods = [
+            (messages.GRPC_RANK, Mutator(seed + "m", corpus(shape, "grpc"))),
+            (messages.GRPC_RANK, Mutator(seed + "p", packed(shape, model, config.schema_digest))),
+            (messages.GRPC_INFER, Mutator(seed + "o", corpus(shape, "oip-grpc"))),
+        ]
+        return lambda: Calls(methods)
+    if surface == "http1-bytes":
+        whole = [Body(messages.HTTP_RANK, body).request(model) for body in corpus(shape, "json")[:4]]
+        whole += [Body(messages.HTTP_LOOKUP, body).request(model) for body in lookups(shape)]
+        http1 = Mutator(seed, [*whole, b"GET /healthz HTTP/1.1\r\nhost: drill\r\naccept: */*\r\n\r\n"])
+        return lambda: RawHttp(http1)
+    if surface == "http2-bytes":
+        http2 = Mutator(seed, [call_frames(messages.GRPC_RANK, body) for body in corpus(shape, "grpc")[:4]])
+        return lambda: RawHttp2(http2)
+    raw = surface == "wire-bytes"
+    frames = Mutator(seed, pool_frames(shape, model), keep=0 if raw else HEADER.size)
+    return lambda: Wire(frames, raw=raw)
+
+
+class Fuzzer:
+    """Sends mutated requests over several connections."""
+
+    def __init__(self, config: FuzzConfig) -> None:
+        self._config = config
+        self._attacker = Attacker(config.attack)
+        self._make = channels(config)
+        self._tally = FuzzTally()
+        self._refused = 0
+        self._timeout_s = RAW_ANSWER_S if config.surface.endswith("-bytes") else ANSWER_S
+
+    async def run(self) -> FuzzTally:
+        """Send them all."""
+        await asyncio.gather(*(self._work() for _ in range(CONNECTIONS.get(self._config.surface, 4))))
+        return self._tally
+
+    async def _work(self) -> None:
+        """Use one connection after the other."""
+        over_grpc = self._config.surface in ("grpc", "http2-bytes")
+        while self._tally.mutations < self._config.mutations:
+            try:
+                sock = self._attacker.grpc() if over_grpc else self._attacker.http()
+            except EndedError as error:
+                self._tally.answers[str(error)] += 1
+                self._refused += 1
+                if self._refused > MAX_REFUSED:
+                    raise
+                self._attacker.next_source()
+                await asyncio.sleep(0.01)
+                continue
+            self._refused = 0
+            sock.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=sock)
+            try:
+                how = await self._use(self._make(), reader, writer)
+            except TimeoutError:
+                how = "no answer"
+            except OSError:
+                how = "reset"
+            except ValueError as error:
+                how = str(error)[:40]
+            finally:
+                writer.close()
+            if how:
+                self._tally.answers[how] += 1
+
+    async def _use(self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Send batches over a connection. Returns how it ended; nothing if the drill ended it."""
+        while self._tally.mutations < self._config.mutations:
+            data, count = channel.batch()
+            self._tally.mutations += count
+            writer.write(data)
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    got = await reader.read(1 << 18)
+                    if not got:
+                        return "closed"
+                    self._count(channel.feed(got))
+                    writer.write(channel.peer.taken_out())
+                    if channel.over:
+                        return ""
+                    if channel.done:
+                        break
+        return ""
+
+    def _count(self, answers: list[tuple[str, bytes]]) -> None:
+        for answer, request in answers:
+            self._tally.answers[answer] += 1
+            if blames_server(answer):
+                self._tally.wrong_answers += 1
+                if len(self._tally.examples) < MAX_EXAMPLES:
+                    path = self._config.folder / f"wrong-{self._config.surface}-{len(self._tally.examples)}.bin"
+                    with contextlib.suppress(OSError):
+                        path.write_bytes(request)
+                    self._tally.examples.append(f"{answer} to {request[-300:]!r}; whole in {path.name} (--keep)")
+
+
+def main() -> None:
+    """Run the program."""
+    config = module_config(FuzzConfig)
+    if config.attack.core is not None:
+        os.sched_setaffinity(0, {config.attack.core})
+    sys.stdout.write(uvloop.run(Fuzzer(config).run()).model_dump_json() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 import struct
-import urllib.parse
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import grpc
 import hpack
+from hpack.hpack import encode_integer
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
-END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
-PADDED, PRIORITISED = 0x8, 0x20
-SETTING_HEADER_TABLE, SETTING_STREAMS, SETTING_WINDOW, SETTING_FRAME = 1, 3, 4, 5
-DEFAULT_WINDOW = 65_535
-FRAME_BYTES = 16_384
-LARGEST_WINDOW = 2**31 - 1
-KEPT_BODY_BYTES = 1 << 20
-# By number, https://grpc.io/docs/guides/status-codes/
-STATUS_NAMES = (
-    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
-    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
-    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+from serving.api.grpc.wire import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    DEFAULT_FRAME_SIZE,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEAD,
+    GOAWAY,
+    HEAD_BYTES,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_WINDOW,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    settings,
+    window_update,
 )
 
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
-    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
-
-
-def settings(values: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
-    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in values.items()))
-
-
-def window_update(stream: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame."""
-    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", increment))
-
-
-def number(value: int, prefix_bits: int, first: int) -> bytes:
-    """An integer of HPACK (RFC 7541, 5.1) behind the bits of `first`."""
-    most = (1 << prefix_bits) - 1
-    if value < most:
-        return bytes((first | value,))
-    made, value = bytearray((first | most,)), value - most
-    while value >= 128:
-        made.append(value & 127 | 128)
-        value >>= 7
-    made.append(value)
-    return bytes(made)
+# https://grpc.io/docs/guides/status-codes/
+STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def header(name: bytes, value: bytes, *, indexed: bool = False) -> bytes:
     """A literal header, as it is; `indexed` asks the server to remember it."""
     first = b"\x40" if indexed else b"\x00"
-    return first + number(len(name), 7, 0) + name + number(len(value), 7, 0) + value
+    return first + encode_integer(len(name), 7) + name + encode_integer(len(value), 7) + value
 
 
 def block(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -90,22 +74,18 @@ class Reply:
     Attributes:
         status: the HTTP status; None before there is one.
         code: the gRPC status; None before there is one.
-        text: the gRPC status message.
-        body: the first MiB.
         reset: the code of a RST_STREAM.
         ended: whether nothing more comes.
     """
 
     status: int | None = None
     code: int | None = None
-    text: str = ""
-    body: bytes = b""
     reset: int | None = None
     ended: bool = False
 
     def __str__(self) -> str:
         if self.code is not None:
-            return STATUS_NAMES[self.code] if 0 <= self.code < len(STATUS_NAMES) else f"grpc {self.code}"
+            return STATUS_NAMES.get(self.code, f"grpc {self.code}")
         if self.reset is not None:
             return f"RST_STREAM {self.reset}"
         return f"HTTP {self.status}" if self.status is not None else "nothing"
@@ -141,8 +121,8 @@ class Http2Peer:
     def begin(self) -> bytes:
         """The preface, with windows as large as they may be unless answers shall not be taken."""
         if not self._opens_window:
-            return PREFACE + settings({SETTING_WINDOW: 0})
-        return PREFACE + settings({SETTING_WINDOW: LARGEST_WINDOW}) + window_update(0, LARGEST_WINDOW - DEFAULT_WINDOW)
+            return PREFACE + settings({INITIAL_WINDOW_SIZE: 0})
+        return PREFACE + settings({INITIAL_WINDOW_SIZE: MAX_WINDOW}) + window_update(0, MAX_WINDOW - DEFAULT_WINDOW)
 
     def open(self, *, watched: bool = True) -> int:
         """The number of a new stream."""
@@ -152,9 +132,21 @@ class Http2Peer:
             self.stream_windows[self.last_stream] = self.initial_window
         return self.last_stream
 
+    def taken_out(self) -> bytes:
+        """Return what must be sent in answer, once."""
+        out = bytes(self.out)
+        self.out.clear()
+        return out
+
+    def ended(self) -> dict[int, Reply]:
+        """Return the replies that are whole, by stream, once. Raises ValueError after a GOAWAY for an error."""
+        if self.goaway:
+            raise ValueError(f"GOAWAY {self.goaway}")
+        return {stream: self.replies.pop(stream) for stream, reply in list(self.replies.items()) if reply.ended}
+
     def room(self, stream: int) -> int:
         """Bytes that may be sent on a stream now, at most a frame's."""
-        return min(self.window, self.stream_windows.get(stream, self.initial_window), FRAME_BYTES)
+        return min(self.window, self.stream_windows.get(stream, self.initial_window), DEFAULT_FRAME_SIZE)
 
     def data(self, stream: int, body: bytes | memoryview, *, last: bool) -> bytes:
         """A DATA frame, counted against the windows."""
@@ -166,16 +158,14 @@ class Http2Peer:
     def feed(self, data: bytes) -> None:
         """Takes bytes of the server. Raises ValueError if they are not HTTP/2."""
         self._in += data
-        at = 0
-        while len(self._in) - at >= 9:
-            size = int.from_bytes(self._in[at : at + 3], "big")
-            if len(self._in) - at < 9 + size:
+        while len(self._in) >= HEAD_BYTES:
+            high, low, kind, flags, stream = FRAME_HEAD.unpack_from(self._in)
+            end = HEAD_BYTES + (high << 8 | low)
+            if len(self._in) < end:
                 break
-            kind, flags = self._in[at + 3], self._in[at + 4]
-            stream = int.from_bytes(self._in[at + 5 : at + 9], "big") & 0x7FFFFFFF
-            self._take(kind, flags, stream, bytes(self._in[at + 9 : at + 9 + size]))
-            at += 9 + size
-        del self._in[:at]
+            payload = bytes(self._in[HEAD_BYTES:end])
+            del self._in[:end]
+            self._take(kind, flags, stream & MAX_WINDOW, payload)
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind in (HEADERS, CONTINUATION):
@@ -185,9 +175,6 @@ class Http2Peer:
             if kind == HEADERS and flags & END_STREAM:
                 self._ended(stream)
         elif kind == DATA:
-            reply = self.replies.get(stream)
-            if reply is not None and len(reply.body) < KEPT_BODY_BYTES:
-                reply.body += payload
             if self._opens_window and payload:
                 self.out += window_update(0, len(payload))
             if flags & END_STREAM:
@@ -224,8 +211,6 @@ class Http2Peer:
                 reply.status = int(value)
             elif name == b"grpc-status":
                 reply.code = int(value)
-            elif name == b"grpc-message":
-                reply.text = urllib.parse.unquote(value.decode("latin-1"))
 
     def _ended(self, stream: int) -> None:
         if (reply := self.replies.get(stream)) is not None:
@@ -235,7 +220,7 @@ class Http2Peer:
     def _settings(self, payload: bytes) -> None:
         for at in range(0, len(payload) - 5, 6):
             name, value = struct.unpack_from(">HI", payload, at)
-            if name == SETTING_WINDOW:
+            if name == INITIAL_WINDOW_SIZE:
                 change, self.initial_window = value - self.initial_window, value
                 for stream in self.stream_windows:
                     self.stream_windows[stream] += change

@@ -1,13 +1,16 @@
-"""What the drill found, and whether it is as it must be. Pure."""
+"""What the drill found, and whether it is as it must be."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile.catalog import Attack
+from loadtest.drill.running import Report
 
 MAX_RATIO_P99 = 3.0
 MAX_MEMORY_GROWTH_BYTES = 64 << 20
@@ -30,35 +33,41 @@ REFUSED = frozenset(
 _PROTOCOL_ERRORS = frozenset({"RST_STREAM 1", "GOAWAY 1", "RST_STREAM 11", "GOAWAY 11"})
 
 
-class Seen(Frozen):
+class AttackMeasures(Frozen):
+    """What a record and what was seen of an attack have in common.
+
+    Attributes:
+        bytes_sent, messages: of the attacker.
+        valid_requests, valid_failures, valid_p99_ms: of the valid clients, from the attack's begin to its end; latency
+            from when requests were due.
+        memory_before_bytes, memory_peak_bytes, memory_after_bytes: resident, of the server.
+    """
+
+    bytes_sent: int
+    messages: int
+    valid_requests: int
+    valid_failures: int
+    valid_p99_ms: float | None
+    memory_before_bytes: int
+    memory_peak_bytes: int
+    memory_after_bytes: int
+
+
+class Seen(AttackMeasures):
     """What was measured of one attack.
 
     Attributes:
-        bytes_sent, messages, connections: of the attacker.
-        answers, ends: how often each answer, and each end of a connection, came.
         stalls_ms: longest time in which a probe got no answer, of each message or of the whole flood.
-        valid_requests, valid_failures: of the valid clients, from the attack's begin to its end.
-        valid_p99_ms: of those, from when they were due; None without any.
-        seconds: that the attack took.
-        memory_before_bytes, memory_peak_bytes, memory_after_bytes: resident memory of the server.
         log_lines, tracebacks: that the server wrote; 0 if its log isn't the drill's.
         failures: of the first valid requests that failed.
         stopped: why the attack was stopped before its end; empty if it was not.
     """
 
-    bytes_sent: int
-    messages: int
     connections: int
     answers: Mapping[str, int]
     ends: Mapping[str, int]
     stalls_ms: tuple[float, ...]
-    valid_requests: int
-    valid_failures: int
-    valid_p99_ms: float | None
     seconds: float
-    memory_before_bytes: int
-    memory_peak_bytes: int
-    memory_after_bytes: int
     log_lines: int = 0
     tracebacks: int = 0
     failures: tuple[str, ...] = ()
@@ -72,56 +81,31 @@ class Seen(Frozen):
     @property
     def ended_by(self) -> str:
         """The most frequent answers and ends."""
-        counts = {**self.answers, **self.ends}
-        most = sorted(counts.items(), key=lambda pair: -pair[1])[:3]
+        most = Counter({**self.answers, **self.ends}).most_common(3)
         return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in most)
 
 
-class AttackResult(Frozen):
-    """One attack's record.
-
-    Attributes:
-        name, row, kind: the attack's.
-        bytes_sent, messages, ended_by, longest_stall_ms, valid_requests, valid_failures, valid_p99_ms,
-            memory_before_bytes, memory_peak_bytes, memory_after_bytes: as in `Seen`.
-        steady_p99_ms: of the valid clients before the attacks, with the attackers' core busy.
-        passed: whether there are no problems.
-        problems: what is not as it must be.
-        seen: all of it.
-    """
+class AttackResult(AttackMeasures):
+    """One attack's record; `steady_p99_ms` is of the valid clients before, with the attackers' core busy."""
 
     name: str
     row: str
     kind: str
-    bytes_sent: int
-    messages: int
     ended_by: str
     longest_stall_ms: float
-    valid_requests: int
-    valid_failures: int
-    valid_p99_ms: float | None
     steady_p99_ms: float
-    memory_before_bytes: int
-    memory_peak_bytes: int
-    memory_after_bytes: int
     passed: bool
     problems: tuple[str, ...]
     seen: Seen
 
 
 class FuzzResult(Frozen):
-    """What came of mutated requests.
+    """What came of mutated requests of one kind.
 
     Attributes:
-        name: what was mutated.
-        mutations: that were sent.
-        seconds: that it took.
-        answers: how often each answer or end came.
-        wrong_answers: how many were statuses that no client's mistake may have.
+        wrong_answers: how many were statuses that no client's mistake may have; `examples` has requests that got them.
         tracebacks: in the server's log.
         same_answers: whether valid requests are answered as before, bit by bit.
-        memory_before_bytes, memory_after_bytes: resident memory of the server.
-        examples: of requests that got a wrong answer, and the answer.
         stopped: why it ended early; empty if it did not.
     """
 
@@ -151,17 +135,14 @@ class FuzzResult(Frozen):
         return (*found, *((self.stopped,) if self.stopped else ()))
 
 
-class HostileReport(Frozen):
-    """What the drill found.
+class HostileReport(Report):
+    """What the drill found; `steady_*` is of valid clients and probes, with the attackers' core busy."""
 
-    Attributes:
-        machine: where it ran.
-        seed: of what was drawn.
-        seconds: of each flood.
-        steady_p99_ms, steady_stall_ms: of valid clients and probes, with the attackers' core busy.
-        steady_requests: valid ones by then.
-        attacks, fuzz: what came of each.
-    """
+    COLUMNS = (
+        *("name", "row", "bytes_sent", "messages", "mutations", "seconds", "longest_stall_ms", "valid_failures"),
+        *("valid_p99_ms", "wrong_answers", "tracebacks", "same_answers"),
+        *("memory_before_bytes", "memory_peak_bytes", "memory_after_bytes", "ended_by", "passed"),
+    )
 
     machine: str
     seed: int
@@ -172,31 +153,26 @@ class HostileReport(Frozen):
     attacks: tuple[AttackResult, ...]
     fuzz: tuple[FuzzResult, ...] = ()
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it did not pass."""
-        attacks = [f"{one.name}: {problem}" for one in self.attacks for problem in one.problems]
-        return (*attacks, *(f"fuzz {one.name}: {problem}" for one in self.fuzz for problem in one.problems))
+
+def hostile_report(attacks: Sequence[AttackResult], fuzz: Sequence[FuzzResult], **facts: Any) -> HostileReport:
+    """Draw up the report; `facts` are its remaining fields."""
+    problems = [f"{one.name}: {problem}" for one in attacks for problem in one.problems]
+    problems += [f"fuzz {one.name}: {problem}" for one in fuzz for problem in one.problems]
+    details = tuple(f"{one.name}: {example}" for one in fuzz for example in one.examples)
+    return HostileReport(attacks=tuple(attacks), fuzz=tuple(fuzz), problems=tuple(problems), details=details, **facts)
 
 
 def judge(attack: Attack, seen: Seen, steady_p99_ms: float) -> AttackResult:
-    """The record of an attack."""
+    """Make the record of an attack."""
     problems = tuple(_problems(attack, seen, steady_p99_ms))
     return AttackResult(
+        **seen.model_dump(include=set(AttackMeasures.model_fields)),
         name=attack.name,
         row=attack.row,
         kind=attack.kind,
-        bytes_sent=seen.bytes_sent,
-        messages=seen.messages,
         ended_by=seen.ended_by,
         longest_stall_ms=seen.longest_stall_ms,
-        valid_requests=seen.valid_requests,
-        valid_failures=seen.valid_failures,
-        valid_p99_ms=seen.valid_p99_ms,
         steady_p99_ms=steady_p99_ms,
-        memory_before_bytes=seen.memory_before_bytes,
-        memory_peak_bytes=seen.memory_peak_bytes,
-        memory_after_bytes=seen.memory_after_bytes,
         passed=not problems,
         problems=problems,
         seen=seen,

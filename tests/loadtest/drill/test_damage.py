@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from loader.registry.opening import open_registry
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.answers import RECORD
-from loadtest.drill.broken_report import Attempt, make_broken_report
+from loadtest.drill.broken import Attempt, make_broken_report
 from loadtest.drill.damage import (
     Damage,
     DamageKind,
@@ -22,11 +21,12 @@ from loadtest.drill.damage import (
     forge_nan_row,
     forge_nan_weight,
     forge_without_table,
+    publish_to_full_disk,
     random_damages,
 )
-from loadtest.drill.full_disk import publish_to_full_disk
+from loadtest.drill.fleet import running_redis
+from loadtest.drill.load import RECORD
 from loadtest.drill.oracle import OracleShape, OracleWriter
-from loadtest.drill.redis_process import running_redis
 from shardrank_testing.serving_api import run
 
 SMALL = OracleShape(items=600, users=300, tags=50)

@@ -44,7 +44,6 @@ def test_a_fleet_whose_redis_and_a_shard_node_are_killed_at_the_flip_ends_in_one
         courses=("beside",),
         only_steps=("flip",),
         victims=("shard-node", "redis"),
-        redis_down_s=0.5,
     )
     report = asyncio.run(run_crash_drill(config, tmp_path))
     assert report.cases == 2

@@ -7,11 +7,9 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from loadtest.drill.hostile import documents, http1, protobuf
-from loadtest.drill.hostile.attacker import AttackConfig, Attacker
+from loadtest.drill.hostile import messages
+from loadtest.drill.hostile.attacker import AttackConfig
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 
@@ -28,7 +26,7 @@ CONFIG = AttackConfig(
 
 
 def built(name: str) -> bytes:
-    return protobuf.MESSAGES[name][1](CONFIG)
+    return messages.MESSAGES[name][1](CONFIG)
 
 
 def infer(name: str) -> open_inference_pb2.ModelInferRequest:
@@ -37,7 +35,7 @@ def infer(name: str) -> open_inference_pb2.ModelInferRequest:
 
 def test_sixteen_kilobytes_become_eight_million_outputs():
     body = built("grpc-outputs")
-    assert len(protobuf.compressed(body)) < 20_000
+    assert len(messages.compressed(body)) < 20_000
     message = open_inference_pb2.ModelInferRequest.FromString(body)
     assert len(message.outputs) == 8_000_000
     assert message.model_name == CONFIG.model
@@ -65,51 +63,58 @@ def test_a_lookup_and_a_rank_request_have_a_million_features():
     assert len(message.candidates.sparse[CONFIG.features[0]].ids) == 1_000_000
 
 
-@pytest.mark.parametrize("name", list(protobuf.MESSAGES))
+@pytest.mark.parametrize("name", list(messages.MESSAGES))
 def test_a_message_stays_within_the_limit_in_bytes(name):
     assert 20_000 < len(built(name)) <= LIMIT
 
 
-@pytest.mark.parametrize("name", list(documents.BODIES))
+@pytest.mark.parametrize("name", list(messages.BODIES))
 def test_a_body_stays_within_the_limit_in_bytes_as_it_is_sent(name):
-    body = documents.BODIES[name][0](CONFIG)
+    body = messages.BODIES[name][0](CONFIG)
     assert 0 < len(body.body) <= LIMIT
-    head, _, rest = body.request(CONFIG).partition(b"\r\n\r\n")
+    head, _, rest = body.request(CONFIG.model).partition(b"\r\n\r\n")
     assert rest == body.body
     assert f"content-length: {len(rest)}".encode() in head
     assert CONFIG.model.encode() in head
 
 
 def test_what_is_wrong_stands_at_the_very_end():
-    lookup = json.loads(documents.full_lookup(CONFIG, '"x"').body)["sparse"]
+    lookup = json.loads(messages.full_lookup(CONFIG, '"x"').body)["sparse"]
     assert lookup[CONFIG.features[-1]][-1][-1] == "x"
     ids = [one for bags in lookup.values() for bag in bags for one in bag]
     assert 1_000_000 < len(ids) <= 1 << 20
     assert [one for one in ids if not isinstance(one, int)] == ["x"]
-    rank = json.loads(documents.full_rank(CONFIG, '"x"').body)["candidates"]
+    rank = json.loads(messages.full_rank(CONFIG, '"x"').body)["candidates"]
     assert rank["dense"][-1][-1] == "x"
     assert {len(row) for row in rank["dense"]} == {13}
 
 
 def test_what_is_as_large_as_allowed_is_within_the_limits():
-    bags = json.loads(documents.full_lookup(CONFIG).body)["sparse"]
-    assert sum(map(len, bags.values())) * documents.DIM <= documents.MAX_FLOATS
-    answer = http1.full_answer(Attacker(CONFIG)).body
-    assert 0.99 < sum(map(len, json.loads(answer)["sparse"].values())) * documents.DIM / documents.MAX_FLOATS <= 1
+    bags = json.loads(messages.full_lookup(CONFIG).body)["sparse"]
+    assert sum(map(len, bags.values())) * messages.DIM <= messages.MAX_FLOATS
+    answer = messages.full_answer(CONFIG).body
+    assert 0.99 < sum(map(len, json.loads(answer)["sparse"].values())) * messages.DIM / messages.MAX_FLOATS <= 1
 
 
 def test_a_bomb_grows_a_thousandfold():
-    assert len(protobuf.bomb(900)) <= LIMIT
-    assert len(gzip.decompress(protobuf.bomb(2))) == 2 * protobuf.BOMB_BYTES
+    assert len(messages.bomb(900)) <= LIMIT
+    assert len(gzip.decompress(messages.bomb(2))) == 2 * messages.BOMB_BYTES
 
 
 def test_groups_are_as_deep_as_the_message_is_long():
     body = built("grpc-unknown-groups")
-    opened = np.frombuffer(body, np.uint8) == protobuf.tag(15, protobuf.GROUP)[0]
+    opened = np.frombuffer(body, np.uint8) == messages.tag(15, messages.GROUP)[0]
     assert int(opened.sum()) > 7_999_000
 
 
-@given(value=st.integers(0, 2**64 - 1))
-def test_a_varint_is_that_of_protobuf(value):
-    message = open_inference_pb2.InferParameter(uint64_param=value)
-    assert message.SerializeToString() == protobuf.tag(5, protobuf.VARINT) + protobuf.varint(value)
+@pytest.mark.parametrize("name", list(messages.HEADS))
+def test_a_head_that_is_wrong_is_of_a_lookup_of_the_model(name):
+    request = messages.HEADS[name][0](CONFIG)
+    assert request.startswith(b"POST /v1/models/bench-mlp:lookup HTTP/1.1\r\n")
+    assert len(request) < LIMIT + 1_000_000
+
+
+def test_a_body_that_is_not_whole_ends_in_the_middle_of_its_message():
+    half = messages.half_message(CONFIG)
+    assert int.from_bytes(half[1:5], "big") == LIMIT
+    assert len(half) - 5 == LIMIT // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtest.drill.hostile.catalog import ATTACKS, Attack, attack_named
-from loadtest.drill.hostile.report import FuzzResult, HostileReport, Seen, judge
+from loadtest.drill.hostile.report import FuzzResult, HostileReport, Seen, hostile_report, judge
 
 MB = 1_000_000
 MESSAGE = attack_named("grpc-outputs")
@@ -121,15 +121,15 @@ def test_mutated_requests_are_judged_by_answers_tracebacks_memory_and_what_comes
     changes = {"wrong_answers": 1, "tracebacks": 1, "same_answers": False, "memory_after_bytes": 100 * MB}
     bad = good.model_copy(update={**changes, "stopped": "ended"})
     assert len(bad.problems) == 5
-    report = HostileReport(
+    report = hostile_report(
+        (judge(FLOOD, seen(), STEADY_MS), judge(MESSAGE, seen(valid_failures=1), STEADY_MS)),
+        (good, bad),
         machine="m",
         seed=0,
         seconds=30,
         steady_p99_ms=STEADY_MS,
         steady_stall_ms=9,
         steady_requests=600,
-        attacks=(judge(FLOOD, seen(), STEADY_MS), judge(MESSAGE, seen(valid_failures=1), STEADY_MS)),
-        fuzz=(good, bad),
     )
     assert len(report.problems) == 7
     assert report.problems[0] == "h2-ping: the source was never ended or refused"

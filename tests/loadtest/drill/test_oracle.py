@@ -7,9 +7,7 @@ import pytest
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.oracle import FACTORS, OracleShape, OracleWriter, letter_of, table_rows
-from loadtest.drill.questions import make_questions
-from loadtest.drill.verdict import Kind, judge
+from loadtest.drill.oracle import FACTORS, Kind, OracleShape, OracleWriter, judge, letter_of, make_questions, table_rows
 from serving.embedded import Ranker
 
 SMALL = OracleShape(items=700, users=300, tags=50)

@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.answers import RECORD
-from loadtest.drill.memory import MemorySample, sample_memory, slope_mb_per_swap
-from loadtest.drill.swap_report import Span, Swap, SwapReport, is_stale, make_swap_report, overlaps
-from loadtest.drill.verdict import Kind
+from loadtest.drill.load import RECORD, Span, overlaps
+from loadtest.drill.oracle import Kind
+from loadtest.drill.swap import (
+    MemorySample,
+    Swap,
+    SwapReport,
+    is_stale,
+    make_swap_report,
+    sample_memory,
+    slope_mb_per_swap,
+)
 
 FACTS: dict[str, Any] = {
     "rows_mb": 4.0,
@@ -56,12 +63,9 @@ def during(count: int = 50, ms: float = 4.0, version: int = 2) -> list[tuple[Any
     return [record(12 + 0.01 * n, ms, version) for n in range(count)]
 
 
-def test_the_keys_of_the_report_that_people_rely_on_come_first_under_their_names():
-    names = list(report_of(*steady(), *during()).model_dump())
-    assert names[:10] == [
-        *("swaps", "answers", "failed", "mixed", "wrong", "p99_ms_steady", "p99_ms_during_swap", "ratio_p99"),
-        *("rss_mb_before", "rss_mb_after"),
-    ]
+def test_the_report_has_the_keys_that_people_rely_on():
+    names = {"swaps", "answers", "failed", "mixed", "wrong", "p99_ms_steady", "p99_ms_during_swap", "ratio_p99"}
+    assert {*names, "rss_mb_before", "rss_mb_after"} <= report_of(*steady(), *during()).model_dump().keys()
 
 
 def test_a_drill_in_which_all_is_well_has_no_problems():
@@ -154,6 +158,6 @@ def test_overlaps_are_those_of_the_definition(bounds: list[float], requests: lis
 def test_memory_is_that_of_the_processes_and_a_slope_needs_some_samples():
     sample = sample_memory(3, {"me": os.getpid()})
     assert sample.after_swaps == 3
-    assert sample.total_rss_mb > sample.total_uss_mb > 1
+    assert sample.rss_mb["me"] > sample.uss_mb["me"] > 1
     assert slope_mb_per_swap(samples(10, 13, 16)) is None
     assert slope_mb_per_swap(samples(*range(10, 70, 3))) == pytest.approx(3.0)

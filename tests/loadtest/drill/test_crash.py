@@ -8,12 +8,20 @@ from pydantic import ValidationError
 
 from loader.registry.fleet import Canary, NodeRecord, VersionReport, WantedModel
 from loader.rollout.plan import Rollout, plan_steps
-from loadtest.drill.answers import RECORD
-from loadtest.drill.crash import CrashDrillConfig
-from loadtest.drill.crash_cases import COURSES, PROCESSES, REDIS, CrashCase, crash_cases
-from loadtest.drill.crash_report import CrashCourse, CrashReport, make_crash_report
-from loadtest.drill.settled import unsettled
-from loadtest.drill.verdict import Kind
+from loadtest.drill.crash import (
+    COURSES,
+    PROCESSES,
+    REDIS,
+    CrashCase,
+    CrashCourse,
+    CrashDrillConfig,
+    CrashReport,
+    crash_cases,
+    make_crash_report,
+)
+from loadtest.drill.fleet import unsettled
+from loadtest.drill.load import RECORD
+from loadtest.drill.oracle import Kind
 
 NODES = ("shard-0-0", "shard-1-0")
 WORKERS = ("serve-0", "serve-1")

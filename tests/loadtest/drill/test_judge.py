@@ -10,12 +10,14 @@ from loadtest.drill.oracle import (
     LOGIT_SCALE,
     SCORE_TOLERANCE,
     STAMPS,
+    Kind,
     OracleShape,
+    Question,
+    judge,
     letter_of,
+    make_questions,
     sigmoid,
 )
-from loadtest.drill.questions import Question, make_questions
-from loadtest.drill.verdict import Kind, judge
 
 SHAPE = OracleShape(items=500, users=500, tags=100)
 QUESTIONS = make_questions(SHAPE.spec(), 30)
