@@ -132,7 +132,7 @@ def _plan(dim: int, share_on_card: float) -> CardPlan:
     on_card = round(PLAN_ROWS * share_on_card)
     budget = CardBudget((on_card * stride + PLAN_ROWS * PLACE_BYTES,), (PLAN_ROWS - on_card) * stride)
     partition = Partition(1, np.zeros((1, 256), np.int16))
-    return CardPlan.make(layout, partition, budget, Hotness.by_table(layout), allow_mapped=False)
+    return CardPlan.make(layout, partition, budget, Hotness.by_table(layout))
 
 
 KERNEL_NOTES = (

@@ -67,7 +67,7 @@ class CardRanking(Ranking):
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
-        scores = packed.score(batch, mapped.bags)
+        scores = packed.score(batch)
         if times is not None:
             times.lookup_s, times.rank_s = ready - began, self._clock() - ready
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)

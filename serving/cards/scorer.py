@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -116,7 +115,7 @@ class CardBatch:
         keys = np.arange(num_keys, dtype=np.int32)
         bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
         self._slot.fill(bags)
-        self._lane.launch(partial(self._pool, bags))
+        self._lane.launch(self._pool)
         if not self._layout.sequences:
             self._rank()
         self._lane.stream.synchronize()
@@ -137,13 +136,13 @@ class CardBatch:
             raise
         self._ranking = ranking
 
-    def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
+    def score(self, batch: MergedBatch) -> Float32Array:
         """Scores what was filled in: float32 [N], a copy. Blocks, without the interpreter lock, until they are here.
 
         Raises MemoryBudgetError: the card has no room for the dense model's work.
         """
         stream = self._lane.stream
-        self._lane.launch(partial(self._pool, bags))
+        self._lane.launch(self._pool)
         if self._ranking is not None:
             self._ranking.replay(stream)
         else:
@@ -159,12 +158,11 @@ class CardBatch:
         self._scores.free()
         self._down.free()
 
-    def _pool(self, bags: KeyedBags) -> None:
+    def _pool(self) -> None:
         if self._pooling is None:
             self._slot.enqueue()
         else:
             self._pooling.replay(self._lane.stream)
-        self._slot.add_mapped(bags)
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
         """Puts the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""

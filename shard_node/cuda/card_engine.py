@@ -16,14 +16,11 @@ from shard_node.cuda.card_rows import CardRows, LookupCounts
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.host_pool import HostPool
 from shard_node.cuda.lane import Lane
-from shard_node.cuda.mapped_rows import MappedRows
 from shard_node.cuda.output_runs import MAX_BATCH_VALUES
-from shard_node.cuda.places import CARD, HOST, HOT
 from shard_node.cuda.row_checks import RowChecks
 from shard_node.cuda.row_writer import RowWriter
 from shard_node.cuda.write_order import WriteOrder
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
-from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
@@ -45,8 +42,6 @@ class CardEngine:
         arenas: filled, one for each group of the layout, in its order. They belong to the engine from here on, and
             are freed by `close`. If making the engine fails they still belong to the caller.
         plan: where the rows are; its partition says which are here.
-        mapped: holds the rows that the plan leaves in the mapped snapshot; belongs to the engine as the arenas do. Its
-            layout is the same; tables without such rows are on no card of it. None if there are no such rows.
 
     Attributes:
         card_set: as given.
@@ -62,7 +57,6 @@ class CardEngine:
         card_set: CardSet,
         arenas: Sequence[ArenaOnCards],
         plan: CardPlan,
-        mapped: CpuEngine | None = None,
     ) -> None:
         cards = card_set.cards
         self.card_set = card_set
@@ -82,7 +76,6 @@ class CardEngine:
                 arenas=self._arenas,
                 order=WriteOrder(streams),
                 checks=RowChecks(layout, plan.partition),
-                mapped=None if mapped is None else MappedRows(plan, mapped),
                 counters=self._counters.memories,
                 lookups=LookupCounts(layout),
             )
@@ -100,11 +93,6 @@ class CardEngine:
     def layout(self) -> TableLayout:
         """The tables in layout order."""
         return self._layout
-
-    @property
-    def has_mapped_rows(self) -> bool:
-        """Whether some rows are on no card, so that a batch takes `Slot.add_mapped` after its launches."""
-        return self._rows.mapped is not None
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
@@ -151,18 +139,13 @@ class CardEngine:
                 uses.append(MemoryUse(card, "hot", hot))
         if pinned := sum(arena.pinned_bytes for arena in self._arenas):
             uses.append(MemoryUse(0, "pinned", pinned))
-        if self._rows.mapped is not None:
-            uses.append(MemoryUse(0, "mapped", self._rows.mapped.size_bytes))
         return tuple(uses)
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
-        """Counters by table. Which tier of a table that is on cards a row came from, only the cards know."""
-        on_cards = self.plan.tier_rows[:, :, (HOT, CARD, HOST)].sum(axis=(1, 2)).tolist()
+        """Counters by table. Which tier a row came from, only the cards know."""
+        counts = self._rows.lookups.read().tolist()
         return tuple(
-            LookupCount(table.name, "card" if here or self._rows.mapped is None else "mapped", count)
-            for table, here, count in zip(
-                self._layout.tables, on_cards, self._rows.lookups.read().tolist(), strict=True
-            )
+            LookupCount(table.name, "card", count) for table, count in zip(self._layout.tables, counts, strict=True)
         )
 
     def observed_counts(self) -> dict[str, RowCounts]:
@@ -189,8 +172,6 @@ class CardEngine:
         self._free_buffers()
         for arena in self._arenas:
             arena.free()
-        if self._rows.mapped is not None:
-            self._rows.mapped.close()
 
     def _free_buffers(self) -> None:
         pools, self._pools = self._pools, []

@@ -62,9 +62,7 @@ class CardFill:
         self._num_cards = plan.num_cards
         self._upload_bytes = upload_bytes
         self._progress = progress
-        self._total_bytes = sum(
-            _stored_bytes(plan, number) for number in range(len(plan.layout.tables)) if _is_streamed(plan, number)
-        )
+        self._total_bytes = sum(_stored_bytes(plan, number) for number in range(len(plan.layout.tables)))
         self._done_bytes = 0
         self._told_bytes = 0
         self._tell()
@@ -114,7 +112,6 @@ class CardFill:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
         buckets: list[int] = np.flatnonzero(self._plan.partition.card_of_bucket[number] >= 0).tolist()
-        is_streamed = _is_streamed(self._plan, number)
         pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
         places = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
         for index in range(len(files.rows)):
@@ -125,7 +122,7 @@ class CardFill:
                 places[placed : placed + piece.size] = piece
                 placed += piece.size
             self._send_places(arena, number, index * files.rows_per_file, places[:num_rows])
-            if is_streamed:
+            if buckets:
                 self._file(arena, number, index, places[:num_rows], buckets)
 
     def _send_places(self, arena: ArenaOnCards, number: int, first_row: int, places: UInt32Array) -> None:
@@ -165,10 +162,9 @@ class CardFill:
         self, arena: ArenaOnCards, table: int, rows: Int64Array, stored: ByteArray, places: UInt32Array
     ) -> None:
         owner = owners_of(places, self._num_cards)
-        counts = np.bincount(owner, minlength=self._num_cards + 3)[: self._num_cards + 2]
+        counts = np.bincount(owner, minlength=self._num_cards + 2)
         if counts.max() < owner.size:
-            # By owner; mapped rows come last and are left out.
-            order = np.argsort(owner, kind="stable")[: counts.sum()]
+            order = np.argsort(owner, kind="stable")
             rows, stored = rows[order], stored.view(f"V{stored.shape[1]}").reshape(-1)[order].view(np.uint8)
             stored = stored.reshape(rows.size, arena.format.row_bytes)
         upload = self._next_upload()
@@ -218,12 +214,6 @@ class CardFill:
     def _tell(self) -> None:
         self._told_bytes = self._done_bytes
         self._progress("load", self._done_bytes, self._total_bytes)
-
-
-def _is_streamed(plan: CardPlan, number: int) -> bool:
-    """Whether a row of the table goes anywhere but into a mapped file."""
-    split = plan.splits[number]
-    return split.hot_rows + split.card_rows + split.host_rows > 0
 
 
 def _stored_bytes(plan: CardPlan, number: int) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
@@ -18,9 +16,7 @@ from shard_node.cuda.card_memory import CardClaim
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owner_bits
-from shard_node.engine.arena_builder import ArenaBuilder, layout_for
-from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.row_copy import RowCopy
+from shard_node.engine.arena_builder import layout_for
 from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
 from shard_node.engine.table_layout import TableLayout
 from shard_node.node import LoadedTables, Partition
@@ -75,7 +71,7 @@ class CardTableLoad:
 
     Raises:
         InvalidBagsError: the partition is for another model, or another number of cards.
-        MemoryBudgetError: a card can't even hold the places.
+        MemoryBudgetError: cards and pinned memory do not hold all rows and their places.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class CardTableLoad:
         layout = layout_for(snapshot, partition)
         card_set.check_num_cards(partition.num_cards)
         self._snapshot = snapshot
-        self._partition = partition
         self._plan_digest = plan_digest
         self._card_set = card_set
         self._upload_bytes = upload_bytes
@@ -150,28 +145,9 @@ class CardTableLoad:
                 for arena in arenas:
                     fill.arena(arena)
                 fill.finish()
-            mapped = self._mapped(progress)
-            if mapped is not None:
-                undo.callback(mapped.close)
-            engine = CardEngine(self.plan.layout, self._card_set, arenas, self.plan, mapped)
+            engine = CardEngine(self.plan.layout, self._card_set, arenas, self.plan)
             undo.pop_all()
         return engine
-
-    def _mapped(self, progress: Progress) -> CpuEngine | None:
-        """The tables of which rows stay in the mapped snapshot, whole; None if there are none."""
-        is_mapped = np.array([split.mapped_rows > 0 for split in self.plan.splits])
-        if not is_mapped.any():
-            return None
-        card_of_bucket = np.where(is_mapped[:, None], self._partition.card_of_bucket, np.int16(-1))
-        partition = replace(self._partition, card_of_bucket=card_of_bucket)
-        builder = ArenaBuilder(self._snapshot, self.plan.layout, partition)
-
-        def brought_in(what: str, done: int, total: int) -> None:
-            if what != "load":  # of which there is nothing more
-                progress(what, done, total)
-
-        copy = RowCopy(self._snapshot, 0, sum(builder.table_bytes), brought_in)
-        return builder.build(["mapped"] * len(self.plan.layout.tables), copy)
 
 
 def _budget(card_set: CardSet, memory_budget_bytes: int | None) -> CardBudget:

@@ -12,7 +12,6 @@ from shard_node.cuda.access_counts import AccessCounts
 from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.batch import BatchShapes
 from shard_node.cuda.cards import Cards, Memory
-from shard_node.cuda.mapped_rows import MappedRows
 from shard_node.cuda.row_checks import RowChecks
 from shard_node.cuda.write_order import WriteOrder
 from shard_node.engine.table_layout import TableLayout
@@ -59,7 +58,6 @@ class CardRows:
         arenas: one for each group.
         order: of row writes and lookups.
         checks: that a batch passes before it is packed.
-        mapped: rows that no card has; None if there are none.
         counters: uint64 [2] on each card, as `BatchParams.counters`.
         lookups: by table.
     """
@@ -69,6 +67,5 @@ class CardRows:
     arenas: tuple[ArenaOnCards, ...]
     order: WriteOrder
     checks: RowChecks
-    mapped: MappedRows | None
     counters: tuple[Memory, ...]
     lookups: LookupCounts

@@ -25,7 +25,7 @@ class CardOptions(Frozen):
     Attributes:
         card_memory_gb: of each card, for rows and their places. None: half of what was free when the process began,
             less a reserve, divided by the logical cards of a device; so that two versions fit side by side.
-        pinned_memory_gb: of the host, for rows that cards read in place. What is beyond stays in the mapped snapshot.
+        pinned_memory_gb: of the host, for rows that cards read in place. A version with more is refused.
         hot_gb: of each card, for copies of rows that every card has. None: what is left when every row is on a card,
             else a sixteenth.
         require_peer_access: refuse cards that can't read each other's memory, in place of leaving it unused.

@@ -17,10 +17,10 @@ import torch
 
 from shard_node.cuda.cards import Memory
 from shard_node.cuda.cupy_api import CUDA_ERRORS, OUT_OF_MEMORY, compiled, driver, runtime
-from shard_node.cuda.kernel_params import ADD_KERNEL, POOL_KERNELS, WRITE_KERNEL
+from shard_node.cuda.kernel_params import POOL_KERNELS, WRITE_KERNEL
 from shard_node.errors import CardError, MemoryBudgetError
 
-KERNELS: Final = (*POOL_KERNELS.values(), WRITE_KERNEL, ADD_KERNEL)
+KERNELS: Final = (*POOL_KERNELS.values(), WRITE_KERNEL)
 
 CAPTURING: Final = threading.RLock()
 """Held by a capture, of which there may be one at a time in a process, and while memory of a device or pinned memory is

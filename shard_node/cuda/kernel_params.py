@@ -16,8 +16,6 @@ MAX_OWNERS = MAX_CARDS + 2
 
 NOT_HERE = 0xFFFFFFFF
 """The place of a row that another node holds."""
-MAPPED = 0xFFFFFFFE
-"""The place of a row that is left in the mapped snapshot: the kernel takes it for zeros, the CPU engine adds it."""
 
 THREADS_PER_BLOCK = 256
 CHUNK_BYTES = 16
@@ -38,7 +36,6 @@ MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "none": 2}
 
 POOL_KERNELS: dict[RowDtype, str] = {dtype: f"pool_{dtype}" for dtype in ("int8", "int4", "fp16", "fp32")}
 WRITE_KERNEL = "write_rows"
-ADD_KERNEL = "add_rows"
 
 
 class TableParams(ctypes.Structure):
@@ -55,7 +52,7 @@ class ArenaParams(ctypes.Structure):
 
     rows: first byte of each owner's rows: cards 0 .. num_cards - 1, then, at num_cards, this card's own copies of the
     hot rows, and, at num_cards + 1, the host's pinned rows. 0 where an owner has none.
-    places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`, `MAPPED`.
+    places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`.
     tables: TableParams [num_tables].
     starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies.
     """
@@ -134,22 +131,4 @@ class WriteParams(ctypes.Structure):
         ("table", ctypes.c_uint32),
         ("card", ctypes.c_uint32),
         ("writes_host", ctypes.c_uint32),
-    )
-
-
-class AddParams(ctypes.Structure):
-    """Sums made elsewhere that are added to pooled bags. By value; what it points to lies on the card.
-
-    positions: int64 [num_bags], ascending, none twice: first element of each bag in out. sums: float32
-    [num_bags, embedding_dim]. One thread for each element.
-    """
-
-    _fields_ = (
-        ("positions", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("num_bags", ctypes.c_uint32),
-        ("embedding_dim", ctypes.c_uint32),
-        ("out_dtype", ctypes.c_uint32),
-        ("_pad", ctypes.c_uint32),
     )

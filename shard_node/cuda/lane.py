@@ -16,18 +16,8 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchLayout, BatchViews, RunTable, check_fits
 from shard_node.cuda.card_rows import CardRows
 from shard_node.cuda.cards import Memory
-from shard_node.cuda.kernel_params import (
-    ADD_KERNEL,
-    CHUNK_BYTES,
-    OUT_DTYPES,
-    THREADS_PER_BLOCK,
-    AddParams,
-    BatchParams,
-    OutDtype,
-)
-from shard_node.cuda.mapped_rows import MappedSums
+from shard_node.cuda.kernel_params import CHUNK_BYTES, OUT_DTYPES, BatchParams, OutDtype
 from shard_node.cuda.output_runs import BatchSize, OutputRuns, check_runs
-from shard_node.cuda.upload_buffer import UploadBuffer
 
 Launch = tuple[str, tuple[int, int], Sequence[ctypes.Structure]]
 """A kernel, its grid and what it takes."""
@@ -50,7 +40,6 @@ class Lane:
         self.rows = rows
         self.card = rows.cards.cards[card]
         self.stream = self.card.stream()
-        self._sums = UploadBuffer(rows.cards, self.card, self.stream)
         self._slots: set[Slot] = set()
         self._reader = rows.order.reader(self.stream)
 
@@ -71,7 +60,7 @@ class Lane:
         return slot
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work`, in which lookups are put on the stream: `Slot.enqueue`, a graph's replay, `Slot.add_mapped`.
+        """Runs `work`, in which lookups are put on the stream: `Slot.enqueue`, or a graph's replay.
 
         All that one `work` looks up sees every row write whole or not at all. It holds row writes up only while it
         runs, not while the card does what it was told.
@@ -120,38 +109,6 @@ class Lane:
         for kernel, grid, params in launches:
             self.card.launch(kernel, grid, params, self.stream)
 
-    def add_mapped(self, bags: KeyedBags, runs: RunTable, out: int) -> None:
-        """Pools the rows of a batch that no card has, on the host, and puts their addition to the output on the stream.
-
-        Called within `launch`, after what pools the rest.
-        """
-        if self.rows.mapped is None:
-            return
-        parts = self.rows.mapped.pool(bags, runs)
-        if not parts:
-            return
-        positions_at, sums_at, size = _sections(parts)
-        array = self._sums.reserve(size)
-        for part, first, second in zip(parts, positions_at, sums_at, strict=True):
-            array[first : first + part.positions.nbytes].view(np.int64)[:] = part.positions
-            array[second : second + part.sums.nbytes].view(np.float32)[:] = part.sums.reshape(-1)
-        address = self._sums.send(size)
-        try:
-            for part, first, second in zip(parts, positions_at, sums_at, strict=True):
-                num_bags, dim = part.sums.shape
-                params = AddParams(
-                    positions=address + first,
-                    sums=address + second,
-                    out=out,
-                    num_bags=num_bags,
-                    embedding_dim=dim,
-                    out_dtype=OUT_DTYPES[runs.runs.out_dtype],
-                )
-                grid = (-(-num_bags * dim // THREADS_PER_BLOCK), 1)
-                self.card.launch(ADD_KERNEL, grid, (params,), self.stream)
-        finally:
-            self._sums.used()
-
     def forget(self, slot: Slot) -> None:
         """Called by `Slot.close`."""
         self._slots.discard(slot)
@@ -161,7 +118,6 @@ class Lane:
         self.stream.synchronize()
         for slot in tuple(self._slots):
             slot.close()
-        self._sums.free()
         self.rows.order.forget(self._reader)
 
 
@@ -227,26 +183,9 @@ class Slot:
         self._lane.card.copy_to_card(self.batch.address, self._pinned, 0, self._size_bytes, self._lane.stream)
         self._lane.put(self._launches)
 
-    def add_mapped(self, bags: KeyedBags) -> None:
-        """Adds the rows that no card has; nothing if there are none. After `enqueue` or a replay, in the same `launch`.
-
-        Args:
-            bags: that the slot was filled with.
-        """
-        self._lane.add_mapped(bags, self._runs, self.out.address)
-
     def close(self) -> None:
         """Waits for the lane, and gives the memory back. Graphs that were captured of it end before. Idempotent."""
         self._lane.stream.synchronize()
         self._lane.forget(self)
         for memory in (self.out, self.batch, self._pinned):
             memory.free()
-
-
-def _sections(parts: Sequence[MappedSums]) -> tuple[list[int], list[int], int]:
-    """Where the positions and the sums of each part begin, aligned to 16 bytes, and where the last one ends."""
-    sizes = [size for part in parts for size in (part.positions.nbytes, part.sums.nbytes)]
-    edges = [0]
-    for size in sizes:
-        edges.append(edges[-1] + -(-size // CHUNK_BYTES) * CHUNK_BYTES)
-    return edges[0:-1:2], edges[1::2], edges[-1]

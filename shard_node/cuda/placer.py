@@ -11,13 +11,12 @@ import numpy.typing as npt
 from loader.snapshot.layout import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.bags import Int64Array
-from shard_node.cuda.kernel_params import MAPPED, NOT_HERE
+from shard_node.cuda.kernel_params import NOT_HERE
 from shard_node.cuda.places import (
     CARD,
     ELSEWHERE,
     HOST,
     HOT,
-    MAPPED_TIER,
     NUM_TIERS,
     SPLIT,
     UInt8Array,
@@ -100,7 +99,7 @@ class _Tiers:
     Attributes:
         of_key: uint8 [levels * (num_cards + 1)], by key = level * (num_cards + 1) + card; card num_cards: not here.
         split_of_key: uint8, the same shape, the number of a split key.
-        bounds: int64 [splits, 3], the ranks at which `CARD`, `HOST` and `MAPPED_TIER` begin.
+        bounds: int64 [splits, 2], the ranks at which `CARD` and `HOST` begin.
         first_rank: int64 [splits], of the key's first row.
     """
 
@@ -142,9 +141,9 @@ class _Walk:
         self._card_of_bucket = np.where(card_of_bucket < 0, cards, card_of_bucket).astype(np.uint16)
         owner = np.empty((ELSEWHERE + 1, cards + 1), np.uint8)
         owner[HOT], owner[CARD], owner[HOST] = hot_owner(cards), np.arange(cards + 1), pinned_owner(cards)
-        owner[MAPPED_TIER], owner[ELSEWHERE] = cards + 2, cards + 3
+        owner[ELSEWHERE] = cards + 2
         self._owner_of = owner.reshape(-1)
-        self._next_slot = np.zeros(cards + 4, np.int64)
+        self._next_slot = np.zeros(cards + 3, np.int64)
         self._next_rank = self._tiers.first_rank.copy()
 
     def place(self, first: int, end: int) -> UInt32Array:
@@ -156,8 +155,7 @@ class _Walk:
         rank, counts = _ranks(owner, self._next_slot)
         self._next_slot += counts
         places = encode_places(owner, rank, self._num_cards)
-        places[owner == self._num_cards + 2] = MAPPED
-        places[owner == self._num_cards + 3] = NOT_HERE
+        places[owner == self._num_cards + 2] = NOT_HERE
         return places
 
     def _tier_of(self, card: npt.NDArray[np.uint16], level: npt.NDArray[np.uint16]) -> UInt8Array:
@@ -185,7 +183,7 @@ class _Walk:
 
 
 def _tier_at(rank: Int64Array, bounds: Int64Array) -> UInt8Array:
-    """uint8 [n], the tier of each rank, int64 [n], by the ranks at which tiers begin, int64 [n, 3]."""
+    """uint8 [n], the tier of each rank, int64 [n], by the ranks at which tiers begin, int64 [n, 2]."""
     tier: UInt8Array = (rank[:, None] >= bounds).sum(axis=1, dtype=np.uint8)
     return tier
 

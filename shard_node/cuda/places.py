@@ -6,7 +6,7 @@ place = slot << owner_bits | owner
 
 Owners: cards 0 .. N - 1; N, every card (a hot row: each has a copy, at the same slot); N + 1, the host's pinned memory.
 Slots count from 0 for each table and owner. The last slot that the bits could say is never used, so that no place is
-`NOT_HERE` or `MAPPED`.
+`NOT_HERE`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.kernel_params import MAPPED, MAX_CARDS
+from shard_node.cuda.kernel_params import MAX_CARDS, NOT_HERE
 from shard_node.errors import MemoryBudgetError
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -22,8 +22,8 @@ UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
 
 # Tiers of one card's rows of a table, from the hottest on; then what is not a tier.
-HOT, CARD, HOST, MAPPED_TIER, ELSEWHERE, SPLIT = range(6)
-NUM_TIERS = 4
+HOT, CARD, HOST, ELSEWHERE, SPLIT = range(5)
+NUM_TIERS = 3
 
 
 def owner_bits(num_cards: int) -> int:
@@ -55,14 +55,14 @@ def encode_places(owners: npt.NDArray[np.integer], slots: npt.NDArray[np.integer
 
 
 def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
-    """The owner uint8 [n] of each place; num_cards + 2 for `NOT_HERE` and `MAPPED`."""
+    """The owner uint8 [n] of each place; num_cards + 2 for `NOT_HERE`."""
     owners = (places & np.uint32((1 << owner_bits(num_cards)) - 1)).astype(np.uint8)
-    owners[places >= MAPPED] = num_cards + 2
+    owners[places == NOT_HERE] = num_cards + 2
     return owners
 
 
 def slots_of(places: UInt32Array, num_cards: int) -> UInt32Array:
-    """The slot uint32 [n] of each place that is neither `NOT_HERE` nor `MAPPED`."""
+    """The slot uint32 [n] of each place that is not `NOT_HERE`."""
     slots: UInt32Array = places >> np.uint32(owner_bits(num_cards))
     return slots
 

@@ -18,7 +18,7 @@ NUM_UPLOADS = 2
 
 
 class RowWriter:
-    """Writes rows of an engine wherever they lie: on one card, on all, in pinned memory, or in mapped files.
+    """Writes rows of an engine wherever they lie: on one card, on all, or in pinned memory.
 
     Cards are sent all rows and take those that are theirs: a delta is small, and the host keeps no places.
 
@@ -42,21 +42,14 @@ class RowWriter:
 
     def write(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`."""
-        checks, mapped = self._rows.checks, self._rows.mapped
+        checks = self._rows.checks
         checks.limits.check_rows(table, rows, stored)
         here = checks.here(table, rows)
         if here is not None and not here.all():
             rows, stored = rows[here], stored[here]
-        is_mapped = None if mapped is None else mapped.which(table, rows)
-        if mapped is None or is_mapped is None or not is_mapped.any():
-            if rows.size:
-                with self._one_writer:
-                    self._write(table, rows, stored, None)
-            return rows.size
-        mapped_rows, mapped_stored = rows[is_mapped], stored[is_mapped]
-        with self._one_writer:
-            mapped.touch(table, mapped_rows)
-            self._write(table, rows[~is_mapped], stored[~is_mapped], (mapped_rows, mapped_stored))
+        if rows.size:
+            with self._one_writer:
+                self._write(table, rows, stored)
         return rows.size
 
     def free(self) -> None:
@@ -65,14 +58,8 @@ class RowWriter:
         for upload in uploads:
             upload.free()
 
-    def _write(
-        self,
-        table: int,
-        rows: Int64Array,
-        stored: npt.NDArray[np.uint8],
-        mapped_part: tuple[Int64Array, npt.NDArray[np.uint8]] | None,
-    ) -> None:
-        shapes, order, mapped = self._rows.shapes, self._rows.order, self._rows.mapped
+    def _write(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        shapes, order = self._rows.shapes, self._rows.order
         arena = self._rows.arenas[int(shapes.arena_of_table[table])]
         number = int(shapes.table_in_arena[table])
         stored_at = -(-4 * rows.size // CHUNK_BYTES) * CHUNK_BYTES
@@ -87,8 +74,6 @@ class RowWriter:
                 arena.write(
                     card, number, address, address + stored_at, rows.size, order.streams[card], writes_host=card == 0
                 )
-            if mapped is not None and mapped_part is not None:
-                mapped.write(table, *mapped_part)
 
         try:
             order.write(put)

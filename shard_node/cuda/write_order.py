@@ -1,8 +1,8 @@
 """Row writes and lookups in one order on all cards, kept by events: no host thread waits for a card.
 
 A lock covers only the moments in which work is *put* on streams. A write goes behind all that any lane has put on its
-stream; whatever a lane puts there later goes behind the write. So a batch, all its launches and its mapped rows
-together, sees all rows of a write as they were before, or all as they are after it, on whichever card they lie.
+stream; whatever a lane puts there later goes behind the write. So a batch sees all rows of a write as they were
+before, or all as they are after it, on whichever card they lie.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WriteOrder:
             self._lock.end_read()
 
     def write(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which puts writes of rows on `streams`, and may write rows in host memory itself."""
+        """Runs `work`, which puts writes of rows on `streams`."""
         self._lock.begin_write()
         try:
             head, *others = self.streams

@@ -13,7 +13,7 @@ from shard_node.planning.cost_model import Traffic
 BYTES_PER_US = 1e3
 """Of 1 GB/s."""
 
-Bound: TypeAlias = Literal["latency", "card memory", "peers", "host link", "mapped rows"]
+Bound: TypeAlias = Literal["latency", "card memory", "peers", "host link"]
 
 
 class BatchTime(Frozen):
@@ -25,7 +25,6 @@ class BatchTime(Frozen):
         hbm_us: the card's own memory.
         peer_us: rows of other cards.
         host_us: rows in pinned memory, over the link to the host.
-        mapped_us: rows in the mapped snapshot, pooled by one CPU thread.
         latency_us: the longest bag's rows, one after the other.
         alone_us: upload, launches and the longest of the parts that overlap, on the slowest card of an idle node.
         bound: which part that is.
@@ -41,7 +40,6 @@ class BatchTime(Frozen):
     hbm_us: float
     peer_us: float
     host_us: float
-    mapped_us: float
     latency_us: float
     alone_us: float
     bound: Bound
@@ -67,33 +65,29 @@ def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
     peer = lines / (system.peer.gb_per_s * BYTES_PER_US)
     host_lines = traffic.host_line_bytes / (system.host.gb_per_s * BYTES_PER_US)
     host_memory = traffic.host_bytes / (system.host_memory_gb_per_s * BYTES_PER_US)
-    mapped = traffic.mapped * system.mapped_row_us
     upload_us = system.host.copied_bytes(traffic.upload_bytes) / (system.host.gb_per_s * BYTES_PER_US)
     alone: dict[Bound, float] = {
         "latency": float(traffic.chain_us.max()),
         "card memory": float(hbm.max()),
         "peers": float(peer.max()),
         "host link": float(np.maximum(host_lines, host_memory).max()),
-        "mapped rows": float(mapped.max()),
     }
     busy: dict[Bound, float] = {
         "card memory": float((traffic.hbm_bytes + served).max()) / (system.hbm_gb_per_s * BYTES_PER_US),
         "peers": max(float(peer.max()), float(served.max() * header_factor) / (system.peer.gb_per_s * BYTES_PER_US)),
         # Ids come over the same link, in the same direction, as rows in pinned memory.
         "host link": max(float(host_lines.max()) + upload_us, float(host_memory.sum())),
-        "mapped rows": float(mapped.max()),
     }
     launch_us = traffic.launches * system.launch_us
     bound, busy_bound = max(alone, key=alone.__getitem__), max(busy, key=busy.__getitem__)
     batches_per_s = num_cards * 1e6 / busy[busy_bound] if busy[busy_bound] else 0.0
-    lookups = float(traffic.hot[0] + traffic.own[0] + traffic.peer[0] + traffic.host[0] + traffic.mapped[0])
+    lookups = float(traffic.hot[0] + traffic.own[0] + traffic.peer[0] + traffic.host[0])
     return BatchTime(
         upload_us=upload_us + system.host.latency_us,
         launch_us=launch_us,
         hbm_us=alone["card memory"],
         peer_us=alone["peers"],
         host_us=alone["host link"],
-        mapped_us=alone["mapped rows"],
         latency_us=alone["latency"],
         alone_us=upload_us + system.host.latency_us + launch_us + alone[bound],
         bound=bound,

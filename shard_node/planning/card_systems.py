@@ -47,7 +47,6 @@ class CardSystem(Frozen):
         host: to the host's memory.
         host_memory_gb_per_s: of the host's memory, which all cards share.
         launch_us: for the host to launch one kernel.
-        mapped_row_us: for one CPU thread to pool one row that was left in the mapped snapshot, in the page cache.
     """
 
     name: str
@@ -59,7 +58,6 @@ class CardSystem(Frozen):
     host: Link
     host_memory_gb_per_s: float = Field(gt=0)
     launch_us: float = Field(default=4.0, ge=0)
-    mapped_row_us: float = Field(default=0.05, ge=0)
 
 
 def _nvlink(gb_per_s: float) -> Link:

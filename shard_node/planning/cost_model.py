@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
 from loader.snapshot.manifest import RowDtype
 from shard_node.cuda.kernel_params import CHUNK_BYTES
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, NUM_TIERS
+from shard_node.cuda.places import CARD, HOST, HOT, NUM_TIERS
 from shard_node.cuda.row_format import RowFormat
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import PLACE_BYTES, CardPlan
@@ -56,21 +56,6 @@ def table_sizes(num_rows: int, embedding_dim: int, dtype: RowDtype) -> TableSize
     )
 
 
-@overload
-def moved_bytes(lookups: float, row_bytes: float, hit_rate: float) -> float: ...
-
-
-@overload
-def moved_bytes(lookups: Float64Array, row_bytes: Float64Array, hit_rate: Float64Array) -> Float64Array: ...
-
-
-def moved_bytes(
-    lookups: float | Float64Array, row_bytes: float | Float64Array, hit_rate: float | Float64Array
-) -> float | Float64Array:
-    """Bytes that lookups fetch from elsewhere, if a share `hit_rate` of them finds its row where it is pooled."""
-    return lookups * row_bytes * (1 - hit_rate)
-
-
 @lru_cache(maxsize=1024)
 def mean_pieces(stride: int, size_bytes: int, piece_bytes: int) -> float:
     """Aligned pieces of memory that a read of a row's first `size_bytes` touches: the mean over rows.
@@ -100,7 +85,7 @@ def tier_shares(plan: CardPlan) -> Float64Array:
     """Which share of each table's lookups goes to which card's part of which tier.
 
     Returns:
-        float64 [tables, cards, 4] in the order hot, card, host, mapped. A table's shares add up to 1, or to less where
+        float64 [tables, cards, 3] in the order hot, card, host. A table's shares add up to 1, or to less where
         other shards hold some of its rows. Of a level that a tier's bound cuts, every row counts alike.
     """
     shares = np.zeros((len(plan.hotness), plan.num_cards, NUM_TIERS))
@@ -121,13 +106,12 @@ class Traffic:
     """What one batch moves, by the card that pools it: float64 [cards] but for what is said otherwise.
 
     Attributes:
-        hot, own, peer, host, mapped: lookups that go to a card's copies of hot rows, to its own rows, to other cards,
-            to pinned memory, and to rows left in the mapped snapshot.
+        hot, own, peer, host: lookups that go to a card's copies of hot rows, to its own rows, to other cards, and to
+            pinned memory.
         hbm_bytes: read and written in the card's own memory: sectors of rows and places, ids, offsets, sums.
         peer_bytes: float64 [cards, cards], sectors of rows that the first pools and the second owns; 0 of itself.
         peer_line_bytes: the same with packets' headers, all owners together.
         host_bytes, host_line_bytes: of rows in pinned memory.
-        off_card_bytes: of all rows that are not in the card's memory, mapped ones too.
         upload_bytes: ids and offsets, over the link to the host.
         chain_us: for the longest bags: their rows come one after the other, a few at a time.
         launches: kernels of a batch, one for each arena that it reads.
@@ -137,13 +121,11 @@ class Traffic:
     own: Float64Array
     peer: Float64Array
     host: Float64Array
-    mapped: Float64Array
     hbm_bytes: Float64Array
     peer_bytes: Float64Array
     peer_line_bytes: Float64Array
     host_bytes: Float64Array
     host_line_bytes: Float64Array
-    off_card_bytes: Float64Array
     upload_bytes: float
     chain_us: Float64Array
     launches: int
@@ -174,7 +156,6 @@ class Traffic:
         own = shares[:, :, CARD]
         peer = own.sum(axis=1, keepdims=True) - own
         host = np.repeat(shares[:, :, HOST].sum(axis=1)[:, None], plan.num_cards, axis=1)
-        mapped = np.repeat(shares[:, :, MAPPED_TIER].sum(axis=1)[:, None], plan.num_cards, axis=1)
         ids_bytes = float((VALUE_BYTES * values * here + OFFSET_BYTES * bags) @ np.ones(len(tables)))
         dims = np.array([table.embedding_dim for table in tables])
         fixed = ids_bytes + float(SECTOR_BYTES * (values @ here) + sum_item_bytes * (bags @ dims))
@@ -186,15 +167,11 @@ class Traffic:
             own=values @ own,
             peer=values @ peer,
             host=values @ host,
-            mapped=values @ mapped,
             hbm_bytes=fixed + (values * sectors) @ (hot + own),
             peer_bytes=peer_bytes,
             peer_line_bytes=(values * _line_bytes(rows, system.peer)) @ peer,
             host_bytes=(values * sectors) @ host,
             host_line_bytes=(values * _line_bytes(rows, system.host)) @ host,
-            off_card_bytes=moved_bytes(
-                (values * here)[:, None], sectors[:, None], np.minimum(1.0, _share_of(hot + own, here[:, None]))
-            ).sum(axis=0),
             upload_bytes=ids_bytes,
             chain_us=_chain_us(longest * here, _share_of(peer, here[:, None]), _share_of(host, here[:, None]), system),
             launches=sum(bool(values[group.first_table : group.end_table].any()) for group in plan.layout.groups),

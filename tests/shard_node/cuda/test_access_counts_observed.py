@@ -161,7 +161,7 @@ def test_estimates_place_rows_as_an_array_of_the_same_numbers_does():
     observe_rows(counts, np.random.default_rng(0).zipf(1.3, 5000).clip(1, 50_000) - 1)
     estimates = counts.counts()
     assert isinstance(estimates["items"], SketchedCounts)
-    budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 2000)
+    budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 50_000)
     plans = [
         CardPlan.make(layout, round_robin(1, 4), budget, Hotness.from_counts({"items": one}))
         for one in (estimates["items"], estimates["items"][:])

@@ -154,7 +154,7 @@ def test_memory_is_told_by_card_and_tier_and_adds_up(stored):
             (card, "hot", plan.bytes(card).hot),
         )
     ]
-    expected += [(0, "pinned", plan.pinned_bytes), (0, "mapped", plan.mapped_bytes)]
+    expected += [(0, "pinned", plan.pinned_bytes)]
     assert all(size for _, _, size in expected)
     assert [(use.card, use.tier, use.size_bytes) for use in engine.memory()] == expected
     engine.close()
@@ -175,14 +175,6 @@ def test_counters_are_read_without_waiting_for_row_writes(stored):
     writes = [stream.record() for stream in engine._rows.order.streams]
     assert engine.counters() == (0, 0)
     assert not any(write.done for write in writes)
-    engine.close()
-
-
-def test_lookups_in_a_table_that_no_card_has_are_counted_as_mapped(stored):
-    engine = OnCards(2, "mapped").load(stored[0])
-    engine.pool(one_big_bag(4))
-    first = engine.layout.tables[0].name
-    assert [(one.table, one.tier, one.rows) for one in engine.rows_looked_up() if one.rows] == [(first, "mapped", 4)]
     engine.close()
 
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.cuda.kernel_arguments import MAX_PARAMETER_BYTES, pointers_to
-from shard_node.cuda.kernel_params import AddParams, ArenaParams, BatchParams, WriteParams
+from shard_node.cuda.kernel_params import ArenaParams, BatchParams, WriteParams
 
-KINDS = (ArenaParams, BatchParams, WriteParams, AddParams)
+KINDS = (ArenaParams, BatchParams, WriteParams)
 
 
 @given(st.lists(st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), st.randoms())), max_size=5))
@@ -21,5 +21,5 @@ def test_a_launch_finds_every_structure_behind_its_pointer(drawn):
 
 
 def test_the_parameters_of_every_kernel_fit_a_launch():
-    for kinds in ((ArenaParams, BatchParams), (ArenaParams, WriteParams), (AddParams,)):
+    for kinds in ((ArenaParams, BatchParams), (ArenaParams, WriteParams)):
         assert sum(map(ctypes.sizeof, kinds)) <= MAX_PARAMETER_BYTES

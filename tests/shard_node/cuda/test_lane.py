@@ -81,12 +81,8 @@ def assert_out(lane: Lane, slot: Slot, runs: OutputRuns, rows: list[np.ndarray],
 
 
 def run(lane: Lane, slot: Slot, bags: KeyedBags) -> None:
-    def work() -> None:
-        slot.enqueue()
-        slot.add_mapped(bags)
-
     slot.fill(bags)
-    lane.launch(work)
+    lane.launch(slot.enqueue)
 
 
 FEATURES = {

@@ -54,12 +54,8 @@ class World:
     def look(self, lane: Lane, slot: Slot, seed: int) -> None:
         bags = feature_bags(np.random.default_rng(seed), self.engine.layout, self.runs, SIZE)
 
-        def work() -> None:
-            slot.enqueue()
-            slot.add_mapped(bags)
-
         slot.fill(bags)
-        lane.launch(work)
+        lane.launch(slot.enqueue)
         down = self.engine.card_set.cards.allocate_pinned(self.runs.out_bytes)
         lane.card.copy_to_host(down, 0, slot.out.address, self.runs.out_bytes, lane.stream)
         self.looked_up.append((down, expected_output(self.rows, bags, self.runs)))

@@ -71,13 +71,6 @@ def test_a_short_batch_with_a_long_bag_is_bound_by_latency():
     assert time.latency_us == pytest.approx(2 * 0.7 + 25 * 0.7)
 
 
-def test_mapped_rows_cost_the_cpu():
-    plan = plan_of(1, card_bytes=4 * 256_000)
-    time = batch_time(Traffic.of(plan, [BagLoad(1000.0, 10.0, 100.0)], H100), H100)
-    assert time.mapped_us == pytest.approx(50.0)
-    assert time.bound == "mapped rows"
-
-
 def test_a_batch_that_asks_for_nothing_takes_only_what_calls_take():
     time = batch_time(Traffic.of(plan_of(2), [BagLoad(0, 0, 0)], H100), H100)
     assert time.alone_us == H100.host.latency_us

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shard_node.cuda
 from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.places import CARD, HOST, HOT, hot_owner, owners_of, pinned_owner
 from shard_node.cuda.row_format import RowFormat
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardBudget, CardPlan
@@ -25,7 +25,6 @@ from shard_node.planning.cost_model import (
     Traffic,
     line_bytes,
     mean_pieces,
-    moved_bytes,
     sector_bytes,
     table_sizes,
     tier_shares,
@@ -66,16 +65,6 @@ def test_what_rows_really_take_has_scale_and_bias_and_padding():
     assert table_sizes(BILLIONS, 128, "fp32")[1:] == (1024e9, 1024e9, 8e9)
 
 
-@pytest.mark.parametrize(
-    ("hit_rate", "printed", "megabytes"),
-    [(0.0, "0.000", 1342.2), (0.57621, "0.576", 568.8), (0.75137, "0.751", 333.7), (0.85032, "0.850", 200.9)],
-)
-def test_a_step_of_the_textbook_moves_its_megabytes(hit_rate, printed, megabytes):
-    row_bytes = RowFormat.of("fp32", 128).row_bytes
-    assert f"{hit_rate:.3f}" == printed
-    assert round(moved_bytes(65_536 * 40, row_bytes, hit_rate) / 1e6, 1) == megabytes
-
-
 @given(
     stride=st.integers(1, 64).map(lambda chunks: 16 * chunks),
     shorter=st.integers(0, 15),
@@ -111,7 +100,7 @@ def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
     partition.card_of_bucket[:, ::7] = -1
     total = sum(table_sizes(one.num_embeddings, one.embedding_dim, one.dtype).on_cards for one in layout.tables)
     room = 4 * sum(one.num_embeddings for one in layout.tables)
-    budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total // 8, total // 20)
+    budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total, total // 20)
     plan = CardPlan.make(layout, partition, budget, Hotness.from_counts(counts))
     shares = tier_shares(plan)
     placer = Placer(plan)
@@ -135,12 +124,10 @@ def test_every_lookup_is_counted_once_and_so_are_its_bytes(inputs, item_bytes):
     loads = loads_of(layout)
     traffic = Traffic.of(plan, loads, H100, item_bytes)
     here = tier_shares(plan).sum(axis=(1, 2))
-    counted = traffic.hot + traffic.own + traffic.peer + traffic.host + traffic.mapped
+    counted = traffic.hot + traffic.own + traffic.peer + traffic.host
     np.testing.assert_allclose(counted, 1000.0 * here.sum())
     sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
-    mapped = 1000.0 * (tier_shares(plan)[:, :, MAPPED_TIER].sum(axis=1) @ sectors)
-    beyond = traffic.peer_bytes.sum(axis=1) + traffic.host_bytes + mapped
-    np.testing.assert_allclose(traffic.off_card_bytes, beyond, atol=1e-3)
+    beyond = traffic.peer_bytes.sum(axis=1) + traffic.host_bytes
     assert (traffic.peer_line_bytes >= traffic.peer_bytes.sum(axis=1) - 1e-6).all()
     assert (np.diag(traffic.peer_bytes) == 0).all()
     dims = sum(one.embedding_dim for one in layout.tables)
@@ -159,7 +146,7 @@ def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
     for share in (0.0, 0.01, 0.1, 0.5, 1.0):
         budget = CardBudget((AMPLE,) * num_cards, 0, int(share * rows * 80))
         plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness.by_table(layout, zipf=zipf))
-        moved.append(Traffic.of(plan, loads_of(layout), H100).off_card_bytes.sum())
+        moved.append(Traffic.of(plan, loads_of(layout), H100).peer_bytes.sum())
     assert all(after <= before + 1e-6 for before, after in pairwise(moved))
     assert moved[-1] == pytest.approx(0, abs=1e-6)
 
@@ -194,7 +181,7 @@ def test_a_table_that_nobody_looks_up_costs_nothing(dtype):
     layout = one_table_layout(1000, 16, dtype)
     plan = CardPlan.make(layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout, {"items": 0}))
     traffic = Traffic.of(plan, [BagLoad(0, 0, 0)], H100)
-    assert traffic.hbm_bytes.sum() == traffic.off_card_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
+    assert traffic.hbm_bytes.sum() == traffic.peer_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
     assert traffic.chain_us.sum() == 0
 
 

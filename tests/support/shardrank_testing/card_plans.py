@@ -74,7 +74,7 @@ def layouts(draw: st.DrawFn, max_rows: int = 1500) -> TableLayout:
 
 @st.composite
 def plan_inputs(draw: st.DrawFn) -> tuple[TableLayout, Partition, CardBudget, Hotness]:
-    """Inputs of `CardPlan.make` whose budgets are from too small for any row to large enough for all copies."""
+    """Inputs of `CardPlan.make`: cards from too small for any row to large enough for all copies, and pinned memory."""
     layout = draw(layouts())
     num_cards = draw(st.integers(1, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -84,7 +84,7 @@ def plan_inputs(draw: st.DrawFn) -> tuple[TableLayout, Partition, CardBudget, Ho
     card_bytes = [places_bytes(layout) + int(total * share) for share in rng.uniform(0, draw(SHARES), num_cards)]
     budget = CardBudget(
         card_bytes=tuple(card_bytes),
-        pinned_bytes=int(total * draw(SHARES)),
+        pinned_bytes=total,
         hot_bytes=draw(st.none() | st.integers(0, total)),
         peer_access=draw(st.booleans()),
     )
