@@ -13,9 +13,8 @@ import numpy as np
 from loader.snapshot.manifest import RowDtype
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
 from serving.cli.model_catalog import catalog_model
-from shard_node.cuda.row_format import RowFormat
-from shard_node.planning.card_systems import SYSTEMS
-from shard_node.planning.cost_model import line_bytes, mean_pieces, read_bytes, sector_bytes, table_sizes
+from shard_node.cuda.kernel_params import RowFormat
+from shard_node.planning.cost_model import SYSTEMS, line_bytes, mean_pieces, read_bytes, sector_bytes, table_sizes
 from shard_node.planning.hotness import power_law_sums
 
 DTYPES: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")

@@ -18,14 +18,11 @@ from loader.snapshot.layout import num_buckets_used
 from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError
-from shard_node.cuda.places import CARD, HOST, HOT
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Sharding
-from shard_node.planning.batch_time import BatchTime, batch_time
-from shard_node.planning.card_plan import CardBudget, CardPlan
-from shard_node.planning.card_systems import CardSystem
-from shard_node.planning.cost_model import BagLoad, Traffic, table_sizes
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
+from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Hotness
 
 GB = 1_000_000_000

@@ -25,7 +25,7 @@ from serving.cli.snapshots import read_description
 if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec, RowDtype
     from serving.cli.capacity import CapacityPlan, LookupProfile
-    from shard_node.planning.card_systems import CardSystem
+    from shard_node.planning.cost_model import CardSystem
 
 MANIFEST_NAME = "manifest.json"
 MAX_TABLES = 8
@@ -161,7 +161,7 @@ def _number(name: str, text: str) -> float:
 
 def _system(options: dict[str, Any]) -> CardSystem:
     """The named system, with what was given in place of its own bandwidths."""
-    from shard_node.planning.card_systems import SYSTEMS
+    from shard_node.planning.cost_model import SYSTEMS
 
     system = SYSTEMS[options["system"]]
     changed: dict[str, object] = {}

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.cuda.arena_on_card import ArenaOnCards
-from shard_node.cuda.batch import BatchShapes
-from shard_node.cuda.card_counters import CardCounters
-from shard_node.cuda.card_rows import CardRows, LookupCounts
+from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
+from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.host_pool import HostPool
-from shard_node.cuda.lane import Lane
-from shard_node.cuda.output_runs import MAX_BATCH_VALUES
-from shard_node.cuda.row_checks import RowChecks
-from shard_node.cuda.row_writer import RowWriter
-from shard_node.cuda.write_order import WriteOrder
+from shard_node.cuda.cards import Cards, Memory, Stream
+from shard_node.cuda.lane import HostPool, Lane
+from shard_node.cuda.uploads import RowWriter
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.hotness import RowCounts
 
+_COUNTER_BYTES = 16
 POOLS_PER_CARD = 2
 """One is packed while the other one's batch is on the card."""
 
@@ -181,3 +178,58 @@ class CardEngine:
         if writer is not None:
             writer.free()
         self._counters.free()
+
+
+class CardCounters:
+    """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here.
+
+    Args:
+        cards: all cards.
+        streams: one of each card, on which they are zeroed and read.
+
+    Attributes:
+        memories: of each card.
+    """
+
+    def __init__(self, cards: Cards, streams: Sequence[Stream]) -> None:
+        self._cards = cards.cards
+        self._streams = tuple(streams)
+        self._lock = threading.Lock()
+        self._pinned = cards.allocate_pinned(_COUNTER_BYTES * len(self._cards))
+        self._last = (0, 0)
+        memories: list[Memory] = []
+        try:
+            for card in self._cards:
+                memories.append(card.allocate(_COUNTER_BYTES))
+            for card, memory, stream in zip(self._cards, memories, self._streams, strict=True):
+                card.zero(memory.address, _COUNTER_BYTES, stream)
+            for stream in self._streams:
+                stream.synchronize()
+        except BaseException:
+            for held in (*memories, self._pinned):
+                held.free()
+            raise
+        self.memories: tuple[Memory, ...] = tuple(memories)
+
+    def read(self) -> tuple[int, int]:
+        """The sums over all cards. Blocks for what it takes to read a few bytes; after `free`, what was read last."""
+        with self._lock:
+            if self.memories:
+                for number, (card, memory) in enumerate(zip(self._cards, self.memories, strict=True)):
+                    card.copy_to_host(
+                        self._pinned, number * _COUNTER_BYTES, memory.address, _COUNTER_BYTES, self._streams[number]
+                    )
+                for stream in self._streams:
+                    stream.synchronize()
+                outside, not_here = self._pinned.array.view(np.uint64).reshape(-1, 2).sum(axis=0).tolist()
+                self._last = (outside, not_here)
+            return self._last
+
+    def free(self) -> None:
+        """Gives the memory back. Idempotent."""
+        with self._lock:
+            memories, self.memories = self.memories, ()
+        for memory in memories:
+            memory.free()
+        if memories:
+            self._pinned.free()

@@ -17,12 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Int64Array
-from shard_node.cuda.places import CARD, HOST, HOT, NUM_TIERS, check_num_cards, max_slots
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning.hotness import Hotness, RowHotness
+
+# Tiers of one card's rows of a table, from the hottest on.
+HOT, CARD, HOST = range(3)
+NUM_TIERS = 3
 
 PLACE_BYTES = 4
 # Of a card, for hot rows, where not everything fits on the cards.
@@ -304,7 +307,8 @@ def _places_bytes(layout: TableLayout) -> int:
 
 
 def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:
-    check_num_cards(partition.num_cards)
+    if not 1 <= partition.num_cards <= MAX_CARDS:
+        raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
     if partition.card_of_bucket.shape[0] != len(layout.tables):
         raise InvalidBagsError(
             f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"

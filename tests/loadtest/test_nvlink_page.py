@@ -8,10 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest.nvlink_page import TABLES, capacity, main
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError
-from shard_node.planning.card_systems import SYSTEMS
-from shard_node.planning.cost_model import line_bytes, sector_bytes, table_sizes
+from shard_node.planning.cost_model import SYSTEMS, line_bytes, sector_bytes, table_sizes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/nvlink.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -13,8 +13,7 @@ from serving.errors import LookupProfileError
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CardPlan
-from shard_node.planning.card_systems import SYSTEMS
-from shard_node.planning.cost_model import BagLoad
+from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shardrank_testing.snapshots import make_spec
 
 

@@ -16,7 +16,7 @@ from serving.cli import main
 from serving.cli.capacity import CapacityPlan
 from serving.cli.model_catalog import CATALOG
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
-from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 ROOT = Path(__file__).resolve().parents[3]

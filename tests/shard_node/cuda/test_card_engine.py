@@ -12,10 +12,9 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.bags import KeyedBags
+from shard_node.cuda.batch import BatchSize
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.output_runs import BatchSize
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -253,7 +252,7 @@ def test_each_node_writes_its_own_rows_only(shards):
 
 
 def test_more_rows_at_once_than_the_first_buffers_hold_are_written_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("shard_node.cuda.row_writer.FIRST_CAPACITY_BYTES", 64)
+    monkeypatch.setattr("shard_node.cuda.uploads.FIRST_CAPACITY_BYTES", 64)
     state = random_tables(SPEC, 1)
     engine = OnCards(2, "every tier").load(export_state(tmp_path, SPEC, state, 1))
     rng = np.random.default_rng(2)

@@ -20,10 +20,9 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
+from shard_node.cuda.kernel_params import owners_of
+from shard_node.cuda.places import Placer
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.engine.row_memory import RowMemory
 from shard_node.engine.table_layout import TableLayout

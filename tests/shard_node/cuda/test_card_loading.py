@@ -18,12 +18,10 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
-from shard_node.cuda.card_fill import UPLOAD_BYTES
-from shard_node.cuda.card_loading import CardTableLoad
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of
+from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
+from shard_node.cuda.kernel_params import owners_of
+from shard_node.cuda.places import Placer
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.engine.row_memory import RowMemory

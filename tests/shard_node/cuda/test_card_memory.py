@@ -9,8 +9,7 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.errors import InvalidBagsError, MemoryBudgetError, PeerAccessError
 from shardrank_testing.emulated_cards import EmulatedCards
 

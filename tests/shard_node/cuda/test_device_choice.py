@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_node.cuda.device_choice import DeviceChoice, devices_of_cards, open_cards
+from shard_node.cuda.card_set import DeviceChoice, devices_of_cards, open_cards
 from shard_node.errors import CardsUnavailableError, DeviceChoiceError
 
 devices = st.lists(st.integers(0, 9999), min_size=1, max_size=8, unique=True).map(tuple)
@@ -97,8 +97,7 @@ def test_the_cpu_needs_no_cards():
 @pytest.fixture
 def no_cupy(monkeypatch):
     """A process that has no CuPy, also where there is one."""
-    for module in ("cupy_cards", "cupy_api"):
-        monkeypatch.delitem(sys.modules, f"shard_node.cuda.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
 
@@ -110,6 +109,6 @@ def test_cuda_without_cupy_is_refused_with_how_to_install_it(no_cupy):
 
 
 def test_auto_without_cupy_is_the_cpu_and_says_why(no_cupy, caplog):
-    caplog.set_level(logging.INFO, logger="shard_node.cuda.device_choice")
+    caplog.set_level(logging.INFO, logger="shard_node.cuda.card_set")
     assert open_cards(DeviceChoice("auto"), 1) is None
     assert "device 'auto' is the CPU: CuPy can't be imported" in caplog.text

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.cuda import placer as placer_module
-from shard_node.cuda.kernel_params import MAX_CARDS, NOT_HERE
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import encode_places, hot_owner, max_slots, owner_bits, owners_of, pinned_owner, slots_of
+from shard_node.cuda import places as placer_module
+from shard_node.cuda.kernel_params import (
+    MAX_CARDS,
+    NOT_HERE,
+    encode_places,
+    hot_owner,
+    max_slots,
+    owner_bits,
+    owners_of,
+    pinned_owner,
+    slots_of,
+)
+from shard_node.cuda.places import Placer
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning import card_plan

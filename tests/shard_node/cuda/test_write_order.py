@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
+from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import PinnedMemory
 from shard_node.cuda.lane import Lane, Slot
-from shard_node.cuda.output_runs import BatchSize, OutputRuns
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
 from shardrank_testing.output_runs import expected_output, feature_bags, runs_in_columns

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.planning.batch_time import batch_time
 from shard_node.planning.card_plan import CardBudget, CardPlan
-from shard_node.planning.card_systems import SYSTEMS
-from shard_node.planning.cost_model import BagLoad, Traffic
+from shard_node.planning.cost_model import SYSTEMS, BagLoad, Traffic, batch_time
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, round_robin
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 
 from loader.snapshot.manifest import TableSpec
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import CARD, HOST, HOT, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.kernel_params import hot_owner, owners_of, pinned_owner
+from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning import card_plan
-from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import (
     layout_of,

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shard_node.cuda
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import CARD, HOST, HOT, hot_owner, owners_of, pinned_owner
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError
-from shard_node.planning.card_plan import CardBudget, CardPlan
-from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import (
     ROWS_IN_FLIGHT,
+    SYSTEMS,
     BagLoad,
     Traffic,
     line_bytes,

@@ -14,8 +14,8 @@ from shard_node.cuda.kernel_params import (
     ArenaParams,
     TableParams,
     WriteParams,
+    owner_bits,
 )
-from shard_node.cuda.places import owner_bits
 
 
 def pinned_with(cards: Cards, array: np.ndarray) -> PinnedMemory:

@@ -13,7 +13,7 @@ from router.plan import Plan
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.loading import load_tables
 from shardrank_testing.card_sets import card_factory
 from shardrank_testing.emulated_cards import EmulatedCards

@@ -27,12 +27,12 @@ from shard_node.cuda.kernel_params import (
     BatchParams,
     Mode,
     OutDtype,
+    RowFormat,
     RunParams,
     TableParams,
     WriteParams,
+    owner_bits,
 )
-from shard_node.cuda.places import owner_bits
-from shard_node.cuda.row_format import RowFormat
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]

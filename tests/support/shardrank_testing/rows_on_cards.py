@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_rows import ArenaOnCards
 from shard_node.cuda.cards import Card, Cards
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of, slots_of
+from shard_node.cuda.kernel_params import RowFormat, owners_of, slots_of
+from shard_node.cuda.places import Placer
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -44,7 +44,7 @@ def rows_on_cards(engine: CardEngine, number: int) -> ByteArray:
         for copy in copies:
             np.testing.assert_array_equal(copy, copies[0])
         relaid[rows] = copies[0].reshape(-1, arena.format.stride)[slots[rows]]
-    return arena.format.restore(relaid)
+    return restored(arena.format, relaid)
 
 
 def assert_places(cards: Cards, arena: ArenaOnCards, table: int, places: npt.NDArray[np.uint32]) -> None:
@@ -63,3 +63,9 @@ def read_card(cards: Cards, card: Card, address: int, size_bytes: int) -> ByteAr
     read = pinned.array.copy()
     pinned.free()
     return read
+
+
+def restored(fmt: RowFormat, relaid: ByteArray) -> ByteArray:
+    """The stored rows, uint8 [n, row_bytes], of rows as on a card, uint8 [n, stride]."""
+    tail = relaid[:, fmt.tail_offset : fmt.tail_offset + fmt.tail_bytes]
+    return np.concatenate([relaid[:, : fmt.code_bytes], tail], axis=1)
