@@ -129,7 +129,7 @@ def _plan(dim: int, share_on_card: float) -> CardPlan:
     on_card = round(PLAN_ROWS * share_on_card)
     budget = CardBudget((on_card * stride + PLAN_ROWS * PLACE_BYTES,), (PLAN_ROWS - on_card) * stride)
     partition = Partition(1, np.zeros((1, 256), np.int16))
-    return CardPlan.make(layout, partition, budget, Hotness.by_table(layout))
+    return CardPlan.make(layout, partition, budget, Hotness())
 
 
 KERNEL_NOTES = (

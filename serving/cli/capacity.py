@@ -96,7 +96,7 @@ class LookupProfile:
         """Return what placement is told: the same lookups, by table."""
         loads = self.loads(spec, layout, requests, candidates)
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        return Hotness(self.counts, lookups, dict.fromkeys(lookups, self.zipf))
+        return Hotness(self.counts, lookups, self.zipf)
 
     def _load(self, spec: ModelSpec, table: TableSpec, requests: float, candidates: float) -> BagLoad:
         values = bags = longest = 0.0

@@ -7,8 +7,9 @@ int64 to uint32 on their way into pinned memory, in one pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -87,23 +88,17 @@ class BatchSize:
     extra_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaShape:
-    """How the bags of one arena are spread over threads.
-
-    Attributes:
-        kernel: that pools it.
-        embedding_dim: elements of a row.
-        lanes_log2: log2 of the threads that share a bag.
-        bags_per_block: of a thread block.
-        column_tiles: of a row, gridDim.y.
-    """
+class ArenaShape(NamedTuple):
+    """The kernel that pools an arena, log2 of the threads of a bag, and the column tiles of a row (gridDim.y)."""
 
     kernel: str
-    embedding_dim: int
     lanes_log2: int
-    bags_per_block: int
     column_tiles: int
+
+    @property
+    def bags_per_block(self) -> int:
+        """Of a thread block."""
+        return THREADS_PER_BLOCK >> self.lanes_log2
 
 
 class BatchShapes:
@@ -128,15 +123,7 @@ class BatchShapes:
         for group in layout.groups:
             chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
             lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
-            arenas.append(
-                ArenaShape(
-                    POOL_KERNELS[group.dtype],
-                    group.embedding_dim,
-                    lanes_log2,
-                    THREADS_PER_BLOCK >> lanes_log2,
-                    -(-chunks // (1 << lanes_log2)),
-                )
-            )
+            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, -(-chunks // (1 << lanes_log2))))
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 
@@ -176,6 +163,7 @@ class RunTable:
         runs: as given.
         arena: int64 [S], of each run.
         is_none: bool [S], the runs with mode `none`; None if there are none.
+        constant: `RUN_DTYPE` [S], what never changes of the runs.
     """
 
     def __init__(self, shapes: BatchShapes, runs: OutputRuns) -> None:
@@ -189,11 +177,11 @@ class RunTable:
         self._per_block = shapes.bags_per_block[self.arena]
         self._per_block_in_order = self._per_block[order]
         self._arena_edges = np.searchsorted(self.arena[order], np.arange(len(shapes.arenas) + 1))
-        self._constant = np.zeros(runs.tables.size, RUN_DTYPE)
-        self._constant["table"] = shapes.table_in_arena[runs.tables]
-        self._constant["mode"] = runs.modes
-        self._constant["out_offset"] = runs.out_offsets
-        self._constant["out_stride"] = runs.out_strides
+        self.constant = np.zeros(runs.tables.size, RUN_DTYPE)
+        self.constant["table"] = shapes.table_in_arena[runs.tables]
+        self.constant["mode"] = runs.modes
+        self.constant["out_offset"] = runs.out_offsets
+        self.constant["out_stride"] = runs.out_strides
 
     @property
     def size(self) -> int:
@@ -227,17 +215,11 @@ class RunTable:
             counts = np.where(self.is_none, -(-size.num_values // self._per_block), counts)
         return tuple(np.bincount(self.arena, counts, len(self.shapes.arenas)).astype(np.int64).tolist())
 
-    @property
-    def constant(self) -> npt.NDArray[np.void]:
-        """`RUN_DTYPE` [S], what never changes of the runs."""
-        return self._constant
 
-
-@dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Where each part of a batch begins in its buffer, in bytes; all are aligned to 16.
 
-    Attributes:
+    Args:
         num_values: uint32 values, and float32 weights if `weighted`.
         num_bags: bags; there is one more offset.
         num_runs: runs.
@@ -246,38 +228,28 @@ class BatchLayout:
         extra_bytes: of the caller's own.
     """
 
-    num_values: int
-    num_bags: int
-    num_runs: int
-    num_blocks: tuple[int, ...]
-    weighted: bool
-    extra_bytes: int = 0
-    values_at: int = field(init=False)
-    weights_at: int = field(init=False)
-    offsets_at: int = field(init=False)
-    runs_at: int = field(init=False)
-    blocks_at: tuple[int, ...] = field(init=False)
-    extra_at: int = field(init=False)
-    size_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "values_at": 4 * self.num_values,
-            "weights_at": 4 * self.num_values if self.weighted else 0,
-            "offsets_at": 4 * (self.num_bags + 1),
-            "runs_at": RUN_DTYPE.itemsize * self.num_runs,
-        }
-        at = 0
-        for name, size in sizes.items():
-            object.__setattr__(self, name, at)
-            at += round_up(size)
-        blocks_at = []
-        for blocks in self.num_blocks:
-            blocks_at.append(at)
-            at += round_up(8 * blocks)
-        object.__setattr__(self, "blocks_at", tuple(blocks_at))
-        object.__setattr__(self, "extra_at", at)
-        object.__setattr__(self, "size_bytes", at + round_up(self.extra_bytes))
+    def __init__(
+        self,
+        num_values: int,
+        num_bags: int,
+        num_runs: int,
+        num_blocks: tuple[int, ...],
+        weighted: bool,
+        extra_bytes: int = 0,
+    ) -> None:
+        self.num_values, self.num_bags, self.num_runs = num_values, num_bags, num_runs
+        self.num_blocks, self.weighted, self.extra_bytes = num_blocks, weighted, extra_bytes
+        sizes = (
+            4 * num_values,
+            4 * num_values if weighted else 0,
+            4 * (num_bags + 1),
+            RUN_DTYPE.itemsize * num_runs,
+            *(8 * blocks for blocks in num_blocks),
+            extra_bytes,
+        )
+        edges = [0, *accumulate(map(round_up, sizes))]
+        self.values_at, self.weights_at, self.offsets_at, self.runs_at, *self.blocks_at = edges[:-2]
+        self.extra_at, self.size_bytes = edges[-2:]
 
     @classmethod
     def tight(cls, bags: KeyedBags, blocks: Blocks) -> Self:
@@ -294,10 +266,9 @@ class BatchViews:
     """
 
     def __init__(self, array: ByteArray, layout: BatchLayout) -> None:
-        self.values: UInt32Array = _view(array, layout.values_at, 4 * layout.num_values).view(np.uint32)
-        self.weights = (
-            _view(array, layout.weights_at, 4 * layout.num_values).view(np.float32) if layout.weighted else None
-        )
+        values, weighted = 4 * layout.num_values, layout.weighted
+        self.values: UInt32Array = _view(array, layout.values_at, values).view(np.uint32)
+        self.weights = _view(array, layout.weights_at, values).view(np.float32) if weighted else None
         self.offsets: UInt32Array = _view(array, layout.offsets_at, 4 * (layout.num_bags + 1)).view(np.uint32)
         self.runs = _view(array, layout.runs_at, RUN_DTYPE.itemsize * layout.num_runs).view(RUN_DTYPE)
         self.blocks: Sequence[UInt32Array] = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.cards import Cards, Memory, Stream
+from shard_node.cuda.cards import Cards, Memory
 from shard_node.cuda.lane import HostPool, Lane
 from shard_node.cuda.uploads import RowWriter
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
@@ -34,35 +35,23 @@ class CardEngine:
     takes a `lane` of its card in its place, and keeps what it pooled there.
 
     Args:
-        layout: the model's tables.
         card_set: the cards of this process.
         arenas: filled, one for each group of the layout, in its order. They belong to the engine from here on, and
             are freed by `close`. If making the engine fails they still belong to the caller.
         plan: where the rows are; its partition says which are here.
 
-    Attributes:
-        card_set: as given.
-        plan: as given.
-
     Raises:
         MemoryBudgetError: a card or the host has no room for the first buffers.
     """
 
-    def __init__(
-        self,
-        layout: TableLayout,
-        card_set: CardSet,
-        arenas: Sequence[ArenaOnCards],
-        plan: CardPlan,
-    ) -> None:
-        cards = card_set.cards
+    def __init__(self, card_set: CardSet, arenas: Sequence[ArenaOnCards], plan: CardPlan) -> None:
+        cards, layout = card_set.cards, plan.layout
         self.card_set = card_set
         self.plan = plan
         self._layout = layout
         self._arenas = tuple(arenas)
         streams = [card.stream() for card in cards.cards]
-        # Not those of row writes: who asks for a few bytes does not wait for lookups.
-        self._counters = CardCounters(cards, [card.stream() for card in cards.cards])
+        self._counters = CardCounters(cards)
         self._writer: RowWriter | None = None
         self._pools: list[HostPool] = []
         self._free_pools: queue.SimpleQueue[HostPool] = queue.SimpleQueue()
@@ -110,11 +99,7 @@ class CardEngine:
         return blocks
 
     def lane(self, card: int) -> Lane:
-        """A lane of its own for a ranking replica, which closes it before the engine is closed.
-
-        Args:
-            card: its number.
-        """
+        """Makes a lane of a card for a ranking replica, which closes it before the engine is closed."""
         return Lane(self._rows, card)
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
@@ -130,12 +115,13 @@ class CardEngine:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""
         uses = []
-        for card in range(len(self.card_set.cards.cards)):
-            uses.append(MemoryUse(card, "card", sum(arena.card_bytes(card) for arena in self._arenas)))
-            if hot := sum(arena.hot_bytes for arena in self._arenas):
-                uses.append(MemoryUse(card, "hot", hot))
-        if pinned := sum(arena.pinned_bytes for arena in self._arenas):
-            uses.append(MemoryUse(0, "pinned", pinned))
+        for card in range(self.plan.num_cards):
+            held = self.plan.bytes(card)
+            uses.append(MemoryUse(card, "card", held.card + held.places))
+            if held.hot:
+                uses.append(MemoryUse(card, "hot", held.hot))
+        if self.plan.pinned_bytes:
+            uses.append(MemoryUse(0, "pinned", self.plan.pinned_bytes))
         return tuple(uses)
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
@@ -183,42 +169,36 @@ class CardEngine:
 class CardCounters:
     """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here.
 
-    Args:
-        cards: all cards.
-        streams: one of each card, on which they are zeroed and read.
-
     Attributes:
         memories: of each card.
     """
 
-    def __init__(self, cards: Cards, streams: Sequence[Stream]) -> None:
+    def __init__(self, cards: Cards) -> None:
         self._cards = cards.cards
-        self._streams = tuple(streams)
+        # Not those of row writes: who asks for a few bytes does not wait for lookups.
+        self._streams = [card.stream() for card in self._cards]
         self._lock = threading.Lock()
-        self._pinned = cards.allocate_pinned(_COUNTER_BYTES * len(self._cards))
         self._last = (0, 0)
         memories: list[Memory] = []
-        try:
-            for card in self._cards:
+        with ExitStack() as undo:
+            self._pinned = cards.allocate_pinned(_COUNTER_BYTES * len(self._cards))
+            undo.callback(self._pinned.free)
+            for card, stream in zip(self._cards, self._streams, strict=True):
                 memories.append(card.allocate(_COUNTER_BYTES))
-            for card, memory, stream in zip(self._cards, memories, self._streams, strict=True):
-                card.zero(memory.address, _COUNTER_BYTES, stream)
+                undo.callback(memories[-1].free)
+                card.zero(memories[-1].address, _COUNTER_BYTES, stream)
             for stream in self._streams:
                 stream.synchronize()
-        except BaseException:
-            for held in (*memories, self._pinned):
-                held.free()
-            raise
+            self._held = undo.pop_all()
         self.memories: tuple[Memory, ...] = tuple(memories)
 
     def read(self) -> tuple[int, int]:
-        """The sums over all cards. Blocks for what it takes to read a few bytes; after `free`, what was read last."""
+        """Returns the sums over all cards. Blocks until a few bytes are read; after `free`, what was read last."""
         with self._lock:
             if self.memories:
-                for number, (card, memory) in enumerate(zip(self._cards, self.memories, strict=True)):
-                    card.copy_to_host(
-                        self._pinned, number * _COUNTER_BYTES, memory.address, _COUNTER_BYTES, self._streams[number]
-                    )
+                for card, memory, stream in zip(self._cards, self.memories, self._streams, strict=True):
+                    first = card.number * _COUNTER_BYTES
+                    card.copy_to_host(self._pinned, first, memory.address, _COUNTER_BYTES, stream)
                 for stream in self._streams:
                     stream.synchronize()
                 outside, not_here = self._pinned.array.view(np.uint64).reshape(-1, 2).sum(axis=0).tolist()
@@ -228,8 +208,5 @@ class CardCounters:
     def free(self) -> None:
         """Gives the memory back. Idempotent."""
         with self._lock:
-            memories, self.memories = self.memories, ()
-        for memory in memories:
-            memory.free()
-        if memories:
-            self._pinned.free()
+            self.memories = ()
+            self._held.close()

@@ -22,13 +22,14 @@ from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_set import CardClaim, CardSet
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, UInt32Array, owners_of, round_up
+from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, RowFormat, UInt32Array, owners_of, round_up
 from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Upload
 from shard_node.engine.arena_builder import layout_for
 from shard_node.engine.row_copy import not_finite, runs_of
 from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
 from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError
 from shard_node.node import LoadedTables, Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
@@ -100,7 +101,11 @@ class CardTableLoad:
         upload_bytes: int = UPLOAD_BYTES,
     ) -> None:
         layout = layout_for(snapshot, partition)
-        card_set.check_num_cards(partition.num_cards)
+        num_cards = len(card_set.cards.cards)
+        if partition.num_cards != num_cards:
+            raise InvalidBagsError(
+                f"the partition is for {partition.num_cards} cards, but there are {num_cards} ({card_set.cards.name})"
+            )
         self._snapshot = snapshot
         self._plan_digest = plan_digest
         self._card_set = card_set
@@ -150,16 +155,14 @@ class CardTableLoad:
             arenas: list[ArenaOnCards] = []
             # Last in, first out: the cards have ended what was put on them before any memory is freed.
             for group in self.plan.layout.groups:
-                tables = self.plan.layout.tables[group.first_table : group.end_table]
-                sizes = [placer.rows_bytes(owner, group) for owner in range(self.plan.num_cards + 2)]
-                arena = ArenaOnCards(cards, group, tables, placer.starts(group), sizes)
+                arena = ArenaOnCards(cards, group, placer)
                 undo.callback(arena.free)
                 arenas.append(arena)
             with closing(CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes)) as fill:
                 for arena in arenas:
                     fill.arena(arena)
                 fill.finish()
-            engine = CardEngine(self.plan.layout, self._card_set, arenas, self.plan)
+            engine = CardEngine(self._card_set, arenas, self.plan)
             undo.pop_all()
         return engine
 
@@ -184,7 +187,7 @@ def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) 
             for table in layout.tables
             if table.name in observed and observed[table.name].shape == (table.num_embeddings,)
         }
-    return Hotness.from_counts(known) if known else Hotness.by_table(layout)
+    return Hotness(known)
 
 
 class CardFill:
@@ -195,9 +198,6 @@ class CardFill:
     other is packed. Their streams have a low priority: lookups of live versions go first.
 
     Args:
-        snapshot: whose rows.
-        plan: where they go.
-        cards: all cards.
         progress: told the bytes, as stored, every few megabytes.
         upload_bytes: of one buffer; two of them are on the host and on each card.
 
@@ -215,7 +215,8 @@ class CardFill:
         self._num_cards = plan.num_cards
         self._upload_bytes = upload_bytes
         self._progress = progress
-        self._total_bytes = sum(_stored_bytes(plan, number) for number in range(len(plan.layout.tables)))
+        row_bytes = [RowFormat.of(one.dtype, one.embedding_dim).row_bytes for one in plan.layout.tables]
+        self._total_bytes = int(plan.tier_rows.sum(axis=(1, 2)) @ row_bytes)
         self._done_bytes = 0
         self._told_bytes = 0
         self._tell()
@@ -351,12 +352,6 @@ class CardFill:
     def _tell(self) -> None:
         self._told_bytes = self._done_bytes
         self._progress("load", self._done_bytes, self._total_bytes)
-
-
-def _stored_bytes(plan: CardPlan, number: int) -> int:
-    """Of a table's rows on this node, as stored."""
-    table = plan.layout.tables[number]
-    return int(plan.tier_rows[number].sum()) * codec_for(table.dtype, table.embedding_dim).row_bytes
 
 
 def _spans_of_buckets(table: TableSpec, files: TableFiles, index: int, buckets: list[int]) -> Spans:

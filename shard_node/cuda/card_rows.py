@@ -10,15 +10,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
-from loader.snapshot.manifest import TableSpec
 from shard_node.bags import Int64Array, KeyedBags
 from shard_node.cuda.access_counts import AccessCounts
 from shard_node.cuda.batch import BatchShapes, RowChecks
-from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, PinnedMemory, Stream
+from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     THREADS_PER_BLOCK,
@@ -30,6 +30,7 @@ from shard_node.cuda.kernel_params import (
     WriteParams,
     owner_bits,
 )
+from shard_node.cuda.places import Placer
 from shard_node.engine.table_layout import Group, TableLayout
 from shard_node.generation import RowLock
 
@@ -43,13 +44,10 @@ class ArenaOnCards:
     Args:
         cards: all cards.
         group: of the layout.
-        tables: the group's tables, in layout order.
-        starts: uint64 [tables, N + 2], `Placer.starts`: the byte of each owner's memory at which a table's slot 0 lies.
-        rows_bytes: for each owner (cards 0 .. N - 1, then one card's hot rows, then pinned rows) the bytes of its rows.
+        placer: says where its rows go.
 
     Attributes:
         group: as given.
-        tables: as given.
         format: how its rows are laid out on cards.
         params: what the kernels take, for each card.
 
@@ -57,63 +55,40 @@ class ArenaOnCards:
         MemoryBudgetError: a card or the host has not as much; nothing is held then.
     """
 
-    def __init__(
-        self,
-        cards: Cards,
-        group: Group,
-        tables: Sequence[TableSpec],
-        starts: UInt64Array,
-        rows_bytes: Sequence[int],
-    ) -> None:
+    def __init__(self, cards: Cards, group: Group, placer: Placer) -> None:
         self.group = group
-        self.tables = tuple(tables)
+        tables = placer.plan.layout.tables[group.first_table : group.end_table]
         self.format = RowFormat.of(group.dtype, group.embedding_dim)
         self._cards = cards.cards
-        self._rows_bytes = tuple(rows_bytes)
         self._first_place = np.zeros(len(tables) + 1, np.int64)
         np.cumsum([table.num_embeddings for table in tables], out=self._first_place[1:])
-        self._rows: list[Memory | None] = []
-        self._hot: list[Memory | None] = []
-        self._places: list[Memory] = []
-        self._finders: list[Memory] = []
-        self._host: PinnedMemory | None = None
-        self.params: tuple[ArenaParams, ...] = ()
-        try:
-            self._allocate(cards, rows_bytes)
-            self.params = tuple(self._make_params(card) for card in range(len(self._cards)))
-            self._upload_finders(cards, starts)
-        except BaseException:
-            self.free()
-            raise
+        *own_bytes, hot_bytes, host_bytes = placer.rows_bytes(group)
+        with ExitStack() as held:
 
-    @property
-    def places_bytes(self) -> int:
-        """Of the places on one card."""
-        return 4 * int(self._first_place[-1])
+            def take(card: Card, size_bytes: int) -> int:
+                if not size_bytes:
+                    return 0
+                memory = card.allocate(size_bytes)
+                held.callback(memory.free)
+                return memory.address
 
-    def card_bytes(self, card: int) -> int:
-        """Of a card's own rows and of the places there. May be asked in any thread, also after `free`."""
-        return self.places_bytes + self._rows_bytes[card]
-
-    @property
-    def hot_bytes(self) -> int:
-        """Of one card's copies of the hot rows. May be asked as `card_bytes`."""
-        return self._rows_bytes[len(self._cards)]
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Of the pinned rows. May be asked as `card_bytes`."""
-        return self._rows_bytes[len(self._cards) + 1]
+            own = [take(card, size_bytes) for card, size_bytes in zip(self._cards, own_bytes, strict=True)]
+            host = cards.allocate_pinned(host_bytes) if host_bytes else None
+            if host is not None:
+                held.callback(host.free)
+            params = []
+            for card in self._cards:
+                places = take(card, max(4, 4 * int(self._first_place[-1])))
+                finders = take(card, finder_bytes(len(tables), len(self._cards)))
+                owners = [*own, take(card, hot_bytes), host.address if host is not None else 0]
+                params.append(self._params(places, finders, owners))
+            self.params: tuple[ArenaParams, ...] = tuple(params)
+            self._upload_finders(cards, placer.starts(group))
+            self._held = held.pop_all()
 
     def places_address(self, card: int, table: int, first_row: int = 0) -> int:
-        """Where, on a card, the place (uint32) of a table's row lies; those of its later rows follow.
-
-        Args:
-            card: its number.
-            table: its number within the group.
-            first_row: of the table.
-        """
-        return self._places[card].address + 4 * (int(self._first_place[table]) + first_row)
+        """Returns the address, on a card, of the place (uint32) of a row; those of its table's later rows follow."""
+        return int(self.params[card].places) + 4 * (int(self._first_place[table]) + first_row)
 
     def write(
         self, card: int, table: int, numbers: int, stored: int, num_rows: int, stream: Stream, *, writes_host: bool
@@ -128,7 +103,7 @@ class ArenaOnCards:
             table: its number within the group.
             numbers: address, on the card, of uint32 [num_rows], rows of the table.
             stored: address, on the card and aligned to 16 bytes, of uint8 [num_rows, format.stride].
-            num_rows: how many.
+            num_rows: may be 0.
             stream: of the card.
             writes_host: write pinned rows too.
         """
@@ -141,49 +116,34 @@ class ArenaOnCards:
 
     def free(self) -> None:
         """Gives all memory back. Nothing that uses it may be under way. Idempotent."""
-        memories = [*self._rows, *self._hot, *self._places, *self._finders, self._host]
-        self._rows, self._hot, self._places, self._finders, self._host = [], [], [], [], None
-        for memory in memories:
-            if memory is not None:
-                memory.free()
+        self._held.close()
 
-    def _allocate(self, cards: Cards, rows_bytes: Sequence[int]) -> None:
-        num_cards = len(self._cards)
-        for card in self._cards:
-            self._places.append(card.allocate(max(4, self.places_bytes)))
-            self._rows.append(_allocate_if_any(card, rows_bytes[card.number]))
-            self._hot.append(_allocate_if_any(card, rows_bytes[num_cards]))
-            self._finders.append(card.allocate(finder_bytes(len(self.tables), num_cards)))
-        if rows_bytes[num_cards + 1]:
-            self._host = cards.allocate_pinned(rows_bytes[num_cards + 1])
-
-    def _make_params(self, card: int) -> ArenaParams:
-        num_cards = len(self._cards)
+    def _params(self, places: int, finders: int, rows: Sequence[int]) -> ArenaParams:
+        num_tables = self._first_place.size - 1
         params = ArenaParams(
-            places=self._places[card].address,
-            tables=self._finders[card].address,
-            starts=self._finders[card].address + len(self.tables) * ctypes.sizeof(TableParams),
-            num_tables=len(self.tables),
-            num_cards=num_cards,
-            owner_bits=owner_bits(num_cards),
+            places=places,
+            tables=finders,
+            starts=finders + num_tables * ctypes.sizeof(TableParams),
+            num_tables=num_tables,
+            num_cards=len(self._cards),
+            owner_bits=owner_bits(len(self._cards)),
             row_stride=self.format.stride,
             embedding_dim=self.group.embedding_dim,
         )
-        for owner, memory in enumerate([*self._rows, self._hot[card], self._host]):
-            params.rows[owner] = memory.address if memory is not None else 0
+        params.rows[: len(rows)] = rows
         return params
 
     def _upload_finders(self, cards: Cards, starts: UInt64Array) -> None:
-        tables = np.zeros(len(self.tables), np.dtype(TableParams))
+        tables = np.zeros(self._first_place.size - 1, np.dtype(TableParams))
         tables["first_place"] = self._first_place[:-1]
-        tables["num_rows"] = [table.num_embeddings for table in self.tables]
+        tables["num_rows"] = np.diff(self._first_place)
         content = tables.tobytes() + np.ascontiguousarray(starts, np.uint64).tobytes()
         pinned = cards.allocate_pinned(len(content))
         try:
             pinned.array[:] = np.frombuffer(content, np.uint8)
-            for card, finders in zip(self._cards, self._finders, strict=True):
+            for card, params in zip(self._cards, self.params, strict=True):
                 stream = card.stream()
-                card.copy_to_card(finders.address, pinned, 0, len(content), stream)
+                card.copy_to_card(params.tables, pinned, 0, len(content), stream)
                 stream.synchronize()
         finally:
             pinned.free()
@@ -194,16 +154,8 @@ def finder_bytes(num_tables: int, num_cards: int) -> int:
     return num_tables * (ctypes.sizeof(TableParams) + 8 * (num_cards + 2))
 
 
-def _allocate_if_any(card: Card, size_bytes: int) -> Memory | None:
-    return card.allocate(size_bytes) if size_bytes else None
-
-
 class Reader:
-    """A stream on which rows are looked up. Made by `WriteOrder.reader`; used by one thread at a time.
-
-    Attributes:
-        stream: as given.
-    """
+    """A stream on which rows are looked up. Made by `WriteOrder.reader`; used by one thread at a time."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -297,7 +249,7 @@ class LookupCounts:
     """
 
     def __init__(self, layout: TableLayout) -> None:
-        self.access = AccessCounts.of(layout)
+        self.access = AccessCounts(layout)
         self._counts = np.zeros(len(layout.tables), np.int64)
         self._lock = threading.Lock()
 

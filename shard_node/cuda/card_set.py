@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from pydantic import Field
 
@@ -19,7 +19,6 @@ from shard_node.cuda.kernel_params import MAX_CARDS
 from shard_node.errors import (
     CardsUnavailableError,
     DeviceChoiceError,
-    InvalidBagsError,
     MemoryBudgetError,
     PeerAccessError,
 )
@@ -102,48 +101,25 @@ class CardSet:
 
     @classmethod
     def open(cls, device: str, num_cards: int, options: CardOptions | None = None) -> CardSet | None:
-        """Opens the cards that were chosen; None for the CPU.
-
-        Args:
-            device: as `DeviceChoice.parse` reads it.
-            num_cards: how many.
-            options: what a version may take of them.
-
-        Raises:
-            DeviceChoiceError: for text that names no device, and for devices that do not fit the cards.
-            CardsUnavailableError: GPUs were asked for, and this process can't use one.
-            PeerAccessError: peer access is required, and not all pairs of cards have it.
-            CardError: CUDA fails at opening them.
-        """
+        """Opens the cards that `device` chooses; None for the CPU. Raises as `DeviceChoice.parse` and `open_cards`."""
         cards = open_cards(DeviceChoice.parse(device), num_cards)
         return None if cards is None else cls(cards, options)
 
-    def check_num_cards(self, num_cards: int) -> None:
-        """Raises InvalidBagsError unless a partition for so many cards is for these."""
-        if num_cards != len(self.cards.cards):
-            raise InvalidBagsError(
-                f"the partition is for {num_cards} cards, but there are {len(self.cards.cards)} ({self.cards.name})"
-            )
-
 
 class CardClaim:
-    """The right to so many bytes of each card, until it is given back. Made by `CardMemory.take`.
+    """The right to so many bytes of each card, until it is given back. Made by `CardMemory.take`."""
 
-    Attributes:
-        card_bytes: by card.
-    """
-
-    def __init__(self, memory: CardMemory, card_bytes: tuple[int, ...]) -> None:
-        self._memory = memory
+    def __init__(self, card_bytes: tuple[int, ...]) -> None:
         self.card_bytes = card_bytes
+        self.is_filling = self.is_held = True
 
     def filled(self) -> None:
-        """It is allocated: the device counts it as used by now."""
-        self._memory.end_filling(self)
+        """Tells that it is allocated: the device counts it as used by now."""
+        self.is_filling = False
 
     def give_back(self) -> None:
         """Ends it. Idempotent."""
-        self._memory.forget(self)
+        self.is_filling = self.is_held = False
 
 
 class CardMemory:
@@ -165,14 +141,14 @@ class CardMemory:
         }
         self._free_at_first = {device: its[0].free_bytes() for device, its in self._by_device.items()}
         self._lock = threading.Lock()
-        self._claims: set[CardClaim] = set()
-        self._filling: set[CardClaim] = set()
+        self._claims: list[CardClaim] = []
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
         """By card, of all claims, filled or not."""
         with self._lock:
-            return tuple(_on([card], self._claims) for card in self._cards)
+            held = [claim for claim in self._claims if claim.is_held]
+        return tuple(_on([card], held) for card in self._cards)
 
     def share_bytes(self, num_versions: int) -> tuple[int, ...]:
         """By card: what each of so many versions may take, so that all of them fit beside the reserve.
@@ -194,11 +170,12 @@ class CardMemory:
         Raises:
             MemoryBudgetError: with the numbers, if a device has not as much.
         """
-        claim = CardClaim(self, tuple(card_bytes))
+        claim = CardClaim(tuple(card_bytes))
         with self._lock:
+            self._claims = [held for held in self._claims if held.is_held]
             for device, cards in self._by_device.items():
                 wanted = _on(cards, [claim])
-                filling = _on(cards, self._filling)
+                filling = _on(cards, [held for held in self._claims if held.is_filling])
                 free, kept = cards[0].free_bytes(), self._reserve_bytes[device] // KEPT_FREE_DIVISOR
                 if wanted and wanted + filling > free - kept:
                     # Of versions that are gone, torch keeps what their batches and graphs took.
@@ -211,30 +188,16 @@ class CardMemory:
                         f"others that are being staged {filling}. Give less card memory to leave more rows in pinned "
                         "host memory, or roll replica by replica"
                     )
-            self._claims.add(claim)
-            self._filling.add(claim)
+            self._claims.append(claim)
         return claim
 
-    def end_filling(self, claim: CardClaim) -> None:
-        """Called by `CardClaim.filled`."""
-        with self._lock:
-            self._filling.discard(claim)
 
-    def forget(self, claim: CardClaim) -> None:
-        """Called by `CardClaim.give_back`."""
-        with self._lock:
-            self._claims.discard(claim)
-            self._filling.discard(claim)
-
-
-def _on(cards: Sequence[Card], claims: Sequence[CardClaim] | set[CardClaim]) -> int:
+def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
     return sum(claim.card_bytes[card.number] for claim in claims for card in cards)
 
 
 def _names(cards: Sequence[Card]) -> str:
-    if len(cards) == 1:
-        return f"card {cards[0].number}"
-    return f"cards {', '.join(str(card.number) for card in cards)}"
+    return f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,12 +224,8 @@ class DeviceChoice:
         Raises:
             DeviceChoiceError: naming the text and what is allowed.
         """
-        if text == "cpu":
-            return cls("cpu")
-        if text == "auto":
-            return cls("auto")
-        if text == "cuda":
-            return cls("cuda")
+        if text in ("cpu", "auto", "cuda"):
+            return cls(cast(DeviceKind, text))
         match = _NAMED.fullmatch(text)
         if match is None:
             raise DeviceChoiceError(f"device {text!r} is none of {ALLOWED}")
@@ -322,10 +281,6 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
 def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
     """Opens the cards that were chosen; None for the CPU.
 
-    Args:
-        choice: of devices.
-        num_cards: as for `devices_of_cards`.
-
     Raises:
         CardsUnavailableError: if `cuda` was chosen and this process can't use a GPU.
         DeviceChoiceError: if `cuda` was chosen and the devices do not fit the cards.
@@ -349,11 +304,7 @@ def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | No
 
 
 def _shim() -> ModuleType:
-    """What opens cards: imported only when it is asked for, as it takes CuPy.
-
-    Raises:
-        CardsUnavailableError: if CuPy can't be imported.
-    """
+    """What opens cards: imported only when it is asked for, as it takes CuPy."""
     try:
         return importlib.import_module("shard_node.cuda.cupy_cards")
     except ImportError as error:

@@ -1,6 +1,6 @@
 // Pools embedding rows that lie on several cards, and writes rows in place.
 //
-// What the kernels take is described, field by field, in kernel_params.py. Rows are laid out as row_format.py says.
+// What the kernels take, and how rows are laid out, is described, field by field, in kernel_params.py.
 //
 // One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with several rows on their way at a time.
 // Nothing is passed between threads, so the same source also runs on the host (cuda_on_host.h), one thread after the

@@ -36,12 +36,8 @@ _FLOATS_PER_CHUNK = 4
 class Lane:
     """One way through one card. Made by `CardEngine.lane`, closed before the engine.
 
-    Args:
-        rows: of the engine.
-        card: its number.
-
     Attributes:
-        rows: as given.
+        rows: of the engine.
         card: the card.
         stream: on which all its work is put, in order; its owner may put more there.
     """
@@ -83,14 +79,7 @@ class Lane:
             self._reader.last_launch.synchronize()
 
     def launches(self, layout: BatchLayout, address: int, out: int, out_dtype: OutDtype) -> list[Launch]:
-        """The launches, one for each arena with bags, that pool a batch.
-
-        Args:
-            layout: of the batch.
-            address: of the batch on the card.
-            out: address of the output.
-            out_dtype: of the output.
-        """
+        """Makes the launches, one for each arena with bags, that pool the batch at `address` into `out`."""
         number, num_cards = self.card.number, len(self.rows.cards.cards)
         launches: list[Launch] = []
         for arena, shape, blocks_at, num_blocks in zip(
@@ -202,12 +191,9 @@ class Slot:
 
 
 class HostPool:
-    """Pools for callers on the host, batches of any size: a lane with buffers that grow to what is asked of it.
+    """Pools for callers on the host, batches of any size: a lane of its own, with buffers that grow.
 
     Used by one thread at a time.
-
-    Args:
-        lane: belongs to it.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -217,12 +203,7 @@ class HostPool:
         self._down: PinnedMemory | None = None
 
     def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
-        """As `Engine.pool`, of checked bags of which there is at least one.
-
-        Args:
-            bags: keys are tables.
-            tables: int64 [S], the same keys.
-        """
+        """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
         runs, group_elements = block_runs(self._lane.rows.shapes, bags, tables)
         try:
             down = self._pool(bags, RunTable(self._lane.rows.shapes, runs), runs.out_bytes)
@@ -278,11 +259,6 @@ class HostPool:
 
 def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
     """Runs that write one block [bags of the group, embedding_dim] for each group, all behind one another.
-
-    Args:
-        shapes: of the layout.
-        bags: keys are tables.
-        tables: int64 [S], the same keys.
 
     Returns:
         The runs, and for each group the elements [first, end) of its block; blocks are aligned to 16 bytes.

@@ -34,26 +34,26 @@ _ELSEWHERE, _SPLIT = NUM_TIERS, NUM_TIERS + 1
 class Placer:
     """The places of all rows of a plan: the same for the same plan, each row at exactly one place.
 
-    Args:
+    Attributes:
         plan: how many rows of each table go where.
     """
 
     def __init__(self, plan: CardPlan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._num_cards = plan.num_cards
 
     def places(self, table: int) -> UInt32Array:
         """uint32 [num_embeddings], the place of each row of a table, by its number in the layout."""
-        places = np.empty(self._plan.layout.tables[table].num_embeddings, np.uint32)
+        places = np.empty(self.plan.layout.tables[table].num_embeddings, np.uint32)
         for first, piece in self.pieces(table):
             places[first : first + piece.size] = piece
         return places
 
     def pieces(self, table: int, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, UInt32Array]]:
         """The same in row order, a piece at a time: (first row, uint32 [rows of the piece])."""
-        num_rows = self._plan.layout.tables[table].num_embeddings
+        num_rows = self.plan.layout.tables[table].num_embeddings
         owner = self._only_owner(table)
-        walk = None if owner is not None else _Walk(self._plan, table)
+        walk = None if owner is not None else _Walk(self.plan, table)
         for first in range(0, num_rows, piece_rows):
             end = min(first + piece_rows, num_rows)
             if walk is not None:
@@ -69,21 +69,22 @@ class Placer:
         np.cumsum(sizes[:-1], axis=0, out=starts[1:])
         return starts
 
-    def rows_bytes(self, owner: int, group: Group) -> int:
-        """Bytes of the rows of a group's tables at an owner; on each card, if it is the owner of hot rows."""
-        return int(self._slot_bytes(group)[:, owner].sum())
+    def rows_bytes(self, group: Group) -> list[int]:
+        """For each owner the bytes of the rows of a group's tables; on each card, if it is the owner of hot rows."""
+        sizes: list[int] = self._slot_bytes(group).sum(axis=0).tolist()
+        return sizes
 
     def _slot_bytes(self, group: Group) -> UInt64Array:
         stride = RowFormat.of(group.dtype, group.embedding_dim).stride
-        slots = self._plan.slots[group.first_table : group.end_table]
+        slots = self.plan.slots[group.first_table : group.end_table]
         sizes: UInt64Array = slots.astype(np.uint64) * np.uint64(stride)
         return sizes
 
     def _only_owner(self, table: int) -> int | None:
         """The owner that has all rows of a table, if there is one: its slots are then the row numbers."""
-        slots = self._plan.slots[table]
+        slots = self.plan.slots[table]
         owner = int(slots.argmax())
-        return owner if int(slots[owner]) == self._plan.layout.tables[table].num_embeddings else None
+        return owner if int(slots[owner]) == self.plan.layout.tables[table].num_embeddings else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """How many rows of each table go to which tier of which card: pure, from budgets and hotness, before anything is taken.
 
-Each card's rows of a table are ranked by hotness and cut twice: the first are hot (every card has a copy), then
-come those that this card alone holds, and the rest is in the host's pinned memory. Where to cut is decided
-for all tables at once, by lookups per byte. So memory is filled to the last row, what each card and tier will take is
-known to the byte, and no row has been looked at one by one.
+Each card's rows of a table are ranked by hotness and cut twice: the first are hot (every card has a copy), then come
+those that this card alone holds, and the rest is in the host's pinned memory. Where to cut is decided for all tables at
+once, by lookups per byte. So memory is filled to the last row, what each card and tier will take is known to the byte,
+and no row has been looked at one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from shard_node.bags import Int64Array
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
@@ -51,15 +50,8 @@ class CardBudget:
     peer_access: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TableSplit:
-    """Rows of one table on this node by tier, from the hottest on.
-
-    Attributes:
-        hot_rows: of which every card has a copy.
-        card_rows: that one card has.
-        host_rows: in pinned memory.
-    """
+class TableSplit(NamedTuple):
+    """Rows of one table on this node: those that every card has a copy of, that one card has, in pinned memory."""
 
     hot_rows: int
     card_rows: int
@@ -84,8 +76,6 @@ class CardPlan:
     """A plan. Made by `CardPlan.make`.
 
     Attributes:
-        layout: the tables.
-        partition: the card of each bucket.
         hotness: the levels of each table.
         level_rows: for each table, int64 [levels, cards]: its rows of each level in each card's buckets.
         tier_rows: int64 [tables, cards, 3]: of the rows in each card's buckets, those that are hot, that the card alone
@@ -115,12 +105,12 @@ class CardPlan:
                 table at one owner.
         """
         _check(layout, partition, budget)
-        rows = hotness.of(layout)
+        rows, num_cards = hotness.of(layout), partition.num_cards
         level_rows = tuple(
-            _rows_by_card(table.rows_by_bucket(), partition.card_of_bucket[number], partition.num_cards)
-            for number, table in enumerate(rows)
+            np.column_stack([table.rows_by_bucket()[:, of_bucket == card].sum(axis=1) for card in range(num_cards)])
+            for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
         )
-        tier_rows = _Filling(layout, rows, level_rows, partition.num_cards).fill(budget)
+        tier_rows = _Filling(layout, rows, level_rows, num_cards).fill(budget)
         return cls(layout, partition, rows, level_rows, tier_rows)
 
     @property
@@ -161,14 +151,7 @@ class CardPlan:
 
 
 class _Filling:
-    """The rows of all tables and levels, the hottest per byte first, as they are given to tiers.
-
-    Args:
-        layout: the tables.
-        rows: their levels.
-        level_rows: for each table, int64 [levels, cards].
-        num_cards: of the node.
-    """
+    """The rows of all tables and levels, the hottest per byte first, as they are given to tiers."""
 
     def __init__(
         self, layout: TableLayout, rows: Sequence[RowHotness], level_rows: Sequence[Int64Array], num_cards: int
@@ -186,7 +169,6 @@ class _Filling:
         self._tiers = np.zeros((len(rows), num_cards, NUM_TIERS), np.int64)
         self._num_cards = num_cards
         self._max_slots = max_slots(num_cards)
-        self._may_pass_max = max(table.num_embeddings for table in layout.tables) > self._max_slots
 
     def fill(self, budget: CardBudget) -> Int64Array:
         """int64 [tables, cards, 3], rows by tier. Raises MemoryBudgetError if places or rows do not fit."""
@@ -225,8 +207,6 @@ class _Filling:
 
     def _within_max(self, rows: Int64Array) -> Int64Array:
         """int64 [entries]: of `rows`, the first of each table, no more than it can have slots at one owner."""
-        if not self._may_pass_max:
-            return rows
         by_table = np.argsort(self._table, kind="stable")
         ends = np.cumsum(rows[by_table])
         first = np.searchsorted(self._table[by_table], self._table[by_table], side="left")
@@ -291,11 +271,6 @@ def _share_out(rows: Int64Array, taken: Int64Array) -> Int64Array:
     # Each card's run is cut at the same share of all. A table has less than 2^32 rows, so the product fits.
     share = (ends.astype(np.uint64) * taken[:, None].astype(np.uint64) // total.astype(np.uint64)).astype(np.int64)
     return np.diff(share, axis=1, prepend=0)
-
-
-def _rows_by_card(rows_by_bucket: Int64Array, card_of_bucket: npt.NDArray[np.int16], num_cards: int) -> Int64Array:
-    """int64 [levels, cards]."""
-    return np.column_stack([rows_by_bucket[:, card_of_bucket == card].sum(axis=1) for card in range(num_cards)])
 
 
 def _strides(layout: TableLayout) -> Int64Array:

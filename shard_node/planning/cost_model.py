@@ -1,11 +1,9 @@
 """What a batch's lookups cost on N cards: bytes from each memory, and the time that they take at least. Pure.
 
 The plan says which share of each table's lookups goes to which tier; the row format says how many 32-byte sectors a row
-is read in; a `CardSystem` says how fast each way is. docs/nvlink.md derives the formulas. Caches are left out: what the
-L2 cache saves on hot rows makes a real batch faster than this.
-
-Rates of systems are of one direction of one card, in 10^9 bytes a second. docs/nvlink.md has the sources with their
-addresses and says which numbers are assumptions. None of them was measured by this project; every one is a parameter.
+is read in; a `CardSystem` says how fast each way is, in 10^9 bytes a second of one direction of one card.
+docs/nvlink.md derives the formulas, and has the sources of the rates, which are not measured. Caches are left out: what
+the L2 cache saves on hot rows makes a real batch faster than this.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from shard_node.planning.hotness import Float64Array
 SECTOR_BYTES = 32
 ROWS_IN_FLIGHT = 4
 """Of one bag, as in `kernels.cu`: a bag of h ids waits h / 4 times for rows."""
-VALUE_BYTES = 4
-OFFSET_BYTES = 4
+INDEX_BYTES = 4
+"""Of an id, and of an offset."""
 BYTES_PER_US = 1e3
 """Of 1 GB/s."""
 
@@ -94,45 +92,28 @@ def _pcie(gb_per_s: float) -> Link:
     return Link(gb_per_s=gb_per_s, header_bytes=20, latency_us=2.5)
 
 
+def _system(
+    name: str, cards: int, card_gb: float, hbm: float, peer: Link, host: Link, host_memory: float
+) -> CardSystem:
+    return CardSystem(
+        name=name,
+        cards=cards,
+        card_memory_gb=card_gb,
+        hbm_gb_per_s=hbm * COPY_SHARE,
+        peer=peer,
+        host=host,
+        host_memory_gb_per_s=host_memory,
+    )
+
+
+_C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
 SYSTEMS: dict[str, CardSystem] = {
     one.name: one
     for one in (
-        CardSystem(
-            name="a100",
-            cards=8,
-            card_memory_gb=80,
-            hbm_gb_per_s=2039 * COPY_SHARE,
-            peer=_nvlink(300),
-            host=_pcie(31.5),
-            host_memory_gb_per_s=2 * 204.8,
-        ),
-        CardSystem(
-            name="h100",
-            cards=8,
-            card_memory_gb=80,
-            hbm_gb_per_s=3350 * COPY_SHARE,
-            peer=_nvlink(450),
-            host=_pcie(63),
-            host_memory_gb_per_s=2 * 307.2,
-        ),
-        CardSystem(
-            name="h200",
-            cards=8,
-            card_memory_gb=141,
-            hbm_gb_per_s=4800 * COPY_SHARE,
-            peer=_nvlink(450),
-            host=_pcie(63),
-            host_memory_gb_per_s=2 * 307.2,
-        ),
-        CardSystem(
-            name="gb200",
-            cards=4,
-            card_memory_gb=186,
-            hbm_gb_per_s=8000 * COPY_SHARE,
-            peer=_nvlink(900),
-            host=Link(gb_per_s=450, header_bytes=32, latency_us=1.5),
-            host_memory_gb_per_s=2 * 512,
-        ),
+        _system("a100", 8, 80, 2039, _nvlink(300), _pcie(31.5), 2 * 204.8),
+        _system("h100", 8, 80, 3350, _nvlink(450), _pcie(63), 2 * 307.2),
+        _system("h200", 8, 141, 4800, _nvlink(450), _pcie(63), 2 * 307.2),
+        _system("gb200", 4, 186, 8000, _nvlink(900), _C2C, 2 * 512),
     )
 }
 """By name. `gb200` is a compute tray of an NVL72: two Grace CPUs with two cards each."""
@@ -246,9 +227,6 @@ class Traffic:
             loads: what the batch asks of each table, in layout order, on all shards together.
             system: packets and latencies.
             sum_item_bytes: of one element of a pooled sum: 2 for bf16 and fp16, 4 for fp32.
-
-        Raises:
-            InvalidBagsError: as many loads as tables are needed.
         """
         tables = plan.layout.tables
         if len(loads) != len(tables):
@@ -263,7 +241,7 @@ class Traffic:
         own = shares[:, :, CARD]
         peer = own.sum(axis=1, keepdims=True) - own
         host = np.repeat(shares[:, :, HOST].sum(axis=1)[:, None], plan.num_cards, axis=1)
-        ids_bytes = float((VALUE_BYTES * values * here + OFFSET_BYTES * bags) @ np.ones(len(tables)))
+        ids_bytes = float((INDEX_BYTES * (values * here + bags)).sum())
         dims = np.array([table.embedding_dim for table in tables])
         fixed = ids_bytes + float(SECTOR_BYTES * (values @ here) + sum_item_bytes * (bags @ dims))
         by_owner = (values * sectors) @ own

@@ -136,7 +136,7 @@ def test_an_engine_without_room_for_its_buffers_is_not_made_and_holds_nothing(st
     hog = second.allocate(second.free_bytes() - left_bytes)
     before = free_bytes(cards)
     with pytest.raises(MemoryBudgetError):
-        CardEngine(engine.layout, engine.card_set, engine._rows.arenas, engine.plan)
+        CardEngine(engine.card_set, engine._rows.arenas, engine.plan)
     assert free_bytes(cards) == before
     hog.free()
     engine.close()

@@ -89,7 +89,7 @@ def test_bytes_as_planned_are_the_bytes_of_the_rows_that_are_placed(inputs):
         assert plan.bytes(card).places == 4 * sum(table.num_embeddings for table in plan.layout.tables)
     assert plan.pinned_bytes == placed[pinned_owner(plan.num_cards)]
     for owner in range(plan.num_cards + 2):
-        assert sum(placer.rows_bytes(owner, group) for group in plan.layout.groups) == placed[owner]
+        assert sum(placer.rows_bytes(group)[owner] for group in plan.layout.groups) == placed[owner]
 
 
 @settings(deadline=None)
@@ -106,7 +106,7 @@ def test_tables_of_a_group_lie_one_behind_the_other_at_each_owner(inputs):
             for number in range(group.first_table, group.end_table):
                 assert starts[number - group.first_table, owner] == byte
                 byte += int(plan.slots[number, owner]) * strides(plan.layout)[number]
-            assert placer.rows_bytes(owner, group) == byte
+            assert placer.rows_bytes(group)[owner] == byte
 
 
 @settings(deadline=None)
@@ -141,7 +141,7 @@ def test_a_table_with_more_rows_than_a_place_can_say_leaves_the_coldest_to_pinne
     rows = 2**30 + 5
     layout = one_table_layout(rows)
     partition = Partition(1, np.zeros((1, 256), np.int16))
-    hotness = Hotness.by_table(layout)
+    hotness = Hotness()
     with pytest.raises(MemoryBudgetError, match=r"6 rows are left over.* at most 1073741823 rows of one table"):
         CardPlan.make(layout, partition, CardBudget((2**40,), 0), hotness)
     plan = CardPlan.make(layout, partition, CardBudget((2**40,), 2**40), hotness)
@@ -178,7 +178,7 @@ def test_row_numbers_near_2_to_the_32_are_placed():
     buckets = np.arange(256)
     partition = Partition(64, np.where(buckets % 2, -1, buckets // 2 % 64).astype(np.int16)[None])
     budget = CardBudget((4 * rows + 16 * 2**25,) * 64, 2**40, 16 * 2**18)
-    plan = CardPlan.make(layout, partition, budget, Hotness.by_table(layout, zipf=1.05))
+    plan = CardPlan.make(layout, partition, budget, Hotness(zipf=1.05))
     card_rows = 64 * (2**25 - 2**18)
     assert plan.splits == (TableSplit(2**18, card_rows, 2**31 - 2**18 - card_rows),)
     walk = placer_module._Walk(plan, 0)

@@ -19,7 +19,7 @@ AMPLE = 1 << 40
 def plan_of(num_cards, *, card_bytes=AMPLE, pinned=0, hot=0, zipf=0.0, rows=256 * 1000):
     layout = one_table_layout(rows, 128)
     budget = CardBudget((card_bytes,) * num_cards, pinned, hot)
-    return CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness.by_table(layout, zipf=zipf))
+    return CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness(zipf=zipf))
 
 
 def test_one_card_that_has_all_rows_takes_what_its_memory_takes():

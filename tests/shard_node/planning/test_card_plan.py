@@ -32,7 +32,7 @@ ROW = 16  # bytes of an int8 row of dim 8 on a card
 def one_table_plan(rows, card_rows, pinned_rows, *, num_cards=1, counts=None, **more):
     """The plan of one table, with budgets in rows."""
     layout = one_table_layout(rows)
-    hotness = Hotness.by_table(layout) if counts is None else Hotness.from_counts({"items": counts})
+    hotness = Hotness() if counts is None else Hotness({"items": counts})
     card_bytes = (places_bytes(layout) + ROW * card_rows,) * num_cards
     budget = CardBudget(card_bytes, ROW * pinned_rows, **{"peer_access": True} | more)
     return CardPlan.make(layout, round_robin(1, num_cards), budget, hotness)
@@ -173,7 +173,7 @@ def test_copies_drive_no_row_off_the_cards_even_where_a_table_may_not_be_hot_as_
     # Rows 0 to 59 are card 0's.
     partition = Partition(2, np.where(np.arange(256) < 60, 0, 1).astype(np.int16)[None])
     budget = CardBudget((places_bytes(layout) + 74 * ROW, places_bytes(layout) + 200 * ROW), 0)
-    plan = CardPlan.make(layout, partition, budget, Hotness.by_table(layout))
+    plan = CardPlan.make(layout, partition, budget, Hotness())
     assert plan.splits[0].hot_rows > 14
     assert plan.bytes(0).total > budget.card_bytes[0] - 3 * ROW
 
@@ -200,21 +200,21 @@ def test_of_tables_alike_the_one_with_more_lookups_per_byte_is_nearer():
 
     layout = layout_of([table("wide", 100, 120), table("small", 100, 8), table("shared", 300, 8, 5)])
     budget = CardBudget((places_bytes(layout) + 350 * ROW,), 1000 * ROW)
-    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness())
     of = {one.name: split for one, split in zip(layout.tables, plan.splits, strict=True)}
     assert of == {
         "shared": TableSplit(0, 300, 0),
         "small": TableSplit(0, 50, 50),
         "wide": TableSplit(0, 0, 100),
     }
-    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness.by_table(layout, {"wide": 1000.0}))
+    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness(lookups_per_sample={"wide": 1000.0}))
     assert plan.splits[layout.index["wide"]] == TableSplit(0, 43, 57)
 
 
 def test_two_thousand_million_rows_are_planned_without_one_being_looked_at():
     layout = one_table_layout(2_000_000_000, 128)
     budget = CardBudget((50 * 10**9,) * 8, 0)
-    plan = CardPlan.make(layout, round_robin(1, 8), budget, Hotness.by_table(layout, zipf=1.05))
+    plan = CardPlan.make(layout, round_robin(1, 8), budget, Hotness(zipf=1.05))
     assert plan.tier_rows.sum() == 2_000_000_000
     for card in range(8):
         assert 50 * 10**9 - 4 * 144 < plan.bytes(card).total <= 50 * 10**9
@@ -234,7 +234,7 @@ def test_rows_that_do_not_fit_are_refused_with_the_numbers():
         match=r"rows take 16000 bytes, beside 4000 of places .* \[4160, 4160\] and pinned memory 1600: 14080 bytes of "
         "880 rows are left over",
     ):
-        CardPlan.make(layout, round_robin(1, 2), budget, Hotness.by_table(layout))
+        CardPlan.make(layout, round_robin(1, 2), budget, Hotness())
 
 
 @settings(deadline=None)
@@ -252,7 +252,7 @@ def test_a_plan_takes_just_the_pinned_memory_that_it_needs_and_is_refused_with_l
 def test_a_card_without_room_for_places_is_refused_with_the_numbers():
     layout = one_table_layout(1000)
     with pytest.raises(MemoryBudgetError, match="card 1 may take 3999 bytes, but the places of all rows take 4000"):
-        CardPlan.make(layout, round_robin(1, 2), CardBudget((4000, 3999), 0), Hotness.by_table(layout))
+        CardPlan.make(layout, round_robin(1, 2), CardBudget((4000, 3999), 0), Hotness())
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,10 @@ def test_a_card_without_room_for_places_is_refused_with_the_numbers():
 def test_a_plan_of_parts_that_do_not_fit_each_other_is_refused(partition, budget, message):
     layout = one_table_layout(10)
     with pytest.raises(InvalidBagsError, match=message):
-        CardPlan.make(layout, partition, budget, Hotness.by_table(layout))
+        CardPlan.make(layout, partition, budget, Hotness())
 
 
 def test_more_cards_than_the_kernel_knows_are_refused():
     layout = one_table_layout(10)
     with pytest.raises(MemoryBudgetError, match="65 cards; allowed: 1 to 64"):
-        CardPlan.make(layout, round_robin(1, 65), CardBudget((10**6,) * 65, 0), Hotness.by_table(layout))
+        CardPlan.make(layout, round_robin(1, 65), CardBudget((10**6,) * 65, 0), Hotness())

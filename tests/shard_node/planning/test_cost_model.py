@@ -100,7 +100,7 @@ def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
     total = sum(table_sizes(one.num_embeddings, one.embedding_dim, one.dtype).on_cards for one in layout.tables)
     room = 4 * sum(one.num_embeddings for one in layout.tables)
     budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total, total // 20)
-    plan = CardPlan.make(layout, partition, budget, Hotness.from_counts(counts))
+    plan = CardPlan.make(layout, partition, budget, Hotness(counts))
     shares = tier_shares(plan)
     placer = Placer(plan)
     for number, table in enumerate(layout.tables):
@@ -144,7 +144,7 @@ def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
     moved = []
     for share in (0.0, 0.01, 0.1, 0.5, 1.0):
         budget = CardBudget((AMPLE,) * num_cards, 0, int(share * rows * 80))
-        plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness.by_table(layout, zipf=zipf))
+        plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness(zipf=zipf))
         moved.append(Traffic.of(plan, loads_of(layout), H100).peer_bytes.sum())
     assert all(after <= before + 1e-6 for before, after in pairwise(moved))
     assert moved[-1] == pytest.approx(0, abs=1e-6)
@@ -152,7 +152,7 @@ def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
 
 def test_uniform_ids_over_cards_are_at_peers_but_for_one_of_n():
     layout = one_table_layout(256 * 100, 128)
-    plan = CardPlan.make(layout, round_robin(1, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(1, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness())
     traffic = Traffic.of(plan, [BagLoad(8000.0, 400.0, 20.0)], H100)
     np.testing.assert_allclose(traffic.own, 1000)
     np.testing.assert_allclose(traffic.peer, 7000)
@@ -169,7 +169,7 @@ def test_a_shard_is_asked_only_for_its_own_rows():
     layout = one_table_layout(256 * 10, 16)
     partition = round_robin(1, 2)
     partition.card_of_bucket[:, 64:] = -1
-    plan = CardPlan.make(layout, partition, CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, partition, CardBudget((AMPLE,) * 2, 0), Hotness())
     traffic = Traffic.of(plan, loads_of(layout), H100)
     np.testing.assert_allclose(traffic.hot + traffic.own + traffic.peer, 250)
     assert traffic.upload_bytes == 4 * 250 + 4 * 100
@@ -178,7 +178,9 @@ def test_a_shard_is_asked_only_for_its_own_rows():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_table_that_nobody_looks_up_costs_nothing(dtype):
     layout = one_table_layout(1000, 16, dtype)
-    plan = CardPlan.make(layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout, {"items": 0}))
+    plan = CardPlan.make(
+        layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness(lookups_per_sample={"items": 0})
+    )
     traffic = Traffic.of(plan, [BagLoad(0, 0, 0)], H100)
     assert traffic.hbm_bytes.sum() == traffic.peer_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
     assert traffic.chain_us.sum() == 0
@@ -188,13 +190,13 @@ def test_a_launch_is_counted_for_each_arena_that_is_read():
     tables = [one_table_layout(100, dim, dtype).tables[0] for dim, dtype in [(8, "int8"), (8, "int8"), (16, "fp16")]]
     tables = [one.model_copy(update={"name": f"t{i}", "feature_names": (f"f{i}",)}) for i, one in enumerate(tables)]
     layout = layout_of(tables)
-    plan = CardPlan.make(layout, round_robin(3, 1), CardBudget((AMPLE,), 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(3, 1), CardBudget((AMPLE,), 0), Hotness())
     assert Traffic.of(plan, loads_of(layout), H100).launches == 2
 
 
 def test_a_load_is_needed_for_every_table():
     layout = one_table_layout(100)
-    plan = CardPlan.make(layout, round_robin(1, 1), CardBudget((AMPLE,), 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(1, 1), CardBudget((AMPLE,), 0), Hotness())
     with pytest.raises(InvalidBagsError, match="2 loads for 1 tables"):
         Traffic.of(plan, loads_of(layout) * 2, H100)
 

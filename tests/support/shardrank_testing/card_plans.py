@@ -99,11 +99,11 @@ def hotnesses(draw: st.DrawFn, layout: TableLayout, rng: np.random.Generator) ->
     """By table, by a power law, or by counts of some of the tables."""
     kind = draw(st.sampled_from(["uniform", "zipf", "counts"]))
     if kind == "uniform":
-        return Hotness.by_table(layout, {layout.tables[0].name: draw(st.sampled_from([0.0, 1.0, 40.0]))})
+        return Hotness(lookups_per_sample={layout.tables[0].name: draw(st.sampled_from([0.0, 1.0, 40.0]))})
     if kind == "zipf":
-        return Hotness.by_table(layout, zipf=draw(st.sampled_from([0.3, 1.0, 1.05, 2.0])))
+        return Hotness(zipf=draw(st.sampled_from([0.3, 1.0, 1.05, 2.0])))
     counted = draw(st.lists(st.sampled_from(layout.tables), unique_by=lambda one: one.name, min_size=1))
-    return Hotness.from_counts(
+    return Hotness(
         {
             table.name: np.minimum(rng.zipf(1.3, table.num_embeddings) - 1, 2**32 - 1).astype(np.uint32)
             for table in counted

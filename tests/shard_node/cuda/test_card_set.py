@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
-from shard_node.errors import InvalidBagsError, MemoryBudgetError, PeerAccessError
+from shard_node.errors import MemoryBudgetError, PeerAccessError
 from shardrank_testing.emulated_cards import EmulatedCards
 
 MIB = 1 << 20
@@ -133,10 +133,3 @@ def test_cards_without_access_to_each_other_are_told_of_or_refused(caplog):
     with pytest.raises(PeerAccessError, match=r"2 x emulated card .* require_peer_access is set"):
         CardSet(cards, CardOptions(require_peer_access=True))
     CardSet(EmulatedCards(2), CardOptions(require_peer_access=True))
-
-
-def test_a_partition_for_another_number_of_cards_is_refused():
-    card_set = CardSet(EmulatedCards(2))
-    card_set.check_num_cards(2)
-    with pytest.raises(InvalidBagsError, match=r"the partition is for 3 cards, but there are 2 \(2 x emulated card\)"):
-        card_set.check_num_cards(3)
