@@ -1,4 +1,4 @@
-"""Make the tables of docs/nvlink.md from the cost model: `python -m loadtest.nvlink_page docs/nvlink.md --write`."""
+"""Make the tables of docs/nvlink.md from the cost model: `python -m loadtest.nvlink_page docs/nvlink.md`."""
 
 from __future__ import annotations
 
@@ -103,26 +103,16 @@ TABLES: dict[str, Callable[[], Rows]] = {
 }
 
 
-def with_tables(text: str) -> str:
+@click.command()
+@click.argument("page", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def main(page: Path) -> None:
     """Make the rows of a page's tables anew, below the heads that it has."""
 
     def table(found: re.Match[str]) -> str:
         lines = (f"| {' | '.join(map(str, row))} |\n" for row in TABLES[found[2]]())
         return found[1] + "".join(lines) + found[3]
 
-    return _MARKED.sub(table, text)
-
-
-@click.command()
-@click.argument("page", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--write", is_flag=True, help="Write the page in place of printing it.")
-def main(page: Path, write: bool) -> None:
-    """Make the tables of docs/nvlink.md anew."""
-    made = with_tables(page.read_text(encoding="utf-8"))
-    if write:
-        page.write_text(made, encoding="utf-8")
-    else:
-        click.echo(made, nl=False)
+    page.write_text(_MARKED.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

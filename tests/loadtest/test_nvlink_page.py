@@ -27,8 +27,7 @@ def peer_share(plan):
 def test_the_pages_tables_are_what_its_command_makes(tmp_path):
     copy = tmp_path / "nvlink.md"
     copy.write_text(TEXT.replace("| int8 | 128 |", "| int8 | 129 |"), encoding="utf-8")
-    assert CliRunner().invoke(main, [str(copy)]).output == TEXT
-    assert CliRunner().invoke(main, [str(copy), "--write"]).exit_code == 0
+    assert CliRunner().invoke(main, [str(copy)]).exit_code == 0
     assert copy.read_text(encoding="utf-8") == TEXT
     assert all(TEXT.count(f"<!-- table: {name} -->\n") == 1 for name in TABLES)
 
