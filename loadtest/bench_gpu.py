@@ -37,8 +37,8 @@ try:
     from loadtest.gpu.parts import FORMAT, FULL, QUICK, BenchPart, BenchReport, BenchSize, Work, run_part, wait_or_kill
     from loadtest.gpu.pooling import measure_copies, measure_kernel, measure_others
     from loadtest.gpu.tables import show
+    from shard_node.cuda.card_set import DeviceChoice, open_cards
     from shard_node.cuda.cards import Cards
-    from shard_node.cuda.device_choice import DeviceChoice, open_cards
 except ImportError as missing:
     raise SystemExit(f"bench_gpu: {missing}. It needs what pyproject.toml names: pip install '.[cuda]'") from missing
 

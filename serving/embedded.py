@@ -63,8 +63,8 @@ class Ranker:
             card_options: what the rows may take of the cards, if that is not the CPU.
             dtype: of the dense model; `auto` is bfloat16 where the device has it and golden requests bear it out.
             num_replicas: ranking replicas, each a thread; on cards they take turns over these.
-            memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files. None: all in RAM, or, with
-                cards, as much pinned memory as `card_options` says.
+            memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files, or, with cards, is refused.
+                None: all in RAM, or, with cards, as much pinned memory as `card_options` says.
             verify: check every file's SHA-256.
             limits: of requests and batches.
 

@@ -37,7 +37,7 @@ from router.plan import Plan
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.training.description import with_bucketing
-from shard_node.cuda.device_choice import DeviceChoice
+from shard_node.cuda.card_set import DeviceChoice
 
 
 def compared_snapshot(config: CompareConfig, load: LoadConfig, store: Path, progress: Progress = no_progress) -> Path:

@@ -28,13 +28,10 @@ from loadtest.gpu.rows import (
 )
 from loadtest.gpu.timing import Timing, captured, clock_name, time_in_turns
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import OutDtype
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import OutDtype, RowFormat
 from shard_node.node import Partition
-from shard_node.planning.batch_time import batch_time
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget, CardPlan
-from shard_node.planning.card_systems import SYSTEMS, CardSystem
-from shard_node.planning.cost_model import BagLoad, Traffic
+from shard_node.planning.cost_model import SYSTEMS, BagLoad, CardSystem, Traffic, batch_time
 from shard_node.planning.hotness import Hotness
 
 SECONDS_A_COPY = 1.0
@@ -132,7 +129,7 @@ def _plan(dim: int, share_on_card: float) -> CardPlan:
     on_card = round(PLAN_ROWS * share_on_card)
     budget = CardBudget((on_card * stride + PLAN_ROWS * PLACE_BYTES,), (PLAN_ROWS - on_card) * stride)
     partition = Partition(1, np.zeros((1, 256), np.int16))
-    return CardPlan.make(layout, partition, budget, Hotness.by_table(layout), allow_mapped=False)
+    return CardPlan.make(layout, partition, budget, Hotness())
 
 
 KERNEL_NOTES = (

@@ -27,11 +27,12 @@ from shard_node.cuda.kernel_params import (
     ArenaParams,
     BatchParams,
     OutDtype,
+    RowFormat,
     RunParams,
     TableParams,
+    owner_bits,
+    pinned_owner,
 )
-from shard_node.cuda.places import owner_bits, pinned_owner
-from shard_node.cuda.row_format import RowFormat
 from shard_node.engine.table_layout import TableLayout
 from shard_node.planning.cost_model import SECTOR_BYTES, sector_bytes
 

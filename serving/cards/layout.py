@@ -17,8 +17,8 @@ from torch import Tensor
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.models.inputs import InputShapes, padded_width
+from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
-from shard_node.cuda.output_runs import BatchSize, OutputRuns
 
 OUT_DTYPES: Final[dict[torch.dtype, OutDtype]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ALIGNED_ELEMENTS: Final = 128

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -123,7 +122,7 @@ class CardBatch:
         keys = np.arange(num_keys, dtype=np.int32)
         bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
         self._slot.fill(bags)
-        self._lane.launch(partial(self._pool, bags))
+        self._lane.launch(self._pool)
         if not self._layout.sequences:
             self._rank()
         self._lane.stream.synchronize()
@@ -144,13 +143,13 @@ class CardBatch:
             raise
         self._ranking = ranking
 
-    def score(self, batch: MergedBatch, bags: KeyedBags) -> Float32Array:
+    def score(self, batch: MergedBatch) -> Float32Array:
         """Score what was filled in: float32 [N], a copy. Blocks, without the interpreter lock.
 
         Raises MemoryBudgetError if the dense model's work has no room.
         """
         stream = self._lane.stream
-        self._lane.launch(partial(self._pool, bags))
+        self._lane.launch(self._pool)
         if self._ranking is not None:
             self._ranking.replay(stream)
         else:
@@ -166,12 +165,11 @@ class CardBatch:
         self._scores.free()
         self._down.free()
 
-    def _pool(self, bags: KeyedBags) -> None:
+    def _pool(self) -> None:
         if self._pooling is None:
             self._slot.enqueue()
         else:
             self._pooling.replay(self._lane.stream)
-        self._slot.add_mapped(bags)
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
         """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
@@ -424,7 +422,7 @@ class CardRanking(Ranking):
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
-        scores = packed.score(batch, mapped.bags)
+        scores = packed.score(batch)
         if times is not None:
             times.lookup_s, times.rank_s = ready - began, self._clock() - ready
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)

@@ -18,14 +18,11 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Sharding
-from shard_node.planning.batch_time import BatchTime, batch_time
-from shard_node.planning.card_plan import CardBudget, CardPlan
-from shard_node.planning.card_systems import CardSystem
-from shard_node.planning.cost_model import BagLoad, Traffic, table_sizes
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
+from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Hotness
 
 GB = 1_000_000_000
@@ -99,7 +96,7 @@ class LookupProfile:
         """Return what placement is told: the same lookups, by table."""
         loads = self.loads(spec, layout, requests, candidates)
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        return Hotness(self.counts, lookups, dict.fromkeys(lookups, self.zipf))
+        return Hotness(self.counts, lookups, self.zipf)
 
     def _load(self, spec: ModelSpec, table: TableSpec, requests: float, candidates: float) -> BagLoad:
         values = bags = longest = 0.0
@@ -127,7 +124,6 @@ class CapacityOptions(Frozen):
         sharding: how.
         replicate_bytes: tables of at most this size go to every shard.
         peer_access: whether cards read each other's memory.
-        allow_mapped: whether rows may stay in the mapped snapshot.
         requests: of a batch.
         candidates: of a batch, all requests together.
     """
@@ -142,7 +138,6 @@ class CapacityOptions(Frozen):
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
     peer_access: bool = True
-    allow_mapped: bool = True
     requests: int = Field(default=1, ge=1, le=MAX_BATCH)
     candidates: int = Field(default=500, ge=1, le=MAX_BATCH)
 
@@ -196,7 +191,7 @@ class TierUse(Frozen):
     `card` and `peer` are the same rows, on the card that pools and on others: a card reaches its own part as `card`.
     """
 
-    tier: Literal["hot", "card", "peer", "pinned", "mapped"]
+    tier: Literal["hot", "card", "peer", "pinned"]
     rows: int
     size_bytes: int
     lookup_share: float
@@ -215,7 +210,6 @@ class TableUse(Frozen):
     hot_rows: int
     card_rows: int
     pinned_rows: int
-    mapped_rows: int
 
 
 class BatchUse(Frozen):
@@ -237,7 +231,6 @@ class CapacityPlan(Frozen):
     Attributes:
         all_on_cards_bytes: what each card would need for every row of the shard to be on cards, once, with places.
         fits_on_cards: whether they are.
-        left_over_bytes: of rows that neither cards nor pinned memory have room for.
     """
 
     model: str
@@ -248,7 +241,6 @@ class CapacityPlan(Frozen):
     shard_index: int
     cards: tuple[CardUse, ...]
     pinned_bytes: int
-    left_over_bytes: int
     all_on_cards_bytes: int
     fits_on_cards: bool
     tiers: tuple[TierUse, ...]
@@ -268,9 +260,7 @@ class CapacityPlan(Frozen):
         shard = _fullest_shard(fleet)
         requests, candidates = options.requests, options.candidates
         hotness = profile.placement(spec, fleet.layout, requests, candidates)
-        plan = CardPlan.make(
-            fleet.layout, fleet.partition(shard), options.budget, hotness, allow_mapped=options.allow_mapped
-        )
+        plan = CardPlan.make(fleet.layout, fleet.partition(shard), options.budget, hotness)
         loads = profile.loads(spec, fleet.layout, requests, candidates)
         traffic = Traffic.of(plan, loads, options.system)
         rows_here = plan.tier_rows.sum(axis=(1, 2))
@@ -283,9 +273,8 @@ class CapacityPlan(Frozen):
             shard_index=shard,
             cards=tuple(_card_use(plan, card, options.budget) for card in range(options.cards)),
             pinned_bytes=plan.pinned_bytes,
-            left_over_bytes=plan.mapped_bytes,
             all_on_cards_bytes=int((plan.tier_rows.sum(axis=2).T @ plan.strides).max()) + plan.places_bytes,
-            fits_on_cards=not plan.tier_rows[:, :, [HOST, MAPPED_TIER]].any(),
+            fits_on_cards=not plan.tier_rows[:, :, HOST].any(),
             tiers=_tiers(plan, traffic),
             tables=tuple(
                 TableUse(
@@ -298,7 +287,6 @@ class CapacityPlan(Frozen):
                     hot_rows=split.hot_rows,
                     card_rows=split.card_rows,
                     pinned_rows=split.host_rows,
-                    mapped_rows=split.mapped_rows,
                 )
                 for number, (table, split) in enumerate(zip(fleet.layout.tables, plan.splits, strict=True))
             ),
@@ -342,18 +330,17 @@ def _tiers(plan: CardPlan, traffic: Traffic) -> tuple[TierUse, ...]:
     """In the mean over the cards that may pool a batch."""
     rows = plan.tier_rows.sum(axis=1)
     own, peers = traffic.own.mean(), traffic.peer.mean()
-    lookups = {"hot": traffic.hot.mean(), "card": own, "peer": peers}
-    lookups |= {"pinned": traffic.host.mean(), "mapped": traffic.mapped.mean()}
+    lookups = {"hot": traffic.hot.mean(), "card": own, "peer": peers, "pinned": traffic.host.mean()}
     moved = {"peer": traffic.peer_bytes.sum(axis=1).mean(), "pinned": traffic.host_bytes.mean()}
     total = sum(lookups.values())
-    tiers: tuple[tuple[Literal["hot", "card", "peer", "pinned", "mapped"], int], ...] = (
-        ("hot", HOT), ("card", CARD), ("peer", CARD), ("pinned", HOST), ("mapped", MAPPED_TIER),
+    tiers: tuple[tuple[Literal["hot", "card", "peer", "pinned"], int], ...] = (
+        ("hot", HOT), ("card", CARD), ("peer", CARD), ("pinned", HOST),
     )  # fmt: skip
     return tuple(
         TierUse(
             tier=tier,
             rows=int(rows[:, column].sum()),
-            size_bytes=plan.mapped_bytes if tier == "mapped" else int(rows[:, column] @ plan.strides),
+            size_bytes=int(rows[:, column] @ plan.strides),
             lookup_share=float(lookups[tier] / total) if total else 0.0,
             bytes_per_batch=float(moved.get(tier, 0.0)),
         )

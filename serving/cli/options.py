@@ -359,8 +359,8 @@ device_options = together(
     ),
     gigabytes_option(
         "--pinned-memory-gb",
-        "With GPUs: host memory for rows that no card has room for, which cards read in place. Rows beyond it "
-        "stay in the mapped files.",
+        "With GPUs: host memory for rows that no card has room for, which cards read in place. A "
+        "version with more rows is refused.",
         default=DEFAULT_PINNED_GB,
     ),
     gigabytes_option(

@@ -25,7 +25,7 @@ from serving.cli.snapshots import read_description
 if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec, RowDtype
     from serving.cli.capacity import CapacityPlan, LookupProfile
-    from shard_node.planning.card_systems import CardSystem
+    from shard_node.planning.cost_model import CardSystem
 
 MANIFEST_NAME = "manifest.json"
 MAX_TABLES = 8
@@ -34,7 +34,6 @@ TIER_NAMES = {
     "card": "card: on the card that pools",
     "peer": "card: on one of the others",
     "pinned": "pinned host memory",
-    "mapped": "mapped snapshot",
 }
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
@@ -77,7 +76,6 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @sharding_option
 @replicate_option
 @click.option("--no-peer-access", is_flag=True, help="Plan for cards that can't read each other's memory.")
-@click.option("--no-mapped", is_flag=True, help="Fail if rows would stay in the mapped snapshot.")
 @count_option("--batch", "Candidates of a batch.", 1, 10_000_000, default=500)
 @count_option(
     "--requests",
@@ -144,7 +142,6 @@ def plan(**options: Any) -> None:
             "cards": options["cards"] or system.cards,
             "card_memory_gb": options["card_memory_gb"] or system.card_memory_gb,
             "peer_access": not options["no_peer_access"],
-            "allow_mapped": not options["no_mapped"],
             "candidates": options["batch"],
         }
     )
@@ -164,7 +161,7 @@ def _number(name: str, text: str) -> float:
 
 def _system(options: dict[str, Any]) -> CardSystem:
     """The named system, with what was given in place of its own bandwidths."""
-    from shard_node.planning.card_systems import SYSTEMS
+    from shard_node.planning.cost_model import SYSTEMS
 
     system = SYSTEMS[options["system"]]
     changed: dict[str, object] = {}
@@ -294,7 +291,7 @@ def _print_tables(plan: CapacityPlan) -> None:
     rest = len(largest) - MAX_TABLES
     print_table(
         f"Tables, the largest {MAX_TABLES} of {len(largest)}" if rest > 0 else "Tables",
-        ("table", "#dim", "dtype", "#bytes", "#lookups", "#hot rows", "#card rows", "#pinned rows", "#mapped rows"),
+        ("table", "#dim", "dtype", "#bytes", "#lookups", "#hot rows", "#card rows", "#pinned rows"),
         [
             (
                 one.name,
@@ -302,7 +299,7 @@ def _print_tables(plan: CapacityPlan) -> None:
                 one.dtype,
                 human_bytes(one.on_cards_bytes),
                 _human_count(one.lookups),
-                *(_human_count(rows) for rows in (one.hot_rows, one.card_rows, one.pinned_rows, one.mapped_rows)),
+                *(_human_count(rows) for rows in (one.hot_rows, one.card_rows, one.pinned_rows)),
             )
             for one in largest[:MAX_TABLES]
         ],
@@ -322,7 +319,6 @@ def _print_time(plan: CapacityPlan) -> None:
             ("card memory", human_bytes(round(batch.card_memory_bytes)), f"{time.hbm_us:.1f}"),
             ("other cards, with packet headers", human_bytes(round(batch.peer_line_bytes)), f"{time.peer_us:.1f}"),
             ("host memory, with packet headers", human_bytes(round(batch.host_line_bytes)), f"{time.host_us:.1f}"),
-            ("mapped rows, one CPU thread", "", f"{time.mapped_us:.1f}"),
         ],
     )
     busy = f"all {plan.options.cards} cards busy" if plan.options.cards > 1 else "busy all the time"
@@ -337,13 +333,8 @@ def _print_verdict(plan: CapacityPlan) -> None:
     needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
     if plan.fits_on_cards:
         click.echo(f"fits: every row is on cards ({needed})")
-    elif not plan.left_over_bytes:
-        click.echo(f"fits with {human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})")
     else:
-        click.echo(
-            f"does not fit in memory: {human_bytes(plan.left_over_bytes)} stay in the mapped snapshot, beside "
-            f"{human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})"
-        )
+        click.echo(f"fits with {human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})")
 
 
 def _human_count(count: float) -> str:

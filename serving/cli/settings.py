@@ -93,7 +93,7 @@ def member_folder(options: Mapping[str, Any]) -> Path:
 
 def device_arguments(options: Mapping[str, Any]) -> list[str]:
     """Return the flags that give a child process the same devices. Raises DeviceChoiceError."""
-    from shard_node.cuda.device_choice import DeviceChoice
+    from shard_node.cuda.card_set import DeviceChoice
 
     DeviceChoice.parse(options["device"])
     return arguments(options, DEVICE_FLAGS)

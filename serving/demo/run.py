@@ -39,8 +39,7 @@ from serving.training.version import (
     train_version,
 )
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.device_choice import DeviceChoice
+from shard_node.cuda.card_set import CardSet, DeviceChoice
 
 # Tables of at most this size go to every shard: small, because the demo's tables are. With the default of a real fleet
 # nothing would be divided.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -85,26 +84,16 @@ def _lines_of(table: npt.NDArray[np.int64], line: Int64Array) -> UInt64Array:
 
 
 class SketchedCounts:
-    """Estimates for the rows of one table: read like an array uint32 [num_embeddings], a slice at a time."""
+    """Estimates for the rows of one table: read like an array uint32 [num_embeddings], by slices with step 1."""
 
     def __init__(self, sketch: _Sketch, table: int, num_rows: int) -> None:
         self._sketch = sketch
         self._table = table
-        self._num_rows = num_rows
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(num_embeddings,)."""
-        return (self._num_rows,)
-
-    @property
-    def dtype(self) -> np.dtype[np.uint32]:
-        """uint32."""
-        return np.dtype(np.uint32)
+        self.shape = (num_rows,)
+        self.dtype = np.dtype(np.uint32)
 
     def __getitem__(self, rows: slice) -> UInt32Array:
-        """uint32 [n], of a slice with step 1."""
-        first, end, _ = rows.indices(self._num_rows)
+        first, end, _ = rows.indices(self.shape[0])
         return self._sketch.read(self._table, first, max(first, end))
 
 
@@ -113,7 +102,7 @@ class AccessCounts:
 
     Args:
         layout: the tables.
-        rng: chooses batches, and values of large ones.
+        rng: chooses batches, and values of large ones; None for chance from the system.
         sample_every: batches of which one is counted.
         max_values: values of one batch that are counted; of more, as many at random, each for its share.
         max_bytes: of all counters. Half of them are for counters by row, the smallest tables first, unless all fit.
@@ -125,7 +114,7 @@ class AccessCounts:
     def __init__(
         self,
         layout: TableLayout,
-        rng: np.random.Generator,
+        rng: np.random.Generator | None = None,
         *,
         sample_every: int = SAMPLE_EVERY,
         max_values: int = MAX_VALUES,
@@ -138,7 +127,7 @@ class AccessCounts:
                 f"max_bytes {max_bytes} at least {smallest}"
             )
         self._layout = layout
-        self._rng = rng
+        self._rng = rng or np.random.default_rng()
         self._sample_every = sample_every
         self._max_values = max_values
         self._turn = threading.Lock()
@@ -152,11 +141,6 @@ class AccessCounts:
         width = 1 << ((max_bytes // _COUNTER_BYTES // 4).bit_length() - 1)
         self._sketch = None if self._by_row.all() else _Sketch(_zeros(2, width))
         self._total = 0
-
-    @classmethod
-    def of(cls, layout: TableLayout) -> Self:
-        """With the defaults, and chance from the system."""
-        return cls(layout, np.random.default_rng())
 
     @property
     def size_bytes(self) -> int:

@@ -7,50 +7,98 @@ int64 to uint32 on their way into pinned memory, in one pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Int64Array, KeyedBags
+from loader.snapshot.codecs import bucket_shift
+from loader.snapshot.manifest import NUM_BUCKETS
+from shard_node.bags import Int64Array, KeyedBags, TableLimits
 from shard_node.cuda.kernel_params import (
-    CHUNK_BYTES,
     MAX_LANES,
     MODES,
     NO_RUN,
+    OUT_BYTES,
     POOL_KERNELS,
     THREADS_PER_BLOCK,
+    ByteArray,
+    OutDtype,
+    RowFormat,
     RunParams,
+    UInt32Array,
+    round_up,
 )
-from shard_node.cuda.output_runs import BatchSize, OutputRuns
-from shard_node.cuda.row_format import RowFormat
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
+from shard_node.node import Partition
 
-ByteArray = npt.NDArray[np.uint8]
-UInt32Array = npt.NDArray[np.uint32]
+BoolArray = npt.NDArray[np.bool_]
 
+MAX_BATCH_VALUES = 2**31 - 1
+"""Positions are uint32 on cards, and kernels look some way ahead of the last one, which must not wrap around."""
 RUN_DTYPE = np.dtype(RunParams)
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaShape:
-    """How the bags of one arena are spread over threads.
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputRuns:
+    """One run for each key of the batches to come; several keys may share a table.
+
+    Bag i of key k is written to elements out_offsets[k] + i * out_strides[k] and on, embedding_dim of them. With mode
+    `none` that is said of its values in place of its bags.
 
     Attributes:
-        kernel: that pools it.
-        embedding_dim: elements of a row.
-        lanes_log2: log2 of the threads that share a bag.
-        bags_per_block: of a thread block.
-        column_tiles: of a row, gridDim.y.
+        tables: int64 [S], numbers in the layout.
+        modes: int64 [S], each of `kernel_params.MODES`.
+        out_offsets: int64 [S].
+        out_strides: int64 [S].
+        out_dtype: of every element.
+        out_elements: of the whole output.
     """
 
+    tables: Int64Array
+    modes: Int64Array
+    out_offsets: Int64Array
+    out_strides: Int64Array
+    out_dtype: OutDtype
+    out_elements: int
+
+    @property
+    def out_bytes(self) -> int:
+        """Of the whole output."""
+        return self.out_elements * OUT_BYTES[self.out_dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchSize:
+    """The largest batch that something is made for.
+
+    Attributes:
+        bags_per_key: int64 [S].
+        num_values: of all keys together.
+        weighted: whether there may be weights; a batch without any then has all ones.
+        extra_bytes: that the caller sends along with each batch.
+    """
+
+    bags_per_key: Int64Array
+    num_values: int
+    weighted: bool = False
+    extra_bytes: int = 0
+
+
+class ArenaShape(NamedTuple):
+    """The kernel that pools an arena, log2 of the threads of a bag, and the column tiles of a row (gridDim.y)."""
+
     kernel: str
-    embedding_dim: int
     lanes_log2: int
-    bags_per_block: int
     column_tiles: int
+
+    @property
+    def bags_per_block(self) -> int:
+        """Of a thread block."""
+        return THREADS_PER_BLOCK >> self.lanes_log2
 
 
 class BatchShapes:
@@ -75,15 +123,7 @@ class BatchShapes:
         for group in layout.groups:
             chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
             lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
-            arenas.append(
-                ArenaShape(
-                    POOL_KERNELS[group.dtype],
-                    group.embedding_dim,
-                    lanes_log2,
-                    THREADS_PER_BLOCK >> lanes_log2,
-                    -(-chunks // (1 << lanes_log2)),
-                )
-            )
+            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, -(-chunks // (1 << lanes_log2))))
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 
@@ -123,6 +163,7 @@ class RunTable:
         runs: as given.
         arena: int64 [S], of each run.
         is_none: bool [S], the runs with mode `none`; None if there are none.
+        constant: `RUN_DTYPE` [S], what never changes of the runs.
     """
 
     def __init__(self, shapes: BatchShapes, runs: OutputRuns) -> None:
@@ -136,11 +177,11 @@ class RunTable:
         self._per_block = shapes.bags_per_block[self.arena]
         self._per_block_in_order = self._per_block[order]
         self._arena_edges = np.searchsorted(self.arena[order], np.arange(len(shapes.arenas) + 1))
-        self._constant = np.zeros(runs.tables.size, RUN_DTYPE)
-        self._constant["table"] = shapes.table_in_arena[runs.tables]
-        self._constant["mode"] = runs.modes
-        self._constant["out_offset"] = runs.out_offsets
-        self._constant["out_stride"] = runs.out_strides
+        self.constant = np.zeros(runs.tables.size, RUN_DTYPE)
+        self.constant["table"] = shapes.table_in_arena[runs.tables]
+        self.constant["mode"] = runs.modes
+        self.constant["out_offset"] = runs.out_offsets
+        self.constant["out_stride"] = runs.out_strides
 
     @property
     def size(self) -> int:
@@ -174,17 +215,11 @@ class RunTable:
             counts = np.where(self.is_none, -(-size.num_values // self._per_block), counts)
         return tuple(np.bincount(self.arena, counts, len(self.shapes.arenas)).astype(np.int64).tolist())
 
-    @property
-    def constant(self) -> npt.NDArray[np.void]:
-        """`RUN_DTYPE` [S], what never changes of the runs."""
-        return self._constant
 
-
-@dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Where each part of a batch begins in its buffer, in bytes; all are aligned to 16.
 
-    Attributes:
+    Args:
         num_values: uint32 values, and float32 weights if `weighted`.
         num_bags: bags; there is one more offset.
         num_runs: runs.
@@ -193,38 +228,28 @@ class BatchLayout:
         extra_bytes: of the caller's own.
     """
 
-    num_values: int
-    num_bags: int
-    num_runs: int
-    num_blocks: tuple[int, ...]
-    weighted: bool
-    extra_bytes: int = 0
-    values_at: int = field(init=False)
-    weights_at: int = field(init=False)
-    offsets_at: int = field(init=False)
-    runs_at: int = field(init=False)
-    blocks_at: tuple[int, ...] = field(init=False)
-    extra_at: int = field(init=False)
-    size_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "values_at": 4 * self.num_values,
-            "weights_at": 4 * self.num_values if self.weighted else 0,
-            "offsets_at": 4 * (self.num_bags + 1),
-            "runs_at": RUN_DTYPE.itemsize * self.num_runs,
-        }
-        at = 0
-        for name, size in sizes.items():
-            object.__setattr__(self, name, at)
-            at += _round_up(size)
-        blocks_at = []
-        for blocks in self.num_blocks:
-            blocks_at.append(at)
-            at += _round_up(8 * blocks)
-        object.__setattr__(self, "blocks_at", tuple(blocks_at))
-        object.__setattr__(self, "extra_at", at)
-        object.__setattr__(self, "size_bytes", at + _round_up(self.extra_bytes))
+    def __init__(
+        self,
+        num_values: int,
+        num_bags: int,
+        num_runs: int,
+        num_blocks: tuple[int, ...],
+        weighted: bool,
+        extra_bytes: int = 0,
+    ) -> None:
+        self.num_values, self.num_bags, self.num_runs = num_values, num_bags, num_runs
+        self.num_blocks, self.weighted, self.extra_bytes = num_blocks, weighted, extra_bytes
+        sizes = (
+            4 * num_values,
+            4 * num_values if weighted else 0,
+            4 * (num_bags + 1),
+            RUN_DTYPE.itemsize * num_runs,
+            *(8 * blocks for blocks in num_blocks),
+            extra_bytes,
+        )
+        edges = [0, *accumulate(map(round_up, sizes))]
+        self.values_at, self.weights_at, self.offsets_at, self.runs_at, *self.blocks_at = edges[:-2]
+        self.extra_at, self.size_bytes = edges[-2:]
 
     @classmethod
     def tight(cls, bags: KeyedBags, blocks: Blocks) -> Self:
@@ -241,10 +266,9 @@ class BatchViews:
     """
 
     def __init__(self, array: ByteArray, layout: BatchLayout) -> None:
-        self.values: UInt32Array = _view(array, layout.values_at, 4 * layout.num_values).view(np.uint32)
-        self.weights = (
-            _view(array, layout.weights_at, 4 * layout.num_values).view(np.float32) if layout.weighted else None
-        )
+        values, weighted = 4 * layout.num_values, layout.weighted
+        self.values: UInt32Array = _view(array, layout.values_at, values).view(np.uint32)
+        self.weights = _view(array, layout.weights_at, values).view(np.float32) if weighted else None
         self.offsets: UInt32Array = _view(array, layout.offsets_at, 4 * (layout.num_bags + 1)).view(np.uint32)
         self.runs = _view(array, layout.runs_at, RUN_DTYPE.itemsize * layout.num_runs).view(RUN_DTYPE)
         self.blocks: Sequence[UInt32Array] = tuple(
@@ -274,6 +298,51 @@ class BatchViews:
             target[end - first :, 0] = NO_RUN
 
 
+def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:
+    return array[first : first + size_bytes]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def check_runs(layout: TableLayout, runs: OutputRuns, size: BatchSize) -> None:
+    """Checks that nothing of the largest batch is written outside the output.
+
+    Raises:
+        InvalidBagsError: naming the array or the key, and what is allowed.
+    """
+    shapes = {
+        "tables": runs.tables.shape,
+        "modes": runs.modes.shape,
+        "out_offsets": runs.out_offsets.shape,
+        "out_strides": runs.out_strides.shape,
+        "bags_per_key": size.bags_per_key.shape,
+    }
+    if len(set(shapes.values())) != 1 or len(shapes["tables"]) != 1:
+        raise InvalidBagsError(f"these must be flat and of one length: {shapes}")
+    if not 0 <= size.num_values <= MAX_BATCH_VALUES or int(size.bags_per_key.sum()) >= MAX_BATCH_VALUES:
+        raise InvalidBagsError(f"a batch has at most {MAX_BATCH_VALUES} values and fewer bags, got {size}")
+    _check_range("tables", runs.tables, len(layout.tables))
+    _check_range("modes", runs.modes, len(MODES))
+    _check_range("bags_per_key", size.bags_per_key, MAX_BATCH_VALUES)
+    dims = np.array([table.embedding_dim for table in layout.tables], np.int64)[runs.tables]
+    most = np.where(runs.modes == MODES["none"], size.num_values, size.bags_per_key)
+    used = most > 0
+    if (runs.out_offsets[used] < 0).any() or ((runs.out_strides < dims) & (most > 1)).any():
+        raise InvalidBagsError("out_offsets must not be negative, out_strides not below the table's embedding_dim")
+    # As Python integers: a product of two int64 could wrap around.
+    for key in np.flatnonzero(used).tolist():
+        end = int(runs.out_offsets[key]) + (int(most[key]) - 1) * int(runs.out_strides[key]) + int(dims[key])
+        if end > runs.out_elements:
+            raise InvalidBagsError(f"key {key}: its last bag ends at element {end} of {runs.out_elements}")
+
+
+def _check_range(name: str, numbers: Int64Array, limit: int) -> None:
+    if ((numbers < 0) | (numbers >= limit)).any():
+        raise InvalidBagsError(f"{name} must be within 0..{limit - 1}, got {numbers.tolist()}")
+
+
 def check_fits(bags: KeyedBags, size: BatchSize) -> None:
     """Raises InvalidBagsError, with the numbers, for a batch that is larger than a size."""
     if bags.num_values > size.num_values:
@@ -288,9 +357,49 @@ def check_fits(bags: KeyedBags, size: BatchSize) -> None:
         raise InvalidBagsError("the batch has weights, but there is no room for any")
 
 
-def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:
-    return array[first : first + size_bytes]
+class RowChecks:
+    """Checks of batches and row writes against a layout and a partition.
 
+    A node that holds all rows, which is the usual one, looks no bucket up.
 
-def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // CHUNK_BYTES) * CHUNK_BYTES
+    Args:
+        layout: the tables.
+        partition: -1 for a bucket of another node.
+    """
+
+    def __init__(self, layout: TableLayout, partition: Partition) -> None:
+        self.limits = TableLimits(layout)
+        self._layout = layout
+        self._is_here: BoolArray = np.asarray(partition.card_of_bucket >= 0)
+        self._is_divided: BoolArray = np.asarray(~self._is_here.all(axis=1))
+        self._any_divided = bool(self._is_divided.any())
+        self._shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables], np.int64)
+
+    def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
+        """Checks a batch, as `TableLimits.check`, and that each row is on this node.
+
+        Raises:
+            InvalidBagsError: naming what is wrong, with table and row.
+        """
+        self.limits.check(bags, tables)
+        if not self._any_divided:
+            return
+        if tables is None:
+            tables = bags.keys.astype(np.int64)
+        if self._is_divided[tables].any():
+            self._check_here(bags, tables)
+
+    def here(self, table: int, rows: Int64Array) -> BoolArray | None:
+        """Bool [n], which of a table's rows are on this node; None for all."""
+        if not self._is_divided[table]:
+            return None
+        here: BoolArray = self._is_here[table][(rows >> self._shift[table]) & (NUM_BUCKETS - 1)]
+        return here
+
+    def _check_here(self, bags: KeyedBags, tables: Int64Array) -> None:
+        table = np.repeat(tables, bags.values_per_key())
+        here = self._is_here[table, (bags.values >> self._shift[table]) & (NUM_BUCKETS - 1)]
+        if not here.all():
+            wrong = int(here.argmin())
+            name = self._layout.tables[int(table[wrong])].name
+            raise InvalidBagsError(f"row {int(bags.values[wrong])} of table {name!r} is not on this node")

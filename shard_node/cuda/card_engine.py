@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.cuda.arena_on_card import ArenaOnCards
-from shard_node.cuda.batch import BatchShapes
-from shard_node.cuda.card_counters import CardCounters
-from shard_node.cuda.card_rows import CardRows, LookupCounts
+from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
+from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.host_pool import HostPool
-from shard_node.cuda.lane import Lane
-from shard_node.cuda.mapped_rows import MappedRows
-from shard_node.cuda.output_runs import MAX_BATCH_VALUES
-from shard_node.cuda.places import CARD, HOST, HOT
-from shard_node.cuda.row_checks import RowChecks
-from shard_node.cuda.row_writer import RowWriter
-from shard_node.cuda.write_order import WriteOrder
+from shard_node.cuda.cards import Cards, Memory
+from shard_node.cuda.lane import HostPool, Lane
+from shard_node.cuda.uploads import RowWriter
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
-from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.hotness import RowCounts
 
+_COUNTER_BYTES = 16
 POOLS_PER_CARD = 2
 """One is packed while the other one's batch is on the card."""
 
@@ -40,38 +35,23 @@ class CardEngine:
     takes a `lane` of its card in its place, and keeps what it pooled there.
 
     Args:
-        layout: the model's tables.
         card_set: the cards of this process.
         arenas: filled, one for each group of the layout, in its order. They belong to the engine from here on, and
             are freed by `close`. If making the engine fails they still belong to the caller.
         plan: where the rows are; its partition says which are here.
-        mapped: holds the rows that the plan leaves in the mapped snapshot; belongs to the engine as the arenas do. Its
-            layout is the same; tables without such rows are on no card of it. None if there are no such rows.
-
-    Attributes:
-        card_set: as given.
-        plan: as given.
 
     Raises:
         MemoryBudgetError: a card or the host has no room for the first buffers.
     """
 
-    def __init__(
-        self,
-        layout: TableLayout,
-        card_set: CardSet,
-        arenas: Sequence[ArenaOnCards],
-        plan: CardPlan,
-        mapped: CpuEngine | None = None,
-    ) -> None:
-        cards = card_set.cards
+    def __init__(self, card_set: CardSet, arenas: Sequence[ArenaOnCards], plan: CardPlan) -> None:
+        cards, layout = card_set.cards, plan.layout
         self.card_set = card_set
         self.plan = plan
         self._layout = layout
         self._arenas = tuple(arenas)
         streams = [card.stream() for card in cards.cards]
-        # Not those of row writes: who asks for a few bytes does not wait for lookups.
-        self._counters = CardCounters(cards, [card.stream() for card in cards.cards])
+        self._counters = CardCounters(cards)
         self._writer: RowWriter | None = None
         self._pools: list[HostPool] = []
         self._free_pools: queue.SimpleQueue[HostPool] = queue.SimpleQueue()
@@ -82,7 +62,6 @@ class CardEngine:
                 arenas=self._arenas,
                 order=WriteOrder(streams),
                 checks=RowChecks(layout, plan.partition),
-                mapped=None if mapped is None else MappedRows(plan, mapped),
                 counters=self._counters.memories,
                 lookups=LookupCounts(layout),
             )
@@ -100,11 +79,6 @@ class CardEngine:
     def layout(self) -> TableLayout:
         """The tables in layout order."""
         return self._layout
-
-    @property
-    def has_mapped_rows(self) -> bool:
-        """Whether some rows are on no card, so that a batch takes `Slot.add_mapped` after its launches."""
-        return self._rows.mapped is not None
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
@@ -125,11 +99,7 @@ class CardEngine:
         return blocks
 
     def lane(self, card: int) -> Lane:
-        """A lane of its own for a ranking replica, which closes it before the engine is closed.
-
-        Args:
-            card: its number.
-        """
+        """Makes a lane of a card for a ranking replica, which closes it before the engine is closed."""
         return Lane(self._rows, card)
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
@@ -145,24 +115,20 @@ class CardEngine:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""
         uses = []
-        for card in range(len(self.card_set.cards.cards)):
-            uses.append(MemoryUse(card, "card", sum(arena.card_bytes(card) for arena in self._arenas)))
-            if hot := sum(arena.hot_bytes for arena in self._arenas):
-                uses.append(MemoryUse(card, "hot", hot))
-        if pinned := sum(arena.pinned_bytes for arena in self._arenas):
-            uses.append(MemoryUse(0, "pinned", pinned))
-        if self._rows.mapped is not None:
-            uses.append(MemoryUse(0, "mapped", self._rows.mapped.size_bytes))
+        for card in range(self.plan.num_cards):
+            held = self.plan.bytes(card)
+            uses.append(MemoryUse(card, "card", held.card + held.places))
+            if held.hot:
+                uses.append(MemoryUse(card, "hot", held.hot))
+        if self.plan.pinned_bytes:
+            uses.append(MemoryUse(0, "pinned", self.plan.pinned_bytes))
         return tuple(uses)
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
-        """Counters by table. Which tier of a table that is on cards a row came from, only the cards know."""
-        on_cards = self.plan.tier_rows[:, :, (HOT, CARD, HOST)].sum(axis=(1, 2)).tolist()
+        """Counters by table. Which tier a row came from, only the cards know."""
+        counts = self._rows.lookups.read().tolist()
         return tuple(
-            LookupCount(table.name, "card" if here or self._rows.mapped is None else "mapped", count)
-            for table, here, count in zip(
-                self._layout.tables, on_cards, self._rows.lookups.read().tolist(), strict=True
-            )
+            LookupCount(table.name, "card", count) for table, count in zip(self._layout.tables, counts, strict=True)
         )
 
     def observed_counts(self) -> dict[str, RowCounts]:
@@ -189,8 +155,6 @@ class CardEngine:
         self._free_buffers()
         for arena in self._arenas:
             arena.free()
-        if self._rows.mapped is not None:
-            self._rows.mapped.close()
 
     def _free_buffers(self) -> None:
         pools, self._pools = self._pools, []
@@ -200,3 +164,49 @@ class CardEngine:
         if writer is not None:
             writer.free()
         self._counters.free()
+
+
+class CardCounters:
+    """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here.
+
+    Attributes:
+        memories: of each card.
+    """
+
+    def __init__(self, cards: Cards) -> None:
+        self._cards = cards.cards
+        # Not those of row writes: who asks for a few bytes does not wait for lookups.
+        self._streams = [card.stream() for card in self._cards]
+        self._lock = threading.Lock()
+        self._last = (0, 0)
+        memories: list[Memory] = []
+        with ExitStack() as undo:
+            self._pinned = cards.allocate_pinned(_COUNTER_BYTES * len(self._cards))
+            undo.callback(self._pinned.free)
+            for card, stream in zip(self._cards, self._streams, strict=True):
+                memories.append(card.allocate(_COUNTER_BYTES))
+                undo.callback(memories[-1].free)
+                card.zero(memories[-1].address, _COUNTER_BYTES, stream)
+            for stream in self._streams:
+                stream.synchronize()
+            self._held = undo.pop_all()
+        self.memories: tuple[Memory, ...] = tuple(memories)
+
+    def read(self) -> tuple[int, int]:
+        """Returns the sums over all cards. Blocks until a few bytes are read; after `free`, what was read last."""
+        with self._lock:
+            if self.memories:
+                for card, memory, stream in zip(self._cards, self.memories, self._streams, strict=True):
+                    first = card.number * _COUNTER_BYTES
+                    card.copy_to_host(self._pinned, first, memory.address, _COUNTER_BYTES, stream)
+                for stream in self._streams:
+                    stream.synchronize()
+                outside, not_here = self._pinned.array.view(np.uint64).reshape(-1, 2).sum(axis=0).tolist()
+                self._last = (outside, not_here)
+            return self._last
+
+    def free(self) -> None:
+        """Gives the memory back. Idempotent."""
+        with self._lock:
+            self.memories = ()
+            self._held.close()

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from loader.progress import Progress, no_progress
+from loader.progress import PIECE_BYTES, Progress, no_progress
+from loader.snapshot.codecs import bucket_start_in_file, codec_for, rows_at_positions, rows_in_file
+from loader.snapshot.manifest import TableFiles, TableSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_position import DeltaPosition
-from shard_node.cuda.arena_on_card import ArenaOnCards, finder_bytes
+from shard_node.bags import Int64Array
 from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.card_fill import NUM_UPLOADS, UPLOAD_BYTES, CardFill
-from shard_node.cuda.card_memory import CardClaim
-from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owner_bits
-from shard_node.engine.arena_builder import ArenaBuilder, layout_for
-from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.row_copy import RowCopy
+from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
+from shard_node.cuda.card_set import CardClaim, CardSet
+from shard_node.cuda.cards import Cards
+from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, RowFormat, UInt32Array, owners_of, round_up
+from shard_node.cuda.places import PIECE_ROWS, Placer
+from shard_node.cuda.uploads import NUM_UPLOADS, Upload
+from shard_node.engine.arena_builder import layout_for
+from shard_node.engine.row_copy import not_finite, runs_of
 from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
 from shard_node.engine.table_layout import TableLayout
+from shard_node.errors import InvalidBagsError
 from shard_node.node import LoadedTables, Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
 logger = logging.getLogger(__name__)
+
+Spans = list[tuple[int, int]]
+
+UPLOAD_BYTES = PIECE_BYTES
+NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class CardTableLoad:
 
     Raises:
         InvalidBagsError: the partition is for another model, or another number of cards.
-        MemoryBudgetError: a card can't even hold the places.
+        MemoryBudgetError: cards and pinned memory do not hold all rows and their places.
     """
 
     def __init__(
@@ -89,9 +100,12 @@ class CardTableLoad:
         upload_bytes: int = UPLOAD_BYTES,
     ) -> None:
         layout = layout_for(snapshot, partition)
-        card_set.check_num_cards(partition.num_cards)
+        num_cards = len(card_set.cards.cards)
+        if partition.num_cards != num_cards:
+            raise InvalidBagsError(
+                f"the partition is for {partition.num_cards} cards, but there are {num_cards} ({card_set.cards.name})"
+            )
         self._snapshot = snapshot
-        self._partition = partition
         self._plan_digest = plan_digest
         self._card_set = card_set
         self._upload_bytes = upload_bytes
@@ -140,38 +154,16 @@ class CardTableLoad:
             arenas: list[ArenaOnCards] = []
             # Last in, first out: the cards have ended what was put on them before any memory is freed.
             for group in self.plan.layout.groups:
-                tables = self.plan.layout.tables[group.first_table : group.end_table]
-                sizes = [placer.rows_bytes(owner, group) for owner in range(self.plan.num_cards + 2)]
-                bits = owner_bits(self.plan.num_cards)
-                arena = ArenaOnCards(cards, group, tables, placer.starts(group), sizes, bits)
+                arena = ArenaOnCards(cards, group, placer)
                 undo.callback(arena.free)
                 arenas.append(arena)
-            with CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes) as fill:
+            with closing(CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes)) as fill:
                 for arena in arenas:
                     fill.arena(arena)
                 fill.finish()
-            mapped = self._mapped(progress)
-            if mapped is not None:
-                undo.callback(mapped.close)
-            engine = CardEngine(self.plan.layout, self._card_set, arenas, self.plan, mapped)
+            engine = CardEngine(self._card_set, arenas, self.plan)
             undo.pop_all()
         return engine
-
-    def _mapped(self, progress: Progress) -> CpuEngine | None:
-        """The tables of which rows stay in the mapped snapshot, whole; None if there are none."""
-        is_mapped = np.array([split.mapped_rows > 0 for split in self.plan.splits])
-        if not is_mapped.any():
-            return None
-        card_of_bucket = np.where(is_mapped[:, None], self._partition.card_of_bucket, np.int16(-1))
-        partition = replace(self._partition, card_of_bucket=card_of_bucket)
-        builder = ArenaBuilder(self._snapshot, self.plan.layout, partition)
-
-        def brought_in(what: str, done: int, total: int) -> None:
-            if what != "load":  # of which there is nothing more
-                progress(what, done, total)
-
-        copy = RowCopy(self._snapshot, 0, sum(builder.table_bytes), brought_in)
-        return builder.build(["mapped"] * len(self.plan.layout.tables), copy)
 
 
 def _budget(card_set: CardSet, memory_budget_bytes: int | None) -> CardBudget:
@@ -194,4 +186,199 @@ def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) 
             for table in layout.tables
             if table.name in observed and observed[table.name].shape == (table.num_embeddings,)
         }
-    return Hotness.from_counts(known) if known else Hotness.by_table(layout)
+    return Hotness(known)
+
+
+class CardFill:
+    """Fills the arenas of one plan, one after the other: rows are checked, laid out anew, and sent where they belong.
+
+    A piece of a file is packed by owner into a pinned buffer, and each card is sent its own rows and the hot ones;
+    pinned rows are written by card 0, over the bus, so that all rows go one way. While cards work on one buffer, the
+    other is packed. Their streams have a low priority: lookups of live versions go first.
+
+    Args:
+        progress: told the bytes, as stored, every few megabytes.
+        upload_bytes: of one buffer; two of them are on the host and on each card.
+
+    Raises:
+        MemoryBudgetError: a card or the host has no room for the buffers.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, plan: CardPlan, cards: Cards, progress: Progress, upload_bytes: int = UPLOAD_BYTES
+    ) -> None:
+        self._snapshot = snapshot
+        self._plan = plan
+        self._placer = Placer(plan)
+        self._files = {files.table: files for files in snapshot.manifest.tables}
+        self._num_cards = plan.num_cards
+        self._upload_bytes = upload_bytes
+        self._progress = progress
+        row_bytes = [RowFormat.of(one.dtype, one.embedding_dim).row_bytes for one in plan.layout.tables]
+        self._total_bytes = int(plan.tier_rows.sum(axis=(1, 2)) @ row_bytes)
+        self._done_bytes = 0
+        self._told_bytes = 0
+        self._tell()
+        self._streams = [card.stream(low_priority=True) for card in cards.cards]
+        self._uploads: list[Upload] = []
+        on = list(zip(cards.cards, self._streams, strict=True))
+        try:
+            for _ in range(NUM_UPLOADS):
+                self._uploads.append(Upload(cards, on, upload_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def arena(self, arena: ArenaOnCards) -> None:
+        """Sends all places and rows of an arena's tables. They may still be on their way when it returns.
+
+        Raises:
+            SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
+        """
+        for number in range(arena.group.first_table, arena.group.end_table):
+            self._table(arena, number)
+
+    def finish(self) -> None:
+        """Waits until everything that was sent is in place."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._tell()
+
+    def close(self) -> None:
+        """Waits until no card works on anything of this, and frees the buffers. Idempotent."""
+        uploads, self._uploads = self._uploads, []
+        try:
+            for stream in self._streams:
+                stream.synchronize()
+        finally:
+            for upload in uploads:
+                upload.free()
+
+    def _table(self, arena: ArenaOnCards, number: int) -> None:
+        table = self._plan.layout.tables[number]
+        files = self._files[table.name]
+        buckets: list[int] = np.flatnonzero(self._plan.partition.card_of_bucket[number] >= 0).tolist()
+        pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
+        places = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
+        for index in range(len(files.rows)):
+            num_rows = rows_in_file(table.num_embeddings, files.rows_per_file, index)
+            placed = 0
+            while placed < num_rows:
+                _, piece = next(pieces)
+                places[placed : placed + piece.size] = piece
+                placed += piece.size
+            self._send_places(arena, number, index * files.rows_per_file, places[:num_rows])
+            if buckets:
+                self._file(arena, number, index, places[:num_rows], buckets)
+
+    def _send_places(self, arena: ArenaOnCards, number: int, first_row: int, places: UInt32Array) -> None:
+        step = self._upload_bytes // NUMBER_BYTES
+        for first in range(0, places.size, step):
+            piece = places[first : first + step]
+            upload = self._next_upload()
+            upload.reserve(piece.nbytes).view(np.uint32)[:] = piece
+            for card in range(self._num_cards):
+                target = arena.places_address(card, number - arena.group.first_table, first_row + first)
+                upload.send(card, 0, piece.nbytes, target)
+                upload.used(card)
+
+    def _file(self, arena: ArenaOnCards, number: int, index: int, places: UInt32Array, buckets: list[int]) -> None:
+        table = self._plan.layout.tables[number]
+        files = self._files[table.name]
+        codec = codec_for(table.dtype, table.embedding_dim)
+        source = self._snapshot.rows_file(table.name, index)
+        for spans in _pieces(_spans_of_buckets(table, files, index, buckets), self._rows_per_piece(arena)):
+            stored = _joined([source[begin:end] for begin, end in spans])
+            rows = _joined([rows_at_positions(table, files.rows_per_file, index, *span) for span in spans])
+            bad = codec.first_non_finite(stored)
+            if bad is not None:
+                raise not_finite(self._snapshot, table.name, files.rows[index], int(rows[bad]))
+            local = number - arena.group.first_table
+            self._send_rows(arena, local, rows, stored, places[rows - index * files.rows_per_file])
+            self._done_bytes += stored.nbytes
+            if self._done_bytes - self._told_bytes >= min(PIECE_BYTES, self._upload_bytes):
+                self._tell()
+
+    def _rows_per_piece(self, arena: ArenaOnCards) -> int:
+        """As many as fit an upload, whoever owns them: each owner's rows begin aligned, behind their numbers."""
+        owners = self._num_cards + 2
+        return (self._upload_bytes - owners * CHUNK_BYTES) // (arena.format.stride + NUMBER_BYTES)
+
+    def _send_rows(
+        self, arena: ArenaOnCards, table: int, rows: Int64Array, stored: ByteArray, places: UInt32Array
+    ) -> None:
+        owner = owners_of(places, self._num_cards)
+        counts = np.bincount(owner, minlength=self._num_cards + 2)
+        if counts.max() < owner.size:
+            order = np.argsort(owner, kind="stable")
+            rows, stored = rows[order], stored.view(f"V{stored.shape[1]}").reshape(-1)[order].view(np.uint8)
+            stored = stored.reshape(rows.size, arena.format.row_bytes)
+        upload = self._next_upload()
+        array = upload.reserve(self._upload_bytes)
+        first = first_byte = 0
+        for number in np.flatnonzero(counts).tolist():
+            end = first + int(counts[number])
+            numbers_at, rows_at = first_byte, first_byte + round_up(NUMBER_BYTES * (end - first))
+            first_byte = rows_at + (end - first) * arena.format.stride
+            array[numbers_at : numbers_at + NUMBER_BYTES * (end - first)].view(np.uint32)[:] = rows[first:end]
+            arena.format.relay(stored[first:end], array[rows_at:first_byte].reshape(end - first, -1))
+            for card in self._keepers(number):
+                numbers = upload.send(card, numbers_at, first_byte - numbers_at)
+                arena.write(
+                    card,
+                    table,
+                    numbers,
+                    numbers + rows_at - numbers_at,
+                    end - first,
+                    self._streams[card],
+                    writes_host=number == self._num_cards + 1,
+                )
+            first = end
+        for card in range(self._num_cards):
+            upload.used(card)
+
+    def _keepers(self, owner: int) -> Sequence[int]:
+        """The cards that write an owner's rows."""
+        if owner < self._num_cards:
+            return (owner,)
+        return range(self._num_cards) if owner == self._num_cards else (0,)
+
+    def _next_upload(self) -> Upload:
+        upload = self._uploads.pop(0)
+        self._uploads.append(upload)
+        return upload
+
+    def _tell(self) -> None:
+        self._told_bytes = self._done_bytes
+        self._progress("load", self._done_bytes, self._total_bytes)
+
+
+def _spans_of_buckets(table: TableSpec, files: TableFiles, index: int, buckets: list[int]) -> Spans:
+    """Where, in one file, the rows of these buckets lie."""
+    places = [
+        tuple(bucket_start_in_file(table, files.rows_per_file, index, bucket) for bucket in run)
+        for run in runs_of(buckets)
+    ]
+    return [(begin, end) for begin, end in places if begin < end]
+
+
+def _pieces(spans: Spans, num_rows: int) -> Iterator[Spans]:
+    """The spans, joined and cut so that each piece has at most num_rows rows."""
+    piece: Spans = []
+    left = num_rows
+    for first, end in spans:
+        begin = first
+        while begin < end:
+            cut = min(end, begin + left)
+            piece.append((begin, cut))
+            left -= cut - begin
+            begin = cut
+            if not left:
+                yield piece
+                piece, left = [], num_rows
+    if piece:
+        yield piece
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,24 +1,241 @@
-"""What all lanes of an engine share: its rows, their order, and what is counted of lookups."""
+"""Rows of one generation on cards: their memory, what finds them there, and the order of row writes and lookups.
+
+An arena holds all tables of one (embedding_dim, dtype). On each card lie its own rows, its copies of the hot rows, the
+places of all rows (4 bytes each), and, per table, where its places and its rows begin; pinned rows lie on the host.
+Nothing here decides where a row goes: `Placer` does.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from shard_node.bags import Int64Array, KeyedBags
 from shard_node.cuda.access_counts import AccessCounts
-from shard_node.cuda.arena_on_card import ArenaOnCards
-from shard_node.cuda.batch import BatchShapes
-from shard_node.cuda.cards import Cards, Memory
-from shard_node.cuda.mapped_rows import MappedRows
-from shard_node.cuda.row_checks import RowChecks
-from shard_node.cuda.write_order import WriteOrder
-from shard_node.engine.table_layout import TableLayout
+from shard_node.cuda.batch import BatchShapes, RowChecks
+from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, Stream
+from shard_node.cuda.kernel_params import (
+    CHUNK_BYTES,
+    THREADS_PER_BLOCK,
+    WRITE_KERNEL,
+    ArenaParams,
+    RowFormat,
+    TableParams,
+    UInt64Array,
+    WriteParams,
+    owner_bits,
+)
+from shard_node.cuda.places import Placer
+from shard_node.engine.table_layout import Group, TableLayout
+from shard_node.generation import RowLock
 
-COUNTER_BYTES = 16
-"""Of a card's counters: uint64 [2], values outside their table and values whose row is not here."""
+
+class ArenaOnCards:
+    """One arena on all cards of a process. Memory is taken when it is made, and not zeroed.
+
+    Whoever makes it then uploads every table's places to every card (`places_address`) and writes its rows (`write`).
+    Only after that may it be pooled from.
+
+    Args:
+        cards: all cards.
+        group: of the layout.
+        placer: says where its rows go.
+
+    Attributes:
+        group: as given.
+        format: how its rows are laid out on cards.
+        params: what the kernels take, for each card.
+
+    Raises:
+        MemoryBudgetError: a card or the host has not as much; nothing is held then.
+    """
+
+    def __init__(self, cards: Cards, group: Group, placer: Placer) -> None:
+        self.group = group
+        tables = placer.plan.layout.tables[group.first_table : group.end_table]
+        self.format = RowFormat.of(group.dtype, group.embedding_dim)
+        self._cards = cards.cards
+        self._first_place = np.zeros(len(tables) + 1, np.int64)
+        np.cumsum([table.num_embeddings for table in tables], out=self._first_place[1:])
+        *own_bytes, hot_bytes, host_bytes = placer.rows_bytes(group)
+        with ExitStack() as held:
+
+            def take(card: Card, size_bytes: int) -> int:
+                if not size_bytes:
+                    return 0
+                memory = card.allocate(size_bytes)
+                held.callback(memory.free)
+                return memory.address
+
+            own = [take(card, size_bytes) for card, size_bytes in zip(self._cards, own_bytes, strict=True)]
+            host = cards.allocate_pinned(host_bytes) if host_bytes else None
+            if host is not None:
+                held.callback(host.free)
+            params = []
+            for card in self._cards:
+                places = take(card, max(4, 4 * int(self._first_place[-1])))
+                finders = take(card, finder_bytes(len(tables), len(self._cards)))
+                owners = [*own, take(card, hot_bytes), host.address if host is not None else 0]
+                params.append(self._params(places, finders, owners))
+            self.params: tuple[ArenaParams, ...] = tuple(params)
+            self._upload_finders(cards, placer.starts(group))
+            self._held = held.pop_all()
+
+    def places_address(self, card: int, table: int, first_row: int = 0) -> int:
+        """Returns the address, on a card, of the place (uint32) of a row; those of its table's later rows follow."""
+        return int(self.params[card].places) + 4 * (int(self._first_place[table]) + first_row)
+
+    def write(
+        self, card: int, table: int, numbers: int, stored: int, num_rows: int, stream: Stream, *, writes_host: bool
+    ) -> None:
+        """Puts on the stream: of these rows, write those that this card owns, its copies of hot ones, and pinned ones.
+
+        Used by loading and by row updates. Rows of other owners are passed over, so all cards may be given all rows; of
+        several cards that are, exactly one writes the pinned rows.
+
+        Args:
+            card: its number.
+            table: its number within the group.
+            numbers: address, on the card, of uint32 [num_rows], rows of the table.
+            stored: address, on the card and aligned to 16 bytes, of uint8 [num_rows, format.stride].
+            num_rows: may be 0.
+            stream: of the card.
+            writes_host: write pinned rows too.
+        """
+        if not num_rows:
+            return
+        chunks = self.format.stride // CHUNK_BYTES
+        params = WriteParams(numbers, stored, num_rows, table, card, int(writes_host))
+        grid = (-(-num_rows * chunks // THREADS_PER_BLOCK), 1)
+        self._cards[card].launch(WRITE_KERNEL, grid, (self.params[card], params), stream)
+
+    def free(self) -> None:
+        """Gives all memory back. Nothing that uses it may be under way. Idempotent."""
+        self._held.close()
+
+    def _params(self, places: int, finders: int, rows: Sequence[int]) -> ArenaParams:
+        num_tables = self._first_place.size - 1
+        params = ArenaParams(
+            places=places,
+            tables=finders,
+            starts=finders + num_tables * ctypes.sizeof(TableParams),
+            num_tables=num_tables,
+            num_cards=len(self._cards),
+            owner_bits=owner_bits(len(self._cards)),
+            row_stride=self.format.stride,
+            embedding_dim=self.group.embedding_dim,
+        )
+        params.rows[: len(rows)] = rows
+        return params
+
+    def _upload_finders(self, cards: Cards, starts: UInt64Array) -> None:
+        tables = np.zeros(self._first_place.size - 1, np.dtype(TableParams))
+        tables["first_place"] = self._first_place[:-1]
+        tables["num_rows"] = np.diff(self._first_place)
+        content = tables.tobytes() + np.ascontiguousarray(starts, np.uint64).tobytes()
+        pinned = cards.allocate_pinned(len(content))
+        try:
+            pinned.array[:] = np.frombuffer(content, np.uint8)
+            for card, params in zip(self._cards, self.params, strict=True):
+                stream = card.stream()
+                card.copy_to_card(params.tables, pinned, 0, len(content), stream)
+                stream.synchronize()
+        finally:
+            pinned.free()
+
+
+def finder_bytes(num_tables: int, num_cards: int) -> int:
+    """What an arena takes of each card beside rows and places: where each table's begin."""
+    return num_tables * (ctypes.sizeof(TableParams) + 8 * (num_cards + 2))
+
+
+class Reader:
+    """A stream on which rows are looked up. Made by `WriteOrder.reader`; used by one thread at a time."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.last_launch: CardEvent | None = None
+        self.last_write: CardEvent | None = None
+
+
+class WriteOrder:
+    """Row writes and lookups of one engine in one order on all cards, kept by events: no host thread waits for a card.
+
+    A lock covers only the moments in which work is *put* on streams. A write goes behind all that any lane has put on
+    its stream; whatever a lane puts there later goes behind the write. So a batch sees all rows of a write as they were
+    before, or all as they are after it, on whichever card they lie. Thread-safe.
+
+    Args:
+        streams: one of each card, on which rows are written.
+    """
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.streams = tuple(streams)
+        self._lock = RowLock()
+        self._readers_lock = threading.Lock()
+        self._readers: dict[int, Reader] = {}
+        self._last_write: CardEvent | None = None
+
+    def reader(self, stream: Stream) -> Reader:
+        """Makes a reader, which writes wait for from now on."""
+        reader = Reader(stream)
+        with self._readers_lock:
+            self._readers[id(reader)] = reader
+        return reader
+
+    def forget(self, reader: Reader) -> None:
+        """Ends a reader; all that it has launched must be done. Idempotent."""
+        with self._readers_lock:
+            self._readers.pop(id(reader), None)
+
+    def readers(self) -> tuple[Reader, ...]:
+        """All that there are."""
+        with self._readers_lock:
+            return tuple(self._readers.values())
+
+    def read(self, reader: Reader, work: Callable[[], None]) -> None:
+        """Runs `work`, which puts lookups on the reader's stream: all of them before, or all after, any write."""
+        self._lock.begin_read()
+        try:
+            write = self._last_write
+            if write is not None and write is not reader.last_write:
+                reader.stream.wait(write)
+                reader.last_write = write
+            try:
+                work()
+            finally:
+                # Also if it failed: what it put there before may still be reading rows.
+                reader.last_launch = reader.stream.record()
+        finally:
+            self._lock.end_read()
+
+    def write(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which puts writes of rows on `streams`."""
+        self._lock.begin_write()
+        try:
+            head, *others = self.streams
+            # The first card's stream joins all launches, so that the others have one event to wait for, and so later
+            # has each lane: waits are as many as lanes and cards together, not their product.
+            for reader in self.readers():
+                if reader.last_launch is not None:
+                    head.wait(reader.last_launch)
+            if others:
+                launched = head.record()
+                for stream in others:
+                    stream.wait(launched)
+            try:
+                work()
+            finally:
+                for stream in others:
+                    head.wait(stream.record())
+                self._last_write = head.record()
+        finally:
+            self._lock.end_write()
 
 
 class LookupCounts:
@@ -32,7 +249,7 @@ class LookupCounts:
     """
 
     def __init__(self, layout: TableLayout) -> None:
-        self.access = AccessCounts.of(layout)
+        self.access = AccessCounts(layout)
         self._counts = np.zeros(len(layout.tables), np.int64)
         self._lock = threading.Lock()
 
@@ -59,7 +276,6 @@ class CardRows:
         arenas: one for each group.
         order: of row writes and lookups.
         checks: that a batch passes before it is packed.
-        mapped: rows that no card has; None if there are none.
         counters: uint64 [2] on each card, as `BatchParams.counters`.
         lookups: by table.
     """
@@ -69,6 +285,5 @@ class CardRows:
     arenas: tuple[ArenaOnCards, ...]
     order: WriteOrder
     checks: RowChecks
-    mapped: MappedRows | None
     counters: tuple[Memory, ...]
     lookups: LookupCounts

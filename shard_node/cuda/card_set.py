@@ -1,22 +1,43 @@
-"""The cards of a process, and what its versions may take of them: made once, shared by all versions."""
+"""The cards of a process, shared by all versions: which are chosen, what versions may take of them and do take."""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal, TypeAlias, cast
 
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.cards import Cards
-from shard_node.cuda.device_choice import DeviceChoice, open_cards
-from shard_node.errors import InvalidBagsError, PeerAccessError
+from shard_node.cuda.cards import Card, Cards
+from shard_node.cuda.kernel_params import MAX_CARDS
+from shard_node.errors import (
+    CardsUnavailableError,
+    DeviceChoiceError,
+    MemoryBudgetError,
+    PeerAccessError,
+)
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PINNED_GB = 16.0
 VERSIONS_SIDE_BY_SIDE = 2
 """A version is staged beside the live one, so by itself it takes half of what there is."""
+RESERVE_DIVISOR = 8
+"""Of a device, 1/8 is not for rows, if nothing else is said, but for dense models, batches, graphs and the driver."""
+KEPT_FREE_DIVISOR = 4
+"""Of that, 1/4 has to be free still when rows have come: what the version beside them needs next."""
+DeviceKind: TypeAlias = Literal["cpu", "auto", "cuda"]
+
+ALLOWED = "'cpu', 'auto', 'cuda', 'cuda:I' or 'cuda:I,J,...'"
+INSTALL = "pip install 'shardrank[cuda]'"
+
+_NAMED = re.compile(r"cuda:(\d{1,4}(?:,\d{1,4})*)")
 
 
 class CardOptions(Frozen):
@@ -25,7 +46,7 @@ class CardOptions(Frozen):
     Attributes:
         card_memory_gb: of each card, for rows and their places. None: half of what was free when the process began,
             less a reserve, divided by the logical cards of a device; so that two versions fit side by side.
-        pinned_memory_gb: of the host, for rows that cards read in place. What is beyond stays in the mapped snapshot.
+        pinned_memory_gb: of the host, for rows that cards read in place. A version with more is refused.
         hot_gb: of each card, for copies of rows that every card has. None: what is left when every row is on a card,
             else a sixteenth.
         require_peer_access: refuse cards that can't read each other's memory, in place of leaving it unused.
@@ -80,25 +101,216 @@ class CardSet:
 
     @classmethod
     def open(cls, device: str, num_cards: int, options: CardOptions | None = None) -> CardSet | None:
-        """Opens the cards that were chosen; None for the CPU.
-
-        Args:
-            device: as `DeviceChoice.parse` reads it.
-            num_cards: how many.
-            options: what a version may take of them.
-
-        Raises:
-            DeviceChoiceError: for text that names no device, and for devices that do not fit the cards.
-            CardsUnavailableError: GPUs were asked for, and this process can't use one.
-            PeerAccessError: peer access is required, and not all pairs of cards have it.
-            CardError: CUDA fails at opening them.
-        """
+        """Opens the cards that `device` chooses; None for the CPU. Raises as `DeviceChoice.parse` and `open_cards`."""
         cards = open_cards(DeviceChoice.parse(device), num_cards)
         return None if cards is None else cls(cards, options)
 
-    def check_num_cards(self, num_cards: int) -> None:
-        """Raises InvalidBagsError unless a partition for so many cards is for these."""
-        if num_cards != len(self.cards.cards):
-            raise InvalidBagsError(
-                f"the partition is for {num_cards} cards, but there are {len(self.cards.cards)} ({self.cards.name})"
+
+class CardClaim:
+    """The right to so many bytes of each card, until it is given back. Made by `CardMemory.take`."""
+
+    def __init__(self, card_bytes: tuple[int, ...]) -> None:
+        self.card_bytes = card_bytes
+        self.is_filling = self.is_held = True
+
+    def filled(self) -> None:
+        """Tells that it is allocated: the device counts it as used by now."""
+        self.is_filling = False
+
+    def give_back(self) -> None:
+        """Ends it. Idempotent."""
+        self.is_filling = self.is_held = False
+
+
+class CardMemory:
+    """Claims on the memory of devices, of several stagings at once. Thread-safe.
+
+    Args:
+        cards: whose memory. What is free now is what all versions may share.
+        reserve_bytes: of each device, what is left for everything else; None for 1/8 of it.
+    """
+
+    def __init__(self, cards: Cards, reserve_bytes: int | None = None) -> None:
+        self._cards = cards.cards
+        self._by_device: dict[int, tuple[Card, ...]] = {}
+        for card in self._cards:
+            self._by_device[card.device_index] = (*self._by_device.get(card.device_index, ()), card)
+        self._reserve_bytes = {
+            device: its[0].total_bytes // RESERVE_DIVISOR if reserve_bytes is None else reserve_bytes
+            for device, its in self._by_device.items()
+        }
+        self._free_at_first = {device: its[0].free_bytes() for device, its in self._by_device.items()}
+        self._lock = threading.Lock()
+        self._claims: list[CardClaim] = []
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """By card, of all claims, filled or not."""
+        with self._lock:
+            held = [claim for claim in self._claims if claim.is_held]
+        return tuple(_on([card], held) for card in self._cards)
+
+    def share_bytes(self, num_versions: int) -> tuple[int, ...]:
+        """By card: what each of so many versions may take, so that all of them fit beside the reserve.
+
+        It does not depend on what is loaded by now, so a version gets the same place whenever it is staged.
+        """
+        shares = {
+            device: max(0, free - self._reserve_bytes[device]) // (len(self._by_device[device]) * num_versions)
+            for device, free in self._free_at_first.items()
+        }
+        return tuple(shares[card.device_index] for card in self._cards)
+
+    def take(self, card_bytes: Sequence[int]) -> CardClaim:
+        """Claims memory that is about to be allocated.
+
+        Args:
+            card_bytes: by card.
+
+        Raises:
+            MemoryBudgetError: with the numbers, if a device has not as much.
+        """
+        claim = CardClaim(tuple(card_bytes))
+        with self._lock:
+            self._claims = [held for held in self._claims if held.is_held]
+            for device, cards in self._by_device.items():
+                wanted = _on(cards, [claim])
+                filling = _on(cards, [held for held in self._claims if held.is_filling])
+                free, kept = cards[0].free_bytes(), self._reserve_bytes[device] // KEPT_FREE_DIVISOR
+                if wanted and wanted + filling > free - kept:
+                    # Of versions that are gone, torch keeps what their batches and graphs took.
+                    cards[0].give_back_unused()
+                    free = cards[0].free_bytes()
+                if wanted and wanted + filling > free - kept:
+                    raise MemoryBudgetError(
+                        f"rows take {wanted} bytes of device {device} ({_names(cards)}), but {free} are free and "
+                        f"{kept} are kept free; versions that are here take {_on(cards, self._claims) - filling}, "
+                        f"others that are being staged {filling}. Give less card memory to leave more rows in pinned "
+                        "host memory, or roll replica by replica"
+                    )
+            self._claims.append(claim)
+        return claim
+
+
+def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
+    return sum(claim.card_bytes[card.number] for claim in claims for card in cards)
+
+
+def _names(cards: Sequence[Card]) -> str:
+    return f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices, by a word of the command line: `cpu`, `auto`, `cuda`, `cuda:0`, `cuda:0,1`
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What was asked for. `str()` gives a form that `parse` takes back.
+
+    Attributes:
+        kind: `cpu`: no card. `cuda`: cards, or an error. `auto`: cards if this process can use a GPU for each, else
+            none, and why is logged.
+        devices: with `cuda`, those that were named, each once, in this order; empty for all there are.
+    """
+
+    kind: DeviceKind
+    devices: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceChoice:
+        """Reads `cpu`, `auto`, `cuda`, `cuda:I` or `cuda:I,J,...`.
+
+        Raises:
+            DeviceChoiceError: naming the text and what is allowed.
+        """
+        if text in ("cpu", "auto", "cuda"):
+            return cls(cast(DeviceKind, text))
+        match = _NAMED.fullmatch(text)
+        if match is None:
+            raise DeviceChoiceError(f"device {text!r} is none of {ALLOWED}")
+        devices = tuple(int(number) for number in match[1].split(","))
+        if len(set(devices)) != len(devices):
+            raise DeviceChoiceError(
+                f"device {text!r} names a device twice; several cards of one device are logical cards: "
+                "name the device once and ask for more cards"
             )
+        return cls("cuda", devices)
+
+    def __str__(self) -> str:
+        return f"cuda:{','.join(map(str, self.devices))}" if self.devices else self.kind
+
+
+def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: int) -> tuple[int, ...]:
+    """The device of every card.
+
+    Named devices take the cards in turn, so that one may hold several (logical cards). Without names there is one
+    card on each device, as many as asked for from device 0 on.
+
+    Args:
+        choice: of kind `cuda` or `auto`.
+        num_cards: 1..64, or None for one a device.
+        num_devices: there are, at least 1.
+
+    Raises:
+        DeviceChoiceError: naming the devices, the number of cards and what is allowed.
+    """
+    if num_cards is not None and not 1 <= num_cards <= MAX_CARDS:
+        raise DeviceChoiceError(f"cards {num_cards} is not within 1..{MAX_CARDS}")
+    if choice.devices:
+        missing = [device for device in choice.devices if device >= num_devices]
+        if missing:
+            raise DeviceChoiceError(
+                f"device {str(choice)!r}: there is no device {missing[0]}; this process sees 0..{num_devices - 1}"
+            )
+        cards = len(choice.devices) if num_cards is None else num_cards
+        if cards < len(choice.devices):
+            raise DeviceChoiceError(
+                f"device {str(choice)!r} names {len(choice.devices)} devices for {cards} cards: at most one a card"
+            )
+        return tuple(choice.devices[card % len(choice.devices)] for card in range(cards))
+    cards = min(num_devices, MAX_CARDS) if num_cards is None else num_cards
+    if cards > num_devices:
+        raise DeviceChoiceError(
+            f"device {str(choice)!r}: {cards} cards, but this process sees {num_devices} devices; for several logical "
+            "cards on one device name it, as in 'cuda:0'"
+        )
+    return tuple(range(cards))
+
+
+def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
+    """Opens the cards that were chosen; None for the CPU.
+
+    Raises:
+        CardsUnavailableError: if `cuda` was chosen and this process can't use a GPU.
+        DeviceChoiceError: if `cuda` was chosen and the devices do not fit the cards.
+        CardError: if CUDA fails at opening them.
+    """
+    if choice.kind == "cpu":
+        return None
+    try:
+        shim = _shim()
+        num_devices: int = shim.usable_devices()
+        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices))
+    except (CardsUnavailableError, DeviceChoiceError) as reason:
+        if choice.kind == "cuda":
+            if isinstance(reason, CardsUnavailableError):
+                raise CardsUnavailableError(f"device {str(choice)!r}: {reason}") from reason
+            raise
+        logger.info("device 'auto' is the CPU: %s", reason)
+        return None
+    logger.info("device %r is %s", str(choice), cards.name)
+    return cards
+
+
+def _shim() -> ModuleType:
+    """What opens cards: imported only when it is asked for, as it takes CuPy."""
+    try:
+        return importlib.import_module("shard_node.cuda.cupy_cards")
+    except ImportError as error:
+        raise CardsUnavailableError(f"CuPy can't be imported ({error}): {INSTALL}") from error
+    except OSError as error:
+        raise CardsUnavailableError(
+            f"CuPy can't be imported: {error}. It keeps compiled kernels in a folder that it must be able to write: "
+            "set CUPY_CACHE_DIR"
+        ) from error

@@ -18,21 +18,18 @@ import torch
 
 
 class Memory(Protocol):
-    """Bytes of one card. Not zeroed."""
+    """Bytes of one card. Not zeroed.
 
-    @property
-    def address(self) -> int:
-        """Of the first byte."""
-        ...
+    Attributes:
+        address: of the first byte.
+        size_bytes: how many.
+    """
 
-    @property
-    def size_bytes(self) -> int:
-        """How many."""
-        ...
+    address: int
+    size_bytes: int
 
     def free(self) -> None:
         """Gives it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself."""
-        ...
 
 
 class PinnedMemory(Memory, Protocol):
@@ -41,20 +38,17 @@ class PinnedMemory(Memory, Protocol):
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """uint8 [size_bytes], writable."""
-        ...
 
 
-class Event(Protocol):
+class CardEvent(Protocol):
     """A moment on a stream."""
 
     def synchronize(self) -> None:
         """Blocks until it has passed, without the interpreter lock."""
-        ...
 
     @property
     def done(self) -> bool:
         """Whether it has passed."""
-        ...
 
 
 class Stream(Protocol):
@@ -63,19 +57,15 @@ class Stream(Protocol):
     @property
     def pointer(self) -> int:
         """cudaStream_t."""
-        ...
 
     def synchronize(self) -> None:
         """Blocks until all of it is done, without the interpreter lock."""
-        ...
 
-    def record(self) -> Event:
-        """The moment when all that was put on it is done."""
-        ...
+    def record(self) -> CardEvent:
+        """Returns the moment when all that was put on it is done."""
 
-    def wait(self, event: Event) -> None:
-        """What comes after waits for the event, of any card."""
-        ...
+    def wait(self, event: CardEvent) -> None:
+        """Has what comes after wait for the event, of any card."""
 
 
 class Graph(Protocol):
@@ -83,74 +73,57 @@ class Graph(Protocol):
 
     def replay(self, stream: Stream) -> None:
         """Puts it on the stream, which is the one it was captured on: graphs of one stream share torch's memory."""
-        ...
 
 
 class Card(Protocol):
-    """One card. Thread-safe, but for what is said of graphs."""
+    """One card. Thread-safe, but for what is said of graphs.
 
-    @property
-    def number(self) -> int:
-        """Its place among the cards, from 0."""
-        ...
+    Attributes:
+        number: its place among the cards, from 0.
+        device_index: the device that it lies on.
+        torch_device: where torch sees its memory.
+    """
 
-    @property
-    def torch_device(self) -> torch.device:
-        """Where torch sees its memory."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Memory that can still be allocated; logical cards of one device see the same."""
-        ...
-
-    def give_back_unused(self) -> None:
-        """Frees what is only kept for later, of torch's memory on its device. May wait for the device."""
-        ...
-
-    @property
-    def device_index(self) -> int:
-        """The device that it lies on."""
-        ...
+    number: int
+    device_index: int
+    torch_device: torch.device
 
     @property
     def total_bytes(self) -> int:
         """Memory of the device."""
-        ...
+
+    def free_bytes(self) -> int:
+        """Returns what can still be allocated; logical cards of one device see the same."""
+
+    def give_back_unused(self) -> None:
+        """Frees what is only kept for later, of torch's memory on its device. May wait for the device."""
 
     def allocate(self, size_bytes: int) -> Memory:
         """Raises MemoryBudgetError, with the numbers, if the device has not as much."""
-        ...
 
     def stream(self, *, low_priority: bool = False) -> Stream:
-        """A new one, which does not wait for the default stream; `low_priority` gives way to all that are not."""
-        ...
+        """Makes one, which does not wait for the default stream; `low_priority` gives way to all that are not."""
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
         """Launches `grid` blocks of THREADS_PER_BLOCK threads, at least one. The structures are copied at once."""
-        ...
 
     def copy_to_card(self, target: int, source: PinnedMemory, first: int, size_bytes: int, stream: Stream) -> None:
         """Copies source.array[first : first + size_bytes] to the address `target`."""
-        ...
 
     def copy_to_host(self, target: PinnedMemory, first: int, source: int, size_bytes: int, stream: Stream) -> None:
         """Copies from the address `source` to target.array[first : first + size_bytes]."""
-        ...
 
     def zero(self, target: int, size_bytes: int, stream: Stream) -> None:
         """Fills bytes from the address `target` on with zeros."""
-        ...
 
     def tensor(self, memory: Memory, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous view of memory from byte `first` on, on `torch_device`; it does not keep the memory alive."""
-        ...
+        """Returns a contiguous view of memory from byte `first` on; it does not keep the memory alive."""
 
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Within it, this thread's torch operations go to the stream.
+        """Sends this thread's torch operations to the stream, within it.
 
         None may wait for the whole device (`torch.cuda.synchronize`) while a stream of it is captured anywhere.
         """
-        ...
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
         """Records what `work` puts on the stream, which must be no allocation of this class and no synchronisation.
@@ -158,27 +131,22 @@ class Card(Protocol):
         `work` has run once outside before, so that nothing is compiled or chosen during the capture. Addresses and
         launch shapes are fixed by it; only what lies in memory may change between replays.
         """
-        ...
 
 
 class Cards(Protocol):
     """All cards of a process, and pinned memory."""
 
     @property
-    def cards(self) -> tuple[Card, ...]:
+    def cards(self) -> Sequence[Card]:
         """By number."""
-        ...
 
     @property
     def peer_access(self) -> bool:
         """Whether every card reads every other's memory. If not, no row may be on only one card."""
-        ...
 
     @property
     def name(self) -> str:
         """What they are, for people: `8 x NVIDIA H100 80GB HBM3`."""
-        ...
 
     def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
         """Raises MemoryBudgetError if the host has not as much."""
-        ...

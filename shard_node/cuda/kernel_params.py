@@ -1,4 +1,4 @@
-"""What the kernels take by value: the same structures as in `kernels.cu`, field by field.
+"""What the kernels of `kernels.cu` read: structures by value, field by field, the places of rows, and rows themselves.
 
 Pointers are addresses in the unified address space, which every card and the host share. All integers little-endian.
 """
@@ -6,9 +6,22 @@ Pointers are addresses in the unified address space, which every card and the ho
 from __future__ import annotations
 
 import ctypes
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Self, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import RowDtype
+from shard_node.errors import InvalidBagsError
+
+ByteArray = npt.NDArray[np.uint8]
+UInt8Array = npt.NDArray[np.uint8]
+UInt32Array = npt.NDArray[np.uint32]
+UInt64Array = npt.NDArray[np.uint64]
 
 MAX_CARDS = 64
 MAX_OWNERS = MAX_CARDS + 2
@@ -16,8 +29,6 @@ MAX_OWNERS = MAX_CARDS + 2
 
 NOT_HERE = 0xFFFFFFFF
 """The place of a row that another node holds."""
-MAPPED = 0xFFFFFFFE
-"""The place of a row that is left in the mapped snapshot: the kernel takes it for zeros, the CPU engine adds it."""
 
 THREADS_PER_BLOCK = 256
 CHUNK_BYTES = 16
@@ -38,7 +49,6 @@ MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "none": 2}
 
 POOL_KERNELS: dict[RowDtype, str] = {dtype: f"pool_{dtype}" for dtype in ("int8", "int4", "fp16", "fp32")}
 WRITE_KERNEL = "write_rows"
-ADD_KERNEL = "add_rows"
 
 
 class TableParams(ctypes.Structure):
@@ -55,7 +65,7 @@ class ArenaParams(ctypes.Structure):
 
     rows: first byte of each owner's rows: cards 0 .. num_cards - 1, then, at num_cards, this card's own copies of the
     hot rows, and, at num_cards + 1, the host's pinned rows. 0 where an owner has none.
-    places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`, `MAPPED`.
+    places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`.
     tables: TableParams [num_tables].
     starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies.
     """
@@ -137,19 +147,145 @@ class WriteParams(ctypes.Structure):
     )
 
 
-class AddParams(ctypes.Structure):
-    """Sums made elsewhere that are added to pooled bags. By value; what it points to lies on the card.
+def pointers_to(params: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns what `cuLaunchKernel` takes: the addresses of the structures, which must live until it has returned."""
+    return (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
 
-    positions: int64 [num_bags], ascending, none twice: first element of each bag in out. sums: float32
-    [num_bags, embedding_dim]. One thread for each element.
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Places: one uint32 a row, `slot << owner_bits | owner`. Owners: cards 0 .. N - 1; N, every card (a hot row: each has a
+# copy, at the same slot); N + 1, the host's pinned memory. Slots count from 0 for each table and owner. The last slot
+# that the bits could say is never used, so that no place is `NOT_HERE`.
+
+
+def owner_bits(num_cards: int) -> int:
+    """Returns how many low bits of a place say the owner: the smallest b with 2^b >= num_cards + 3."""
+    return (num_cards + 2).bit_length()
+
+
+def max_slots(num_cards: int) -> int:
+    """Returns how many slots one table can have at one owner."""
+    return (1 << (32 - owner_bits(num_cards))) - 1
+
+
+def hot_owner(num_cards: int) -> int:
+    """Returns the owner of rows that every card has a copy of."""
+    return num_cards
+
+
+def pinned_owner(num_cards: int) -> int:
+    """Returns the owner of rows in the host's pinned memory."""
+    return num_cards + 1
+
+
+def encode_places(owners: npt.NDArray[np.integer], slots: npt.NDArray[np.integer], num_cards: int) -> UInt32Array:
+    """Returns places uint32 [n] of owners [n] and slots [n], both in range."""
+    places: UInt32Array = slots.astype(np.uint32)
+    places <<= np.uint32(owner_bits(num_cards))
+    places |= owners.astype(np.uint32)
+    return places
+
+
+def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
+    """Returns the owner uint8 [n] of each place; num_cards + 2 for `NOT_HERE`."""
+    owners = (places & np.uint32((1 << owner_bits(num_cards)) - 1)).astype(np.uint8)
+    owners[places == NOT_HERE] = num_cards + 2
+    return owners
+
+
+def slots_of(places: UInt32Array, num_cards: int) -> UInt32Array:
+    """Returns the slot uint32 [n] of each place that is not `NOT_HERE`."""
+    slots: UInt32Array = places >> np.uint32(owner_bits(num_cards))
+    return slots
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows: the stored numbers, moved apart so that every row begins at a multiple of 16 bytes; nothing is quantised anew.
+
+
+_TAIL_BYTES: dict[RowDtype, int] = {"int8": 8, "int4": 4, "fp16": 0, "fp32": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The layout of one dtype and dim on cards. Made by `RowFormat.of`. Padding is zero.
+
+    | dtype | from byte 0 | tail | stride, before it is rounded up to 16 |
+    |---|---|---|---|
+    | int8 | D codes | at D rounded up to 8: float32 scale, float32 bias | tail + 8 |
+    | int4 | D/2 bytes of codes, the low 4 bits first | at D/2 rounded up to 4: float16 scale, float16 bias | tail + 4 |
+    | fp16 | D float16 | none | 2D |
+    | fp32 | D float32 | none | 4D |
+
+    Attributes:
+        dtype: as stored.
+        embedding_dim: elements of a row.
+        row_bytes: of a stored row, without padding.
+        code_bytes: that codes or elements take.
+        tail_offset: at which byte scale and bias lie; equal to `code_bytes` where there are none.
+        tail_bytes: of scale and bias.
+        stride: bytes from one row to the next, a multiple of 16.
+        chunks: 16-byte chunks with codes or elements in them, the first ones of a row. A tail may share the last.
     """
 
-    _fields_ = (
-        ("positions", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("num_bags", ctypes.c_uint32),
-        ("embedding_dim", ctypes.c_uint32),
-        ("out_dtype", ctypes.c_uint32),
-        ("_pad", ctypes.c_uint32),
-    )
+    dtype: RowDtype
+    embedding_dim: int
+    row_bytes: int
+    code_bytes: int
+    tail_offset: int
+    tail_bytes: int
+    stride: int
+    chunks: int
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, dtype: RowDtype, embedding_dim: int) -> Self:
+        """The format of rows of `embedding_dim` elements stored as `dtype`."""
+        row_bytes = codec_for(dtype, embedding_dim).row_bytes
+        tail_bytes = _TAIL_BYTES[dtype]
+        code_bytes = row_bytes - tail_bytes
+        tail_offset = round_up(code_bytes, tail_bytes) if tail_bytes else code_bytes
+        return cls(
+            dtype=dtype,
+            embedding_dim=embedding_dim,
+            row_bytes=row_bytes,
+            code_bytes=code_bytes,
+            tail_offset=tail_offset,
+            tail_bytes=tail_bytes,
+            stride=round_up(tail_offset + tail_bytes),
+            chunks=-(-code_bytes // CHUNK_BYTES),
+        )
+
+    def relay(self, stored: ByteArray, out: ByteArray | None = None) -> ByteArray:
+        """Lays rows out as on a card.
+
+        Args:
+            stored: uint8 [n, row_bytes].
+            out: uint8 [n, stride], all of which is written; made if it is not given.
+
+        Returns:
+            `out`.
+
+        Raises:
+            InvalidBagsError: an array of another dtype or shape.
+        """
+        _check("stored", stored, (stored.shape[0], self.row_bytes))
+        if out is None:
+            out = np.empty((stored.shape[0], self.stride), np.uint8)
+        _check("out", out, (stored.shape[0], self.stride))
+        tail_end = self.tail_offset + self.tail_bytes
+        out[:, : self.code_bytes] = stored[:, : self.code_bytes]
+        out[:, self.code_bytes : self.tail_offset] = 0
+        out[:, self.tail_offset : tail_end] = stored[:, self.code_bytes :]
+        out[:, tail_end:] = 0
+        return out
+
+
+def round_up(size: int, multiple: int = CHUNK_BYTES) -> int:
+    """Returns the next multiple, of 16 if nothing is said, from `size` on."""
+    return -(-size // multiple) * multiple
+
+
+def _check(name: str, array: ByteArray, shape: tuple[int, int]) -> None:
+    if array.dtype != np.uint8 or array.shape != shape:
+        raise InvalidBagsError(f"{name} must be uint8 {list(shape)}, got {array.dtype} {list(array.shape)}")

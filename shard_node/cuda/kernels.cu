@@ -1,6 +1,6 @@
 // Pools embedding rows that lie on several cards, and writes rows in place.
 //
-// What the kernels take is described, field by field, in kernel_params.py. Rows are laid out as row_format.py says.
+// What the kernels take, and how rows are laid out, is described, field by field, in kernel_params.py.
 //
 // One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with several rows on their way at a time.
 // Nothing is passed between threads, so the same source also runs on the host (cuda_on_host.h), one thread after the
@@ -26,7 +26,8 @@ constexpr u32 CHUNK_BYTES = 16;
 constexpr int ROWS_IN_FLIGHT = 4;
 
 constexpr u32 NOT_HERE = 0xFFFFFFFFu;
-constexpr u32 MAPPED = 0xFFFFFFFEu;
+// In place of a place, behind the end of a bag.
+constexpr u32 NO_VALUE = 0xFFFFFFFEu;
 constexpr u32 NO_RUN = 0xFFFFFFFFu;
 
 constexpr u32 MODE_MEAN = 1;
@@ -87,16 +88,6 @@ struct WriteParams {
     u32 table;
     u32 card;
     u32 writes_host;
-};
-
-struct AddParams {
-    const i64* positions;
-    const float* sums;
-    void* out;
-    u32 num_bags;
-    u32 embedding_dim;
-    u32 out_dtype;
-    u32 _pad;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -330,8 +321,8 @@ __device__ __forceinline__ TableParams load_table(const ArenaParams& arena, u32 
     return {static_cast<u64>(words.y) << 32 | words.x, words.z, words.w};
 }
 
-// Whether there is a row at the place: not another node's, nor left in the mapped snapshot.
-__device__ __forceinline__ bool is_on_cards(u32 place) { return place < MAPPED; }
+// Whether there is a row at the place: it is not another node's, nor behind the end of a bag.
+__device__ __forceinline__ bool has_row(u32 place) { return place < NO_VALUE; }
 
 // Address of the row at a place. A number, since of a place without a row it may be none.
 __device__ __forceinline__ u64 row_at(const ArenaParams& arena, u32 table, u32 place) {
@@ -387,7 +378,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
 #pragma unroll
     for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = 0.0f;
     float biases = 0.0f;
-    bool is_bad = false;  // whether some value has no row on the cards that should have one
+    bool is_bad = false;  // whether some value has no row here
 
     // Three stages: while rows are on their way, so are the places of the next rows and the values after those.
     u32 values[ROWS_IN_FLIGHT];
@@ -401,7 +392,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             const bool is_value = first + i < end;
             const bool is_row = is_value && values[i] < table.num_rows;
-            next_places[i] = load_if(is_row, places + values[i], is_value ? NOT_HERE : MAPPED);
+            next_places[i] = load_if(is_row, places + values[i], is_value ? NOT_HERE : NO_VALUE);
         }
     };
     load_values(position);
@@ -415,7 +406,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         bool here[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-            here[i] = is_on_cards(next_places[i]);
+            here[i] = has_row(next_places[i]);
             is_bad |= next_places[i] == NOT_HERE;
             const u64 row = row_at(arena, run.x, here[i] ? next_places[i] : 0);
             chunks[i] = load_if(here[i], reinterpret_cast<const uint4*>(row + chunk_offset));
@@ -477,32 +468,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
     const TableParams table = load_table(arena, write.table);
     if (number >= table.num_rows) return;
     const u32 place = __ldg(arena.places + table.first_place + number);
-    if (!is_on_cards(place)) return;
+    if (!has_row(place)) return;
     const u32 owner = place & ((1u << arena.owner_bits) - 1u);
     const bool on_host = owner == arena.num_cards + 1u;
     if (on_host ? !write.writes_host : owner != write.card && owner != arena.num_cards) return;
 
     const u64 target = row_at(arena, write.table, place) + (index % chunks) * CHUNK_BYTES;
     *reinterpret_cast<uint4*>(target) = __ldg(reinterpret_cast<const uint4*>(write.stored) + index);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
-    add_rows(const __grid_constant__ AddParams params) {
-    const u64 index = static_cast<u64>(blockIdx.x) * THREADS_PER_BLOCK + threadIdx.x;
-    const u64 bag = index / params.embedding_dim;
-    if (bag >= params.num_bags) return;
-
-    const i64 element = __ldg(params.positions + bag) + static_cast<i64>(index % params.embedding_dim);
-    const float sum = __ldg(params.sums + index);
-    if (params.out_dtype == OUT_FP32) {
-        static_cast<float*>(params.out)[element] += sum;
-        return;
-    }
-    u16* out = static_cast<u16*>(params.out) + element;
-    if (params.out_dtype == OUT_FP16) {
-        *out = static_cast<u16>(floats_to_halves(halves_to_floats(*out).x + sum, 0.0f));
-    } else {
-        // A bfloat16 is the upper half of a float.
-        *out = static_cast<u16>(floats_to_bfloats(__uint_as_float(static_cast<u32>(*out) << 16) + sum, 0.0f));
-    }
 }

@@ -1,4 +1,4 @@
-"""Lanes: one stream of one card, on which batches are pooled one after another, and the slots that batches lie in.
+"""Lanes: one stream of one card, on which batches are pooled one after another, and what batches lie in.
 
 A slot has fixed addresses and launch shapes for all batches up to a size, so that what it enqueues can be captured in a
 graph once and replayed. A lane is used by one thread at a time.
@@ -12,36 +12,32 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import KeyedBags
-from shard_node.cuda.batch import BatchLayout, BatchViews, RunTable, check_fits
-from shard_node.cuda.card_rows import CardRows
-from shard_node.cuda.cards import Memory
-from shard_node.cuda.kernel_params import (
-    ADD_KERNEL,
-    CHUNK_BYTES,
-    OUT_DTYPES,
-    THREADS_PER_BLOCK,
-    AddParams,
-    BatchParams,
-    OutDtype,
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.cuda.batch import (
+    BatchLayout,
+    BatchShapes,
+    BatchSize,
+    BatchViews,
+    OutputRuns,
+    RunTable,
+    check_fits,
+    check_runs,
 )
-from shard_node.cuda.mapped_rows import MappedSums
-from shard_node.cuda.output_runs import BatchSize, OutputRuns, check_runs
-from shard_node.cuda.upload_buffer import UploadBuffer
+from shard_node.cuda.card_rows import CardRows
+from shard_node.cuda.cards import Memory, PinnedMemory
+from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
+from shard_node.cuda.uploads import Upload, capacity_for
 
 Launch = tuple[str, tuple[int, int], Sequence[ctypes.Structure]]
 """A kernel, its grid and what it takes."""
+_FLOATS_PER_CHUNK = 4
 
 
 class Lane:
     """One way through one card. Made by `CardEngine.lane`, closed before the engine.
 
-    Args:
-        rows: of the engine.
-        card: its number.
-
     Attributes:
-        rows: as given.
+        rows: of the engine.
         card: the card.
         stream: on which all its work is put, in order; its owner may put more there.
     """
@@ -50,7 +46,6 @@ class Lane:
         self.rows = rows
         self.card = rows.cards.cards[card]
         self.stream = self.card.stream()
-        self._sums = UploadBuffer(rows.cards, self.card, self.stream)
         self._slots: set[Slot] = set()
         self._reader = rows.order.reader(self.stream)
 
@@ -71,7 +66,7 @@ class Lane:
         return slot
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work`, in which lookups are put on the stream: `Slot.enqueue`, a graph's replay, `Slot.add_mapped`.
+        """Runs `work`, in which lookups are put on the stream: `Slot.enqueue`, or a graph's replay.
 
         All that one `work` looks up sees every row write whole or not at all. It holds row writes up only while it
         runs, not while the card does what it was told.
@@ -84,14 +79,7 @@ class Lane:
             self._reader.last_launch.synchronize()
 
     def launches(self, layout: BatchLayout, address: int, out: int, out_dtype: OutDtype) -> list[Launch]:
-        """The launches, one for each arena with bags, that pool a batch.
-
-        Args:
-            layout: of the batch.
-            address: of the batch on the card.
-            out: address of the output.
-            out_dtype: of the output.
-        """
+        """Makes the launches, one for each arena with bags, that pool the batch at `address` into `out`."""
         number, num_cards = self.card.number, len(self.rows.cards.cards)
         launches: list[Launch] = []
         for arena, shape, blocks_at, num_blocks in zip(
@@ -120,38 +108,6 @@ class Lane:
         for kernel, grid, params in launches:
             self.card.launch(kernel, grid, params, self.stream)
 
-    def add_mapped(self, bags: KeyedBags, runs: RunTable, out: int) -> None:
-        """Pools the rows of a batch that no card has, on the host, and puts their addition to the output on the stream.
-
-        Called within `launch`, after what pools the rest.
-        """
-        if self.rows.mapped is None:
-            return
-        parts = self.rows.mapped.pool(bags, runs)
-        if not parts:
-            return
-        positions_at, sums_at, size = _sections(parts)
-        array = self._sums.reserve(size)
-        for part, first, second in zip(parts, positions_at, sums_at, strict=True):
-            array[first : first + part.positions.nbytes].view(np.int64)[:] = part.positions
-            array[second : second + part.sums.nbytes].view(np.float32)[:] = part.sums.reshape(-1)
-        address = self._sums.send(size)
-        try:
-            for part, first, second in zip(parts, positions_at, sums_at, strict=True):
-                num_bags, dim = part.sums.shape
-                params = AddParams(
-                    positions=address + first,
-                    sums=address + second,
-                    out=out,
-                    num_bags=num_bags,
-                    embedding_dim=dim,
-                    out_dtype=OUT_DTYPES[runs.runs.out_dtype],
-                )
-                grid = (-(-num_bags * dim // THREADS_PER_BLOCK), 1)
-                self.card.launch(ADD_KERNEL, grid, (params,), self.stream)
-        finally:
-            self._sums.used()
-
     def forget(self, slot: Slot) -> None:
         """Called by `Slot.close`."""
         self._slots.discard(slot)
@@ -161,7 +117,6 @@ class Lane:
         self.stream.synchronize()
         for slot in tuple(self._slots):
             slot.close()
-        self._sums.free()
         self.rows.order.forget(self._reader)
 
 
@@ -227,14 +182,6 @@ class Slot:
         self._lane.card.copy_to_card(self.batch.address, self._pinned, 0, self._size_bytes, self._lane.stream)
         self._lane.put(self._launches)
 
-    def add_mapped(self, bags: KeyedBags) -> None:
-        """Adds the rows that no card has; nothing if there are none. After `enqueue` or a replay, in the same `launch`.
-
-        Args:
-            bags: that the slot was filled with.
-        """
-        self._lane.add_mapped(bags, self._runs, self.out.address)
-
     def close(self) -> None:
         """Waits for the lane, and gives the memory back. Graphs that were captured of it end before. Idempotent."""
         self._lane.stream.synchronize()
@@ -243,10 +190,90 @@ class Slot:
             memory.free()
 
 
-def _sections(parts: Sequence[MappedSums]) -> tuple[list[int], list[int], int]:
-    """Where the positions and the sums of each part begin, aligned to 16 bytes, and where the last one ends."""
-    sizes = [size for part in parts for size in (part.positions.nbytes, part.sums.nbytes)]
-    edges = [0]
-    for size in sizes:
-        edges.append(edges[-1] + -(-size // CHUNK_BYTES) * CHUNK_BYTES)
-    return edges[0:-1:2], edges[1::2], edges[-1]
+class HostPool:
+    """Pools for callers on the host, batches of any size: a lane of its own, with buffers that grow.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._upload = Upload(lane.rows.cards, [(lane.card, lane.stream)])
+        self._out: Memory | None = None
+        self._down: PinnedMemory | None = None
+
+    def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
+        """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
+        runs, group_elements = block_runs(self._lane.rows.shapes, bags, tables)
+        try:
+            down = self._pool(bags, RunTable(self._lane.rows.shapes, runs), runs.out_bytes)
+        except BaseException:
+            # What was put on the stream may still use the buffers that the next batch is packed into.
+            self._lane.stream.synchronize()
+            raise
+        blocks = []
+        for (first, end), group in zip(group_elements, self._lane.rows.shapes.layout.groups, strict=True):
+            blocks.append(down[first:end].reshape(-1, group.embedding_dim).copy())
+        return blocks
+
+    def _pool(self, bags: KeyedBags, table: RunTable, out_bytes: int) -> Float32Array:
+        lane = self._lane
+        blocks = table.blocks(bags)
+        layout = BatchLayout.tight(bags, blocks)
+        views = BatchViews(self._upload.reserve(layout.size_bytes), layout)
+        views.write_constant(table)
+        views.pack(bags, blocks)
+        out, down = self._outputs(out_bytes)
+
+        def put() -> None:
+            address = self._upload.send(0, 0, layout.size_bytes)
+            lane.put(lane.launches(layout, address, out.address, "fp32"))
+
+        lane.launch(put)
+        lane.card.copy_to_host(down, 0, out.address, out_bytes, lane.stream)
+        lane.stream.record().synchronize()
+        return down.array[:out_bytes].view(np.float32)
+
+    def _outputs(self, size_bytes: int) -> tuple[Memory, PinnedMemory]:
+        # Nothing is under way: every batch before was waited for.
+        if self._out is None or self._down is None or self._down.size_bytes < size_bytes:
+            self._free_outputs()
+            capacity = capacity_for(size_bytes)
+            self._down = self._lane.rows.cards.allocate_pinned(capacity)
+            self._out = self._lane.card.allocate(capacity)
+        return self._out, self._down
+
+    def _free_outputs(self) -> None:
+        out, down, self._out, self._down = self._out, self._down, None, None
+        if out is not None:
+            out.free()
+        if down is not None:
+            down.free()
+
+    def close(self) -> None:
+        """Waits for the lane, and gives everything back. Idempotent."""
+        self._lane.close()
+        self._upload.free()
+        self._free_outputs()
+
+
+def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
+    """Runs that write one block [bags of the group, embedding_dim] for each group, all behind one another.
+
+    Returns:
+        The runs, and for each group the elements [first, end) of its block; blocks are aligned to 16 bytes.
+    """
+    dims = shapes.dim_of_table[tables]
+    elements = bags.bags_per_key * dims
+    ends = np.zeros(tables.size + 1, np.int64)
+    np.cumsum(elements, out=ends[1:])
+    groups = shapes.layout.groups
+    first_keys = np.searchsorted(tables, [*(group.first_table for group in groups), groups[-1].end_table])
+    edges = ends[first_keys]
+    sizes = np.diff(edges)
+    room = -(-sizes // _FLOATS_PER_CHUNK) * _FLOATS_PER_CHUNK
+    starts = np.cumsum(room) - room
+    offsets = ends[:-1] + (starts - edges[:-1])[shapes.arena_of_table[tables]]
+    modes = np.full(tables.size, MODES["sum"], np.int64)
+    runs = OutputRuns(tables, modes, offsets, dims, "fp32", int(room.sum()))
+    return runs, list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))

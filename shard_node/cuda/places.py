@@ -1,73 +1,198 @@
-"""Where each row lies, as the kernel reads it: one uint32 a row, and the byte at which each table's slots begin.
-
-```
-place = slot << owner_bits | owner
-```
-
-Owners: cards 0 .. N - 1; N, every card (a hot row: each has a copy, at the same slot); N + 1, the host's pinned memory.
-Slots count from 0 for each table and owner. The last slot that the bits could say is never used, so that no place is
-`NOT_HERE` or `MAPPED`.
-"""
+"""The place of each row, by a plan: a table's rows are ranked by hotness, card by card, and put where the plan cuts."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.kernel_params import MAPPED, MAX_CARDS
-from shard_node.errors import MemoryBudgetError
+from loader.snapshot.codecs import bucket_shift
+from loader.snapshot.manifest import NUM_BUCKETS
+from shard_node.bags import Int64Array
+from shard_node.cuda.kernel_params import (
+    NOT_HERE,
+    RowFormat,
+    UInt8Array,
+    UInt32Array,
+    UInt64Array,
+    encode_places,
+    hot_owner,
+    pinned_owner,
+)
+from shard_node.engine.table_layout import Group
+from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, CardPlan
+from shard_node.planning.hotness import RowHotness
 
-UInt8Array = npt.NDArray[np.uint8]
-UInt32Array = npt.NDArray[np.uint32]
-UInt64Array = npt.NDArray[np.uint64]
-
-# Tiers of one card's rows of a table, from the hottest on; then what is not a tier.
-HOT, CARD, HOST, MAPPED_TIER, ELSEWHERE, SPLIT = range(6)
-NUM_TIERS = 4
-
-
-def owner_bits(num_cards: int) -> int:
-    """Low bits of a place that say the owner: the smallest b with 2^b >= num_cards + 3."""
-    return (num_cards + 2).bit_length()
-
-
-def max_slots(num_cards: int) -> int:
-    """Slots that one table can have at one owner."""
-    return (1 << (32 - owner_bits(num_cards))) - 1
-
-
-def hot_owner(num_cards: int) -> int:
-    """The owner of rows that every card has a copy of."""
-    return num_cards
+PIECE_ROWS = 1 << 20
+"""Rows that are placed at a time; what that takes beside the places themselves is some 50 bytes a row."""
+# Beside the tiers of a plan.
+_ELSEWHERE, _SPLIT = NUM_TIERS, NUM_TIERS + 1
 
 
-def pinned_owner(num_cards: int) -> int:
-    """The owner of rows in the host's pinned memory."""
-    return num_cards + 1
+class Placer:
+    """The places of all rows of a plan: the same for the same plan, each row at exactly one place.
+
+    Attributes:
+        plan: how many rows of each table go where.
+    """
+
+    def __init__(self, plan: CardPlan) -> None:
+        self.plan = plan
+        self._num_cards = plan.num_cards
+
+    def places(self, table: int) -> UInt32Array:
+        """uint32 [num_embeddings], the place of each row of a table, by its number in the layout."""
+        places = np.empty(self.plan.layout.tables[table].num_embeddings, np.uint32)
+        for first, piece in self.pieces(table):
+            places[first : first + piece.size] = piece
+        return places
+
+    def pieces(self, table: int, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, UInt32Array]]:
+        """The same in row order, a piece at a time: (first row, uint32 [rows of the piece])."""
+        num_rows = self.plan.layout.tables[table].num_embeddings
+        owner = self._only_owner(table)
+        walk = None if owner is not None else _Walk(self.plan, table)
+        for first in range(0, num_rows, piece_rows):
+            end = min(first + piece_rows, num_rows)
+            if walk is not None:
+                yield first, walk.place(first, end)
+            else:
+                slots = np.arange(first, end, dtype=np.uint32)
+                yield first, encode_places(np.array(owner), slots, self._num_cards)
+
+    def starts(self, group: Group) -> UInt64Array:
+        """uint64 [tables of the group, num_cards + 2]: the byte, of an owner's rows, at which a table's slot 0 lies."""
+        sizes = self._slot_bytes(group)
+        starts = np.zeros(sizes.shape, np.uint64)
+        np.cumsum(sizes[:-1], axis=0, out=starts[1:])
+        return starts
+
+    def rows_bytes(self, group: Group) -> list[int]:
+        """For each owner the bytes of the rows of a group's tables; on each card, if it is the owner of hot rows."""
+        sizes: list[int] = self._slot_bytes(group).sum(axis=0).tolist()
+        return sizes
+
+    def _slot_bytes(self, group: Group) -> UInt64Array:
+        stride = RowFormat.of(group.dtype, group.embedding_dim).stride
+        slots = self.plan.slots[group.first_table : group.end_table]
+        sizes: UInt64Array = slots.astype(np.uint64) * np.uint64(stride)
+        return sizes
+
+    def _only_owner(self, table: int) -> int | None:
+        """The owner that has all rows of a table, if there is one: its slots are then the row numbers."""
+        slots = self.plan.slots[table]
+        owner = int(slots.argmax())
+        return owner if int(slots[owner]) == self.plan.layout.tables[table].num_embeddings else None
 
 
-def encode_places(owners: npt.NDArray[np.integer], slots: npt.NDArray[np.integer], num_cards: int) -> UInt32Array:
-    """Places uint32 [n] of owners [n] and slots [n], both in range."""
-    places: UInt32Array = slots.astype(np.uint32)
-    places <<= np.uint32(owner_bits(num_cards))
-    places |= owners.astype(np.uint32)
-    return places
+@dataclass(frozen=True, slots=True)
+class _Tiers:
+    """Which tier each (level, card) of a table is in.
+
+    A card's rows are ranked by (level, row); `bounds` cut the ranks into tiers. A level that a bound cuts is `_SPLIT`.
+
+    Attributes:
+        of_key: uint8 [levels * (num_cards + 1)], by key = level * (num_cards + 1) + card; card num_cards: not here.
+        split_of_key: uint8, the same shape, the number of a split key.
+        bounds: int64 [splits, 2], the ranks at which `CARD` and `HOST` begin.
+        first_rank: int64 [splits], of the key's first row.
+    """
+
+    of_key: UInt8Array
+    split_of_key: UInt8Array
+    bounds: Int64Array
+    first_rank: Int64Array
+
+    @classmethod
+    def of(cls, level_rows: Int64Array, tier_rows: Int64Array) -> _Tiers:
+        """From rows by level and card, int64 [levels, cards], and by card and tier, int64 [cards, NUM_TIERS]."""
+        levels, cards = level_rows.shape
+        ends = np.cumsum(level_rows, axis=0)
+        firsts = ends - level_rows
+        bounds = np.cumsum(tier_rows, axis=1)[:, : NUM_TIERS - 1]
+        tier = np.full((levels, cards + 1), _ELSEWHERE, np.uint8)
+        for card in range(cards):
+            first = np.searchsorted(bounds[card], firsts[:, card], side="right")
+            last = np.searchsorted(bounds[card], np.maximum(ends[:, card] - 1, firsts[:, card]), side="right")
+            tier[:, card] = np.where(first == last, first, _SPLIT)
+        level, card_of_split = np.nonzero(tier == _SPLIT)
+        split = np.zeros(tier.shape, np.uint8)
+        split[level, card_of_split] = np.arange(level.size)
+        return cls(tier.reshape(-1), split.reshape(-1), bounds[card_of_split], firsts[level, card_of_split])
 
 
-def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
-    """The owner uint8 [n] of each place; num_cards + 2 for `NOT_HERE` and `MAPPED`."""
-    owners = (places & np.uint32((1 << owner_bits(num_cards)) - 1)).astype(np.uint8)
-    owners[places >= MAPPED] = num_cards + 2
-    return owners
+class _Walk:
+    """Places a table's rows in row order, each piece once: slots and ranks count on from piece to piece."""
+
+    def __init__(self, plan: CardPlan, table: int) -> None:
+        spec = plan.layout.tables[table]
+        cards = plan.num_cards
+        self._num_cards = cards
+        self._hotness: RowHotness = plan.hotness[table]
+        self._shift = bucket_shift(spec.bucketing, spec.num_embeddings)
+        self._tiers = _Tiers.of(plan.level_rows[table], plan.tier_rows[table])
+        # Key and owner of another node's rows: as of a card more.
+        card_of_bucket = plan.partition.card_of_bucket[table].astype(np.int64)
+        self._card_of_bucket = np.where(card_of_bucket < 0, cards, card_of_bucket).astype(np.uint16)
+        owner = np.empty((_ELSEWHERE + 1, cards + 1), np.uint8)
+        owner[HOT], owner[CARD], owner[HOST] = hot_owner(cards), np.arange(cards + 1), pinned_owner(cards)
+        owner[_ELSEWHERE] = cards + 2
+        self._owner_of = owner.reshape(-1)
+        self._next_slot = np.zeros(cards + 3, np.int64)
+        self._next_rank = self._tiers.first_rank.copy()
+
+    def place(self, first: int, end: int) -> UInt32Array:
+        """uint32 [end - first], the places of these rows."""
+        buckets = (np.arange(first, end, dtype=np.int64) >> self._shift) & (NUM_BUCKETS - 1)
+        card = self._card_of_bucket[buckets]
+        tier = self._tier_of(card, self._hotness.levels(first, end))
+        owner = self._owner_of[tier.astype(np.uint16) * np.uint16(self._num_cards + 1) + card]
+        rank, counts = _ranks(owner, self._next_slot)
+        self._next_slot += counts
+        places = encode_places(owner, rank, self._num_cards)
+        places[owner == self._num_cards + 2] = NOT_HERE
+        return places
+
+    def _tier_of(self, card: npt.NDArray[np.uint16], level: npt.NDArray[np.uint16]) -> UInt8Array:
+        key = level.astype(np.uint32)
+        key *= np.uint32(self._num_cards + 1)
+        key += card
+        tier = self._tiers.of_key[key]
+        split = np.flatnonzero(tier == _SPLIT)
+        if split.size:
+            tier[split] = self._tier_of_split(self._tiers.split_of_key[key[split]])
+        return tier
+
+    def _tier_of_split(self, number: UInt8Array) -> UInt8Array:
+        """uint8 [n], the tiers of the next rows of split keys. Most pieces have no bound in them, and need no ranks."""
+        counts: Int64Array = np.bincount(number, minlength=self._next_rank.size)
+        first = _tier_at(self._next_rank, self._tiers.bounds)
+        last = _tier_at(self._next_rank + np.maximum(counts - 1, 0), self._tiers.bounds)
+        tier = first[number]
+        cut = np.flatnonzero((first != last)[number])
+        if cut.size:
+            rank, _ = _ranks(number[cut], self._next_rank)
+            tier[cut] = _tier_at(rank, self._tiers.bounds[number[cut]])
+        self._next_rank += counts
+        return tier
 
 
-def slots_of(places: UInt32Array, num_cards: int) -> UInt32Array:
-    """The slot uint32 [n] of each place that is neither `NOT_HERE` nor `MAPPED`."""
-    slots: UInt32Array = places >> np.uint32(owner_bits(num_cards))
-    return slots
+def _tier_at(rank: Int64Array, bounds: Int64Array) -> UInt8Array:
+    """uint8 [n], the tier of each rank, int64 [n], by the ranks at which tiers begin, int64 [n, 2]."""
+    tier: UInt8Array = (rank[:, None] >= bounds).sum(axis=1, dtype=np.uint8)
+    return tier
 
 
-def check_num_cards(num_cards: int) -> None:
-    """Raises MemoryBudgetError for more cards than the kernel knows."""
-    if not 1 <= num_cards <= MAX_CARDS:
-        raise MemoryBudgetError(f"{num_cards} cards; allowed: 1 to {MAX_CARDS}")
+def _ranks(kinds: UInt8Array, next_rank: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Numbers what is of one kind in order, from next_rank[kind] on: the numbers int64 [n], and how many of each kind.
+
+    A stable sort of bytes is a radix sort: a fixed number of passes.
+    """
+    counts: Int64Array = np.bincount(kinds, minlength=next_rank.size)
+    order = np.argsort(kinds, kind="stable")
+    firsts = np.cumsum(counts) - counts
+    ranks = np.empty(kinds.size, np.int64)
+    ranks[order] = np.arange(kinds.size) + np.repeat(next_rank - firsts, counts)
+    return ranks, counts

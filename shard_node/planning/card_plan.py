@@ -1,9 +1,9 @@
 """How many rows of each table go to which tier of which card: pure, from budgets and hotness, before anything is taken.
 
-Each card's rows of a table are ranked by hotness and cut three times: the first are hot (every card has a copy), then
-come those that this card alone holds, then those in the host's pinned memory, and the rest is left in the mapped
-snapshot. Where to cut is decided for all tables at once, by lookups per byte. So memory is filled to the last row, what
-each card and tier will take is known to the byte, and no row has been looked at one by one.
+Each card's rows of a table are ranked by hotness and cut twice: the first are hot (every card has a copy), then come
+those that this card alone holds, and the rest is in the host's pinned memory. Where to cut is decided for all tables at
+once, by lookups per byte. So memory is filled to the last row, what each card and tier will take is known to the byte,
+and no row has been looked at one by one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from shard_node.bags import Int64Array
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, NUM_TIERS, check_num_cards, max_slots
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning.hotness import Hotness, RowHotness
+
+# Tiers of one card's rows of a table, from the hottest on.
+HOT, CARD, HOST = range(3)
+NUM_TIERS = 3
 
 PLACE_BYTES = 4
 # Of a card, for hot rows, where not everything fits on the cards.
@@ -48,21 +50,12 @@ class CardBudget:
     peer_access: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TableSplit:
-    """Rows of one table on this node by tier, from the hottest on.
-
-    Attributes:
-        hot_rows: of which every card has a copy.
-        card_rows: that one card has.
-        host_rows: in pinned memory.
-        mapped_rows: left in the mapped snapshot.
-    """
+class TableSplit(NamedTuple):
+    """Rows of one table on this node: those that every card has a copy of, that one card has, in pinned memory."""
 
     hot_rows: int
     card_rows: int
     host_rows: int
-    mapped_rows: int
 
 
 class CardBytes(NamedTuple):
@@ -83,12 +76,10 @@ class CardPlan:
     """A plan. Made by `CardPlan.make`.
 
     Attributes:
-        layout: the tables.
-        partition: the card of each bucket.
         hotness: the levels of each table.
         level_rows: for each table, int64 [levels, cards]: its rows of each level in each card's buckets.
-        tier_rows: int64 [tables, cards, 4]: of the rows in each card's buckets, those that are hot, that the card alone
-            holds, that are in pinned memory, and that are mapped.
+        tier_rows: int64 [tables, cards, 3]: of the rows in each card's buckets, those that are hot, that the card alone
+            holds, and that are in pinned memory.
     """
 
     layout: TableLayout
@@ -98,15 +89,7 @@ class CardPlan:
     tier_rows: Int64Array
 
     @classmethod
-    def make(
-        cls,
-        layout: TableLayout,
-        partition: Partition,
-        budget: CardBudget,
-        hotness: Hotness,
-        *,
-        allow_mapped: bool = True,
-    ) -> CardPlan:
+    def make(cls, layout: TableLayout, partition: Partition, budget: CardBudget, hotness: Hotness) -> CardPlan:
         """Decides where rows go. The same inputs give the same plan.
 
         Args:
@@ -114,24 +97,21 @@ class CardPlan:
             partition: the card of each bucket; -1 for another node's.
             budget: what may be taken.
             hotness: how often rows are looked up.
-            allow_mapped: whether rows that do not fit may stay in the mapped snapshot.
 
         Raises:
             InvalidBagsError: partition, budget or hotness are of another model or number of cards.
-            MemoryBudgetError: places do not fit on a card, rows are left over and may not be mapped, or there are more
-                cards than the kernel knows. Rows can be left over where there is memory, too: a place's 32 bits say
-                `max_slots` rows of one table at one owner.
+            MemoryBudgetError: places do not fit on a card, rows are left over, or there are more cards than the kernel
+                knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one
+                table at one owner.
         """
         _check(layout, partition, budget)
-        rows = hotness.of(layout)
+        rows, num_cards = hotness.of(layout), partition.num_cards
         level_rows = tuple(
-            _rows_by_card(table.rows_by_bucket(), partition.card_of_bucket[number], partition.num_cards)
-            for number, table in enumerate(rows)
+            np.column_stack([table.rows_by_bucket()[:, of_bucket == card].sum(axis=1) for card in range(num_cards)])
+            for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
         )
-        tier_rows = _Filling(layout, rows, level_rows, partition.num_cards).fill(budget)
-        plan = cls(layout, partition, rows, level_rows, tier_rows)
-        plan._check(budget, allow_mapped)
-        return plan
+        tier_rows = _Filling(layout, rows, level_rows, num_cards).fill(budget)
+        return cls(layout, partition, rows, level_rows, tier_rows)
 
     @property
     def num_cards(self) -> int:
@@ -164,44 +144,19 @@ class CardPlan:
         """Of the rows in the host's pinned memory."""
         return int(self.slots[:, self.num_cards + 1] @ self.strides)
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Of the rows that are left in the mapped snapshot, as stored."""
-        row_bytes = np.array([RowFormat.of(one.dtype, one.embedding_dim).row_bytes for one in self.layout.tables])
-        return int(self.tier_rows[:, :, MAPPED_TIER].sum(axis=1) @ row_bytes)
-
     def bytes(self, card: int) -> CardBytes:
         """What one card holds."""
         hot, own = self.slots[:, self.num_cards], self.slots[:, card]
         return CardBytes(int(hot @ self.strides), int(own @ self.strides), self.places_bytes)
 
-    def _check(self, budget: CardBudget, allow_mapped: bool) -> None:
-        left = self.tier_rows[:, :, MAPPED_TIER].sum(axis=1)
-        if left.any() and not allow_mapped:
-            needed = int(self.tier_rows.sum(axis=(1, 2)) @ self.strides)
-            peers = "" if budget.peer_access or self.num_cards == 1 else " (without peer access, a copy on each)"
-            raise MemoryBudgetError(
-                f"rows take {needed} bytes, beside {self.places_bytes} of places on each card, but cards may take "
-                f"{list(budget.card_bytes)}{peers} and pinned memory {budget.pinned_bytes}: {int(left @ self.strides)} "
-                f"bytes of {int(left.sum())} rows are left over, and they may not stay in the mapped snapshot. "
-                f"One card or pinned memory holds at most {max_slots(self.num_cards)} rows of one table"
-            )
-
 
 class _Filling:
-    """The rows of all tables and levels, the hottest per byte first, as they are given to tiers.
-
-    Args:
-        layout: the tables.
-        rows: their levels.
-        level_rows: for each table, int64 [levels, cards].
-        num_cards: of the node.
-    """
+    """The rows of all tables and levels, the hottest per byte first, as they are given to tiers."""
 
     def __init__(
         self, layout: TableLayout, rows: Sequence[RowHotness], level_rows: Sequence[Int64Array], num_cards: int
     ) -> None:
-        strides = _strides(layout)
+        self._table_stride = strides = _strides(layout)
         table = np.repeat(np.arange(len(rows)), [one.lookups.size for one in rows])
         lookups = np.concatenate([one.lookups for one in rows])
         # Stable: among equals the earlier table comes first, and its hotter level.
@@ -214,10 +169,9 @@ class _Filling:
         self._tiers = np.zeros((len(rows), num_cards, NUM_TIERS), np.int64)
         self._num_cards = num_cards
         self._max_slots = max_slots(num_cards)
-        self._may_pass_max = max(table.num_embeddings for table in layout.tables) > self._max_slots
 
     def fill(self, budget: CardBudget) -> Int64Array:
-        """int64 [tables, cards, 4], rows by tier. Raises MemoryBudgetError if places alone do not fit."""
+        """int64 [tables, cards, 3], rows by tier. Raises MemoryBudgetError if places or rows do not fit."""
         free = np.array(budget.card_bytes, np.int64) - self._places_bytes
         if free.min() < 0:
             raise MemoryBudgetError(
@@ -235,13 +189,24 @@ class _Filling:
             self._give(CARD, np.column_stack(own))
         total = self._within_max(self._left.sum(axis=1))
         self._give(HOST, _share_out(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
-        self._give(MAPPED_TIER, self._left.copy())
+        if self._left.any():
+            raise self._left_over(budget)
         return self._tiers
+
+    def _left_over(self, budget: CardBudget) -> MemoryBudgetError:
+        left = self._left.sum(axis=1)
+        left_bytes = int(left @ self._stride)
+        needed = left_bytes + int(self._tiers.sum(axis=(1, 2)) @ self._table_stride)
+        peers = "" if budget.peer_access or self._num_cards == 1 else " (without peer access, a copy on each)"
+        return MemoryBudgetError(
+            f"rows take {needed} bytes, beside {self._places_bytes} of places on each card, but cards may take "
+            f"{list(budget.card_bytes)}{peers} and pinned memory {budget.pinned_bytes}: {left_bytes} bytes of "
+            f"{int(left.sum())} rows are left over. Give more pinned memory, more cards or shards, or smaller rows. "
+            f"One card or pinned memory holds at most {self._max_slots} rows of one table"
+        )
 
     def _within_max(self, rows: Int64Array) -> Int64Array:
         """int64 [entries]: of `rows`, the first of each table, no more than it can have slots at one owner."""
-        if not self._may_pass_max:
-            return rows
         by_table = np.argsort(self._table, kind="stable")
         ends = np.cumsum(rows[by_table])
         first = np.searchsorted(self._table[by_table], self._table[by_table], side="left")
@@ -308,11 +273,6 @@ def _share_out(rows: Int64Array, taken: Int64Array) -> Int64Array:
     return np.diff(share, axis=1, prepend=0)
 
 
-def _rows_by_card(rows_by_bucket: Int64Array, card_of_bucket: npt.NDArray[np.int16], num_cards: int) -> Int64Array:
-    """int64 [levels, cards]."""
-    return np.column_stack([rows_by_bucket[:, card_of_bucket == card].sum(axis=1) for card in range(num_cards)])
-
-
 def _strides(layout: TableLayout) -> Int64Array:
     return np.array([RowFormat.of(one.dtype, one.embedding_dim).stride for one in layout.tables], np.int64)
 
@@ -322,7 +282,8 @@ def _places_bytes(layout: TableLayout) -> int:
 
 
 def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:
-    check_num_cards(partition.num_cards)
+    if not 1 <= partition.num_cards <= MAX_CARDS:
+        raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
     if partition.card_of_bucket.shape[0] != len(layout.tables):
         raise InvalidBagsError(
             f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"

@@ -1,8 +1,9 @@
 """What a batch's lookups cost on N cards: bytes from each memory, and the time that they take at least. Pure.
 
 The plan says which share of each table's lookups goes to which tier; the row format says how many 32-byte sectors a row
-is read in; a `CardSystem` says how fast each way is. docs/nvlink.md derives the formulas. Caches are left out: what the
-L2 cache saves on hot rows makes a real batch faster than this.
+is read in; a `CardSystem` says how fast each way is, in 10^9 bytes a second of one direction of one card.
+docs/nvlink.md derives the formulas, and has the sources of the rates, which are not measured. Caches are left out: what
+the L2 cache saves on hot rows makes a real batch faster than this.
 """
 
 from __future__ import annotations
@@ -11,24 +12,111 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from pydantic import Field
 
-from loader.snapshot.manifest import RowDtype
-from shard_node.cuda.kernel_params import CHUNK_BYTES
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, NUM_TIERS
-from shard_node.cuda.row_format import RowFormat
+from loader.snapshot.manifest import Frozen, RowDtype
+from shard_node.cuda.kernel_params import CHUNK_BYTES, RowFormat
 from shard_node.errors import InvalidBagsError
-from shard_node.planning.card_plan import PLACE_BYTES, CardPlan
-from shard_node.planning.card_systems import CardSystem, Link
+from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, PLACE_BYTES, CardPlan
 from shard_node.planning.hotness import Float64Array
 
 SECTOR_BYTES = 32
 ROWS_IN_FLIGHT = 4
 """Of one bag, as in `kernels.cu`: a bag of h ids waits h / 4 times for rows."""
-VALUE_BYTES = 4
-OFFSET_BYTES = 4
+INDEX_BYTES = 4
+"""Of an id, and of an offset."""
+BYTES_PER_US = 1e3
+"""Of 1 GB/s."""
+
+Bound: TypeAlias = Literal["latency", "card memory", "peers", "host link"]
+COPY_SHARE = 0.9
+"""Of a card's memory bandwidth, what a device-to-device copy reaches: 3.0 of the H100's 3.35 TB/s."""
+
+
+class Link(Frozen):
+    """A way from one card to memory that is not its own.
+
+    Attributes:
+        gb_per_s: line rate of one direction.
+        packet_bytes: payload of one packet at most; a read that crosses such a boundary takes another packet.
+        header_bytes: what a packet takes on the line beside its payload.
+        latency_us: from the request for a row to its arrival, unloaded.
+    """
+
+    gb_per_s: float = Field(gt=0)
+    packet_bytes: int = Field(default=128, ge=32)
+    header_bytes: int = Field(ge=0)
+    latency_us: float = Field(ge=0)
+
+    def copied_bytes(self, size_bytes: float) -> float:
+        """What a copy of so many bytes in one piece takes on the line."""
+        return size_bytes * (1 + self.header_bytes / self.packet_bytes)
+
+
+class CardSystem(Frozen):
+    """One node: cards alike, each linked to every other and to the host.
+
+    Attributes:
+        name: as in `SYSTEMS`.
+        cards: of the node.
+        card_memory_gb: of each card.
+        hbm_gb_per_s: what a copy within a card reaches, bytes read and written.
+        hbm_latency_us: of a random read, with its address translation.
+        peer: to the other cards, all of them together.
+        host: to the host's memory.
+        host_memory_gb_per_s: of the host's memory, which all cards share.
+        launch_us: for the host to launch one kernel.
+    """
+
+    name: str
+    cards: int = Field(ge=1)
+    card_memory_gb: float = Field(gt=0)
+    hbm_gb_per_s: float = Field(gt=0)
+    hbm_latency_us: float = Field(default=0.7, ge=0)
+    peer: Link
+    host: Link
+    host_memory_gb_per_s: float = Field(gt=0)
+    launch_us: float = Field(default=4.0, ge=0)
+
+
+def _nvlink(gb_per_s: float) -> Link:
+    # 25 GB/s of a link carry about 20 GB/s of 128-byte payloads, so each has 32 bytes beside it.
+    return Link(gb_per_s=gb_per_s, header_bytes=32, latency_us=1.5)
+
+
+def _pcie(gb_per_s: float) -> Link:
+    # A completion's header of 12 bytes, its framing of 4 and its checksum of 4.
+    return Link(gb_per_s=gb_per_s, header_bytes=20, latency_us=2.5)
+
+
+def _system(
+    name: str, cards: int, card_gb: float, hbm: float, peer: Link, host: Link, host_memory: float
+) -> CardSystem:
+    return CardSystem(
+        name=name,
+        cards=cards,
+        card_memory_gb=card_gb,
+        hbm_gb_per_s=hbm * COPY_SHARE,
+        peer=peer,
+        host=host,
+        host_memory_gb_per_s=host_memory,
+    )
+
+
+_C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
+SYSTEMS: dict[str, CardSystem] = {
+    one.name: one
+    for one in (
+        _system("a100", 8, 80, 2039, _nvlink(300), _pcie(31.5), 2 * 204.8),
+        _system("h100", 8, 80, 3350, _nvlink(450), _pcie(63), 2 * 307.2),
+        _system("h200", 8, 141, 4800, _nvlink(450), _pcie(63), 2 * 307.2),
+        _system("gb200", 4, 186, 8000, _nvlink(900), _C2C, 2 * 512),
+    )
+}
+"""By name. `gb200` is a compute tray of an NVL72: two Grace CPUs with two cards each."""
 
 
 class TableSizes(NamedTuple):
@@ -54,21 +142,6 @@ def table_sizes(num_rows: int, embedding_dim: int, dtype: RowDtype) -> TableSize
     return TableSizes(
         num_rows * one.code_bytes, num_rows * one.row_bytes, num_rows * one.stride, num_rows * PLACE_BYTES
     )
-
-
-@overload
-def moved_bytes(lookups: float, row_bytes: float, hit_rate: float) -> float: ...
-
-
-@overload
-def moved_bytes(lookups: Float64Array, row_bytes: Float64Array, hit_rate: Float64Array) -> Float64Array: ...
-
-
-def moved_bytes(
-    lookups: float | Float64Array, row_bytes: float | Float64Array, hit_rate: float | Float64Array
-) -> float | Float64Array:
-    """Bytes that lookups fetch from elsewhere, if a share `hit_rate` of them finds its row where it is pooled."""
-    return lookups * row_bytes * (1 - hit_rate)
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +173,7 @@ def tier_shares(plan: CardPlan) -> Float64Array:
     """Which share of each table's lookups goes to which card's part of which tier.
 
     Returns:
-        float64 [tables, cards, 4] in the order hot, card, host, mapped. A table's shares add up to 1, or to less where
+        float64 [tables, cards, 3] in the order hot, card, host. A table's shares add up to 1, or to less where
         other shards hold some of its rows. Of a level that a tier's bound cuts, every row counts alike.
     """
     shares = np.zeros((len(plan.hotness), plan.num_cards, NUM_TIERS))
@@ -121,13 +194,12 @@ class Traffic:
     """What one batch moves, by the card that pools it: float64 [cards] but for what is said otherwise.
 
     Attributes:
-        hot, own, peer, host, mapped: lookups that go to a card's copies of hot rows, to its own rows, to other cards,
-            to pinned memory, and to rows left in the mapped snapshot.
+        hot, own, peer, host: lookups that go to a card's copies of hot rows, to its own rows, to other cards, and to
+            pinned memory.
         hbm_bytes: read and written in the card's own memory: sectors of rows and places, ids, offsets, sums.
         peer_bytes: float64 [cards, cards], sectors of rows that the first pools and the second owns; 0 of itself.
         peer_line_bytes: the same with packets' headers, all owners together.
         host_bytes, host_line_bytes: of rows in pinned memory.
-        off_card_bytes: of all rows that are not in the card's memory, mapped ones too.
         upload_bytes: ids and offsets, over the link to the host.
         chain_us: for the longest bags: their rows come one after the other, a few at a time.
         launches: kernels of a batch, one for each arena that it reads.
@@ -137,13 +209,11 @@ class Traffic:
     own: Float64Array
     peer: Float64Array
     host: Float64Array
-    mapped: Float64Array
     hbm_bytes: Float64Array
     peer_bytes: Float64Array
     peer_line_bytes: Float64Array
     host_bytes: Float64Array
     host_line_bytes: Float64Array
-    off_card_bytes: Float64Array
     upload_bytes: float
     chain_us: Float64Array
     launches: int
@@ -157,9 +227,6 @@ class Traffic:
             loads: what the batch asks of each table, in layout order, on all shards together.
             system: packets and latencies.
             sum_item_bytes: of one element of a pooled sum: 2 for bf16 and fp16, 4 for fp32.
-
-        Raises:
-            InvalidBagsError: as many loads as tables are needed.
         """
         tables = plan.layout.tables
         if len(loads) != len(tables):
@@ -174,8 +241,7 @@ class Traffic:
         own = shares[:, :, CARD]
         peer = own.sum(axis=1, keepdims=True) - own
         host = np.repeat(shares[:, :, HOST].sum(axis=1)[:, None], plan.num_cards, axis=1)
-        mapped = np.repeat(shares[:, :, MAPPED_TIER].sum(axis=1)[:, None], plan.num_cards, axis=1)
-        ids_bytes = float((VALUE_BYTES * values * here + OFFSET_BYTES * bags) @ np.ones(len(tables)))
+        ids_bytes = float((INDEX_BYTES * (values * here + bags)).sum())
         dims = np.array([table.embedding_dim for table in tables])
         fixed = ids_bytes + float(SECTOR_BYTES * (values @ here) + sum_item_bytes * (bags @ dims))
         by_owner = (values * sectors) @ own
@@ -186,15 +252,11 @@ class Traffic:
             own=values @ own,
             peer=values @ peer,
             host=values @ host,
-            mapped=values @ mapped,
             hbm_bytes=fixed + (values * sectors) @ (hot + own),
             peer_bytes=peer_bytes,
             peer_line_bytes=(values * _line_bytes(rows, system.peer)) @ peer,
             host_bytes=(values * sectors) @ host,
             host_line_bytes=(values * _line_bytes(rows, system.host)) @ host,
-            off_card_bytes=moved_bytes(
-                (values * here)[:, None], sectors[:, None], np.minimum(1.0, _share_of(hot + own, here[:, None]))
-            ).sum(axis=0),
             upload_bytes=ids_bytes,
             chain_us=_chain_us(longest * here, _share_of(peer, here[:, None]), _share_of(host, here[:, None]), system),
             launches=sum(bool(values[group.first_table : group.end_table].any()) for group in plan.layout.groups),
@@ -226,3 +288,85 @@ def _chain_us(longest: Float64Array, peer: Float64Array, host: Float64Array, sys
     chains = np.where(rounds > 0, 2 * system.hbm_latency_us + rounds * wait, 0.0)
     longest_chain: Float64Array = chains.max(axis=0)
     return longest_chain
+
+
+class BatchTime(Frozen):
+    """What one batch takes, in microseconds. All are floors: nothing is slower than its slowest part for no reason.
+
+    Attributes:
+        upload_us: ids and offsets to the card.
+        launch_us: of all its kernels.
+        hbm_us: the card's own memory.
+        peer_us: rows of other cards.
+        host_us: rows in pinned memory, over the link to the host.
+        latency_us: the longest bag's rows, one after the other.
+        alone_us: upload, launches and the longest of the parts that overlap, on the slowest card of an idle node.
+        bound: which part that is.
+        busy_us: of the node's most loaded part for each batch of each card, while every card pools such batches all
+            the time; latencies and uploads overlap.
+        busy_bound: which part that is.
+        batches_per_s: of the node, all cards busy.
+        lookups_per_s: the same in lookups.
+    """
+
+    upload_us: float
+    launch_us: float
+    hbm_us: float
+    peer_us: float
+    host_us: float
+    latency_us: float
+    alone_us: float
+    bound: Bound
+    busy_us: float
+    busy_bound: Bound
+    batches_per_s: float
+    lookups_per_s: float
+
+
+def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
+    """The time that traffic takes on a system.
+
+    A card's memory serves its own batch and, with all cards busy, what its peers read of it. A link's two directions
+    are separate, so the busier of them counts. The host's memory is shared by all cards.
+    """
+    num_cards = traffic.hot.size
+    lines = traffic.peer_line_bytes
+    # What leaves an owner has the same headers for each byte as what arrives.
+    served = traffic.peer_bytes.sum(axis=0)
+    arriving = traffic.peer_bytes.sum(axis=1)
+    header_factor = lines.sum() / arriving.sum() if arriving.sum() else 1.0
+    hbm = traffic.hbm_bytes / (system.hbm_gb_per_s * BYTES_PER_US)
+    peer = lines / (system.peer.gb_per_s * BYTES_PER_US)
+    host_lines = traffic.host_line_bytes / (system.host.gb_per_s * BYTES_PER_US)
+    host_memory = traffic.host_bytes / (system.host_memory_gb_per_s * BYTES_PER_US)
+    upload_us = system.host.copied_bytes(traffic.upload_bytes) / (system.host.gb_per_s * BYTES_PER_US)
+    alone: dict[Bound, float] = {
+        "latency": float(traffic.chain_us.max()),
+        "card memory": float(hbm.max()),
+        "peers": float(peer.max()),
+        "host link": float(np.maximum(host_lines, host_memory).max()),
+    }
+    busy: dict[Bound, float] = {
+        "card memory": float((traffic.hbm_bytes + served).max()) / (system.hbm_gb_per_s * BYTES_PER_US),
+        "peers": max(float(peer.max()), float(served.max() * header_factor) / (system.peer.gb_per_s * BYTES_PER_US)),
+        # Ids come over the same link, in the same direction, as rows in pinned memory.
+        "host link": max(float(host_lines.max()) + upload_us, float(host_memory.sum())),
+    }
+    launch_us = traffic.launches * system.launch_us
+    bound, busy_bound = max(alone, key=alone.__getitem__), max(busy, key=busy.__getitem__)
+    batches_per_s = num_cards * 1e6 / busy[busy_bound] if busy[busy_bound] else 0.0
+    lookups = float(traffic.hot[0] + traffic.own[0] + traffic.peer[0] + traffic.host[0])
+    return BatchTime(
+        upload_us=upload_us + system.host.latency_us,
+        launch_us=launch_us,
+        hbm_us=alone["card memory"],
+        peer_us=alone["peers"],
+        host_us=alone["host link"],
+        latency_us=alone["latency"],
+        alone_us=upload_us + system.host.latency_us + launch_us + alone[bound],
+        bound=bound,
+        busy_us=busy[busy_bound],
+        busy_bound=busy_bound,
+        batches_per_s=batches_per_s,
+        lookups_per_s=batches_per_s * lookups,
+    )

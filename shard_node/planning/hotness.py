@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,16 +42,13 @@ class RowCounts(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """(num_embeddings,)."""
-        ...
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """uint32."""
-        ...
 
     def __getitem__(self, rows: slice, /) -> UInt32Array:
-        """uint32 [n], of a slice with step 1."""
-        ...
+        """Returns uint32 [n], of a slice with step 1."""
 
 
 ObservedCounts: TypeAlias = Mapping[str, RowCounts]
@@ -82,13 +79,10 @@ class RowHotness(ABC):
 class RankedRows(RowHotness):
     """Rows whose numbers are their ranks: row 0 is the hottest. Closed forms, no memory per row.
 
-    Args:
-        table: whose rows.
-        lookups_per_sample: of the whole table.
-        zipf: row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike.
+    Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike.
     """
 
-    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float = 0.0) -> None:
+    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float) -> None:
         self.table = table
         self._edges = _rank_edges(table.num_embeddings if zipf else 1)
         self._edges[-1] = table.num_embeddings
@@ -118,10 +112,7 @@ class RankedRows(RowHotness):
 class CountedRows(RowHotness):
     """Rows with an access count each.
 
-    Args:
-        table: whose rows.
-        counts: uint32 [num_embeddings]; kept, not copied, so that they may be mapped, or estimates. Read twice, front
-            to back.
+    Counts are kept, not copied, so that they may be mapped, or estimates. They are read twice, front to back.
 
     Raises:
         InvalidBagsError: an array of another dtype or shape.
@@ -167,46 +158,21 @@ class CountedRows(RowHotness):
 
 @dataclass(frozen=True)
 class Hotness:
-    """What is known of how often the rows of a model are looked up. Made by `by_table` or `from_counts`.
+    """What is known of how often the rows of a model are looked up.
 
     Attributes:
-        counts: by table, uint32 [num_embeddings], all counted over the same batches.
-        lookups_per_sample: by table, for those without counts; by default the number of the table's features.
-        zipf: by table, for those without counts: the power law of its row numbers; by default 0, all alike.
+        counts: by table, uint32 [num_embeddings], all counted over the same batches. How many samples they stand for
+            follows from the lookups per sample of these tables.
+        lookups_per_sample: of a table, all its features together; by default one a feature.
+        zipf: of tables without counts, the exponent of the power law of their row numbers; 0: all alike.
     """
 
-    counts: Mapping[str, RowCounts]
-    lookups_per_sample: Mapping[str, float]
-    zipf: Mapping[str, float]
-
-    @classmethod
-    def from_counts(cls, counts: Mapping[str, RowCounts], hotness_of_table: Mapping[str, float] | None = None) -> Self:
-        """From access counts by table, all of the same time; tables without are taken to be looked up uniformly.
-
-        How many samples the counts stand for follows from the tables with counts and their lookups per sample.
-        """
-        return cls(dict(counts), dict(hotness_of_table or {}), {})
-
-    @classmethod
-    def by_table(
-        cls,
-        layout: TableLayout,
-        hotness_of_table: Mapping[str, float] | None = None,
-        zipf: float | Mapping[str, float] | None = None,
-    ) -> Self:
-        """Without counts: tables rank by lookups per byte, and rows of a table by number.
-
-        Args:
-            layout: the tables.
-            hotness_of_table: lookups per sample of a table, all its features together; by default one a feature.
-            zipf: exponent of the power law that row numbers follow, of all tables or by table; None or 0: uniform.
-        """
-        if not isinstance(zipf, Mapping):
-            zipf = {} if not zipf else dict.fromkeys((table.name for table in layout.tables), zipf)
-        return cls({}, dict(hotness_of_table or {}), dict(zipf))
+    counts: Mapping[str, RowCounts] = field(default_factory=dict)
+    lookups_per_sample: Mapping[str, float] = field(default_factory=dict)
+    zipf: float = 0.0
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
-        """The levels of each table, in layout order.
+        """Returns the levels of each table, in layout order.
 
         Raises:
             InvalidBagsError: counts of another dtype or shape, or a number that is negative or not finite.
@@ -217,14 +183,11 @@ class Hotness:
             if table.name in self.counts
         }
         samples = self._samples(tuple(counted.values()))
-        rows: list[RowHotness] = []
-        for table in layout.tables:
-            if table.name in counted:
-                rows.append(counted[table.name])
-            else:
-                zipf = _checked(table, "zipf", self.zipf.get(table.name, 0.0))
-                rows.append(RankedRows(table, samples * self._lookups(table), zipf))
-        return tuple(rows)
+        return tuple(counted.get(table.name) or self._ranked(table, samples) for table in layout.tables)
+
+    def _ranked(self, table: TableSpec, samples: float) -> RankedRows:
+        zipf = _checked(table, "zipf", self.zipf)
+        return RankedRows(table, samples * self._lookups(table), zipf)
 
     def _lookups(self, table: TableSpec) -> float:
         lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))

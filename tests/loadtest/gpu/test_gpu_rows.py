@@ -18,9 +18,9 @@ from loadtest.gpu.rows import (
     draw_split,
     share_of_distinct,
 )
-from shard_node.cuda.kernel_params import NOT_HERE
-from shard_node.cuda.places import owners_of, pinned_owner, slots_of
+from shard_node.cuda.kernel_params import NOT_HERE, owners_of, pinned_owner, slots_of
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.rows_on_cards import restored
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_every_row_has_a_slot_of_its_own_with_its_owner(rows, num_cards):
 @pytest.mark.parametrize("num_cards", [1, 4])
 def test_the_reference_is_the_codecs_sum_of_the_stored_rows(rows, num_cards):
     bags = np.random.default_rng(0).integers(0, 420, (7, 5))
-    stored = rows.format.restore(rows.stored(bags.reshape(-1), num_cards))
+    stored = restored(rows.format, rows.stored(bags.reshape(-1), num_cards))
     expected = codec_for("int8", 16).decode(stored).astype(np.float64).reshape(7, 5, 16).sum(axis=1)
     np.testing.assert_allclose(rows.reference(bags, num_cards), expected, rtol=1e-6, atol=1e-6)
 

@@ -17,8 +17,8 @@ from serving.cards.layout import (
     candidate_classes,
     rounded_candidates,
 )
+from shard_node.cuda.batch import check_runs
 from shard_node.cuda.kernel_params import MODES
-from shard_node.cuda.output_runs import check_runs
 from shardrank_testing.card_ranking import DENSE, shop_spec
 
 CLASSES = st.builds(BatchClass.of, st.integers(1, 300), st.integers(1, 20), st.integers(0, 5000))

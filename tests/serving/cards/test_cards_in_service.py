@@ -23,8 +23,7 @@ from serving.limits import RequestLimits
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.device_choice import DeviceChoice
+from shard_node.cuda.card_set import CardOptions, CardSet, DeviceChoice
 from shard_node.errors import DeadlineExceededError, DeviceChoiceError, MemoryBudgetError
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.card_engines import OnCards, engine_params

@@ -13,8 +13,7 @@ from serving.errors import LookupProfileError
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CardPlan
-from shard_node.planning.card_systems import SYSTEMS
-from shard_node.planning.cost_model import BagLoad
+from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shardrank_testing.snapshots import make_spec
 
 
@@ -33,8 +32,8 @@ def planned(name="dlrm-v2", dtype="int8", zipf=None, **changes):
     "changes",
     [
         {},
-        {"name": "merlin-jumbo", "pinned_memory_gb": 200.0},
-        {"card_memory_gb": 4.0, "pinned_memory_gb": 1.0},
+        {"name": "merlin-jumbo", "pinned_memory_gb": 200.0, "shards": 2},
+        {"card_memory_gb": 4.0, "pinned_memory_gb": 6.0},
         {"card_memory_gb": 4.0, "shards": 2, "cards": 3},
         {"card_memory_gb": 20.0, "peer_access": False},
         {"cards": 1, "card_memory_gb": 20.0},
@@ -51,10 +50,9 @@ def test_cards_hold_no_more_than_they_may_and_every_lookup_goes_somewhere(change
     by_tier = {one.tier: one.rows for one in plan.tiers}
     assert by_tier["card"] == by_tier["peer"] == sum(one.card_rows for one in plan.tables)
     assert by_tier["hot"] == sum(one.hot_rows for one in plan.tables)
-    rows = by_tier["hot"] + by_tier["card"] + by_tier["pinned"] + by_tier["mapped"]
+    rows = by_tier["hot"] + by_tier["card"] + by_tier["pinned"]
     assert (rows == plan.num_rows) == (plan.options.shards == 1)
-    assert plan.fits_on_cards == (by_tier["pinned"] + by_tier["mapped"] == 0)
-    assert (plan.left_over_bytes > 0) == (by_tier["mapped"] > 0)
+    assert plan.fits_on_cards == (by_tier["pinned"] == 0)
 
 
 def test_the_textbook_table_takes_64_gb_on_each_of_16_hosts():
@@ -78,8 +76,8 @@ def test_a_plan_is_the_engines_own(monkeypatch):
     monkeypatch.setattr(CardPlan, "make", keep)
     plan = planned(card_memory_gb=5.0, hot_gb=0.5)
     (engine,) = made
-    assert [(one.hot_rows, one.card_rows, one.pinned_rows, one.mapped_rows) for one in plan.tables] == [
-        (one.hot_rows, one.card_rows, one.host_rows, one.mapped_rows) for one in engine.splits
+    assert [(one.hot_rows, one.card_rows, one.pinned_rows) for one in plan.tables] == [
+        (one.hot_rows, one.card_rows, one.host_rows) for one in engine.splits
     ]
     assert [(one.hot_bytes, one.own_bytes, one.places_bytes) for one in plan.cards] == [
         tuple(engine.bytes(card)) for card in range(8)
@@ -95,11 +93,11 @@ def test_what_every_row_on_cards_needs_is_what_fits_to_the_byte():
     needed = planned().all_on_cards_bytes
     exact = planned(card_memory_gb=needed / 1e9, hot_gb=0.0, pinned_memory_gb=0.0)
     assert exact.fits_on_cards
-    assert not planned(card_memory_gb=(needed - 1000) / 1e9, hot_gb=0.0, pinned_memory_gb=0.0).fits_on_cards
+    assert not planned(card_memory_gb=(needed - 1000) / 1e9, hot_gb=0.0, pinned_memory_gb=1.0).fits_on_cards
 
 
 def test_without_peer_access_no_lookup_goes_to_a_peer():
-    plan = planned(card_memory_gb=5.0, peer_access=False)
+    plan = planned(card_memory_gb=5.0, pinned_memory_gb=40.0, peer_access=False)
     assert {one.tier: one.rows for one in plan.tiers}["card"] == 0
     assert plan.batch.peer_bytes == 0
     assert not plan.fits_on_cards
@@ -119,8 +117,8 @@ def test_counts_decide_where_rows_go():
 def test_what_can_not_be_served_at_all_is_refused_with_the_numbers():
     with pytest.raises(MemoryBudgetError, match="places of all rows take 95296004000"):
         planned("merlin-colossal")
-    with pytest.raises(MemoryBudgetError, match="are left over"):
-        planned(card_memory_gb=2.0, pinned_memory_gb=0.0, allow_mapped=False)
+    with pytest.raises(MemoryBudgetError, match=r"[0-9]+ bytes of [0-9]+ rows are left over"):
+        planned(card_memory_gb=2.0, pinned_memory_gb=0.0)
 
 
 @pytest.mark.parametrize("changes", [{"cards": 0}, {"cards": 65}, {"card_memory_gb": 0.0}, {"candidates": 0}])

@@ -16,7 +16,7 @@ from serving.cli import main
 from serving.cli.capacity import CapacityPlan
 from serving.cli.model_catalog import CATALOG
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
-from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,13 +63,13 @@ def test_the_textbook_model_has_the_textbooks_sizes(dtype: str, stored: str, of_
 
 def test_the_flags_are_what_is_planned_for() -> None:
     plan = planned(
-        "--model", "merlin-tiny", "--system", "gb200", "--card-memory-gb", "9", "--pinned-memory-gb", "3",
+        "--model", "merlin-tiny", "--system", "gb200", "--card-memory-gb", "9", "--pinned-memory-gb", "4",
         "--hot-gb", "0.5", "--versions", "2", "--no-peer-access", "--batch", "700", "--requests", "7",
         "--dtype", "fp16", "--hbm-gb-per-s", "1000", "--nvlink-gb-per-s", "50", "--host-gb-per-s", "12",
         "--hotness", "f0_10=25",
     )  # fmt: skip
     options = plan.options
-    assert (options.cards, options.card_memory_gb, options.pinned_memory_gb, options.hot_gb) == (4, 9, 3, 0.5)
+    assert (options.cards, options.card_memory_gb, options.pinned_memory_gb, options.hot_gb) == (4, 9, 4, 0.5)
     assert (options.versions, options.peer_access, options.candidates, options.requests) == (2, False, 700, 7)
     system = options.system
     assert (system.hbm_gb_per_s, system.peer.gb_per_s, system.host.gb_per_s) == (1000, 50, 12)
@@ -114,7 +114,7 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
     ("arguments", "code", "problem"),
     [
         (("--model", "merlin-colossal"), 1, "error: card 0 may take 80000000000 bytes, but the places of all rows"),
-        (("--model", "merlin-jumbo", "--no-mapped"), 1, "may not stay in the mapped snapshot"),
+        (("--model", "merlin-jumbo"), 1, "rows are left over. Give more pinned memory"),
         (("--model", "lunch"), 2, "no such file, and the catalog has only dlrm-v2"),
         (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
         (("--model", "dlrm-v2", "--hotness", "f0=many"), 2, "'many' is not a number"),
@@ -132,13 +132,6 @@ def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int,
     result = run(*arguments)
     assert result.exit_code == code
     assert problem in result.output
-
-
-def test_rows_that_stay_in_the_mapped_snapshot_are_told_but_no_failure() -> None:
-    result = run("--model", "merlin-jumbo")
-    assert result.exit_code == 0
-    assert "does not fit in memory: " in result.output
-    assert "stay in the mapped snapshot, beside 16.0 GB in pinned host memory" in result.output
 
 
 def test_int4_is_refused_for_tables_of_an_odd_dim(tmp_path: Path) -> None:

@@ -116,8 +116,7 @@ def test_a_taken_port_a_device_that_is_none_or_a_report_that_can_not_be_written_
     )
     for more in ((), ("--local",)):
         assert "error: device 'tpu' is none of " in refused("--device", "tpu", *more, *ANY_PORTS)
-    for module in ("cupy_cards", "cupy_api"):
-        monkeypatch.delitem(sys.modules, f"shard_node.cuda.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert "pip install 'shardrank[cuda]'" in refused("--device", "cuda", "--local", *ANY_PORTS)
 

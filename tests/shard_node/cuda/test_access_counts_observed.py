@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from loader.snapshot.per_row import read_access_counts
 from shard_node.cuda import access_counts as access_counts_module
 from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of
+from shard_node.cuda.kernel_params import owners_of
+from shard_node.cuda.places import Placer
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardBudget, CardPlan
@@ -151,7 +151,7 @@ def test_what_was_counted_places_the_next_versions_rows():
     hot = np.array([3, 333, 998])
     observe_rows(counts, np.concatenate([np.arange(1000), hot, hot]))
     budget = CardBudget((places_bytes(layout) + 16 * 103,) * 2, 16 * 1000, hot_bytes=16 * 3)
-    plan = CardPlan.make(layout, round_robin(1, 2), budget, Hotness.from_counts(counts.counts()))
+    plan = CardPlan.make(layout, round_robin(1, 2), budget, Hotness(counts.counts()))
     assert np.flatnonzero(owners_of(Placer(plan).places(0), 2) == 2).tolist() == hot.tolist()
 
 
@@ -161,9 +161,9 @@ def test_estimates_place_rows_as_an_array_of_the_same_numbers_does():
     observe_rows(counts, np.random.default_rng(0).zipf(1.3, 5000).clip(1, 50_000) - 1)
     estimates = counts.counts()
     assert isinstance(estimates["items"], SketchedCounts)
-    budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 2000)
+    budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 50_000)
     plans = [
-        CardPlan.make(layout, round_robin(1, 4), budget, Hotness.from_counts({"items": one}))
+        CardPlan.make(layout, round_robin(1, 4), budget, Hotness({"items": one}))
         for one in (estimates["items"], estimates["items"][:])
     ]
     np.testing.assert_array_equal(Placer(plans[0]).places(0), Placer(plans[1]).places(0))

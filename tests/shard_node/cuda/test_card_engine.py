@@ -12,10 +12,9 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.bags import KeyedBags
+from shard_node.cuda.batch import BatchSize
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.output_runs import BatchSize
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -137,7 +136,7 @@ def test_an_engine_without_room_for_its_buffers_is_not_made_and_holds_nothing(st
     hog = second.allocate(second.free_bytes() - left_bytes)
     before = free_bytes(cards)
     with pytest.raises(MemoryBudgetError):
-        CardEngine(engine.layout, engine.card_set, engine._rows.arenas, engine.plan)
+        CardEngine(engine.card_set, engine._rows.arenas, engine.plan)
     assert free_bytes(cards) == before
     hog.free()
     engine.close()
@@ -154,7 +153,7 @@ def test_memory_is_told_by_card_and_tier_and_adds_up(stored):
             (card, "hot", plan.bytes(card).hot),
         )
     ]
-    expected += [(0, "pinned", plan.pinned_bytes), (0, "mapped", plan.mapped_bytes)]
+    expected += [(0, "pinned", plan.pinned_bytes)]
     assert all(size for _, _, size in expected)
     assert [(use.card, use.tier, use.size_bytes) for use in engine.memory()] == expected
     engine.close()
@@ -175,14 +174,6 @@ def test_counters_are_read_without_waiting_for_row_writes(stored):
     writes = [stream.record() for stream in engine._rows.order.streams]
     assert engine.counters() == (0, 0)
     assert not any(write.done for write in writes)
-    engine.close()
-
-
-def test_lookups_in_a_table_that_no_card_has_are_counted_as_mapped(stored):
-    engine = OnCards(2, "mapped").load(stored[0])
-    engine.pool(one_big_bag(4))
-    first = engine.layout.tables[0].name
-    assert [(one.table, one.tier, one.rows) for one in engine.rows_looked_up() if one.rows] == [(first, "mapped", 4)]
     engine.close()
 
 
@@ -261,7 +252,7 @@ def test_each_node_writes_its_own_rows_only(shards):
 
 
 def test_more_rows_at_once_than_the_first_buffers_hold_are_written_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("shard_node.cuda.row_writer.FIRST_CAPACITY_BYTES", 64)
+    monkeypatch.setattr("shard_node.cuda.uploads.FIRST_CAPACITY_BYTES", 64)
     state = random_tables(SPEC, 1)
     engine = OnCards(2, "every tier").load(export_state(tmp_path, SPEC, state, 1))
     rng = np.random.default_rng(2)

@@ -20,10 +20,9 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
+from shard_node.cuda.kernel_params import owners_of
+from shard_node.cuda.places import Placer
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.engine.row_memory import RowMemory
 from shard_node.engine.table_layout import TableLayout
@@ -45,7 +44,7 @@ from shardrank_testing.snapshots import make_spec, random_rows, random_tables, w
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = delta_spec(rows=700)
-MIXED = CardOptions(card_memory_gb=24e-6, pinned_memory_gb=10e-6, hot_gb=2e-6)
+MIXED = CardOptions(card_memory_gb=24e-6, pinned_memory_gb=70e-6, hot_gb=2e-6)
 TIMEOUT_S = 30.0
 
 
@@ -245,7 +244,7 @@ async def publish(under: NodeUnderTest, store: Path, version: int) -> Snapshot:
 def test_an_agent_stages_flips_and_retires_versions_on_cards_and_tells_what_they_take(tmp_path):
     async def main() -> None:
         cards = EmulatedCards(3)
-        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=6e-6, hot_gb=2e-6))
+        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=2e-6))
         before = free_bytes(cards)
         async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
             await publish(under, tmp_path / "store", 1)
@@ -258,14 +257,13 @@ def test_an_agent_stages_flips_and_retires_versions_on_cards_and_tells_what_they
             assert {(use.card, use.tier) for use in memory} == {
                 *((card, tier) for card in range(3) for tier in ("card", "hot")),
                 (0, "pinned"),
-                (0, "mapped"),
             }
-            assert report.memory_bytes == sum(use.size_bytes for use in memory if use.tier != "mapped")
+            assert report.memory_bytes == sum(use.size_bytes for use in memory)
             layout = under.node.table_layout("films", 2)
             bags = random_table_bags(np.random.default_rng(5), layout, 40, 5)
             under.node.pool("films", 2, bags)
             looked_up = {one.table: one for one in under.node.info().lookups if one.version == 2}
-            assert {one.tier for one in looked_up.values()} <= {"card", "mapped"}
+            assert {one.tier for one in looked_up.values()} <= {"card"}
             values = bags.values_per_key().tolist()
             for key, count in zip(bags.keys.tolist(), values, strict=True):
                 assert looked_up[layout.tables[key].name].rows == count

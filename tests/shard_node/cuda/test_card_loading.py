@@ -18,12 +18,10 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
-from shard_node.cuda.card_fill import UPLOAD_BYTES
-from shard_node.cuda.card_loading import CardTableLoad
-from shard_node.cuda.card_memory import CardMemory
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of
+from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
+from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
+from shard_node.cuda.kernel_params import owners_of
+from shard_node.cuda.places import Placer
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.engine.row_memory import RowMemory
@@ -38,7 +36,7 @@ from shardrank_testing.topologies import decoded_tables
 SPEC = delta_spec(rows=700)
 SMALL_UPLOAD_BYTES = 2048
 # Rows of SPEC take some 60 KB on cards, and their places 11 KB on each.
-MIXED = {"card_memory_gb": 24e-6, "pinned_memory_gb": 10e-6, "hot_gb": 2e-6}
+MIXED = {"card_memory_gb": 24e-6, "pinned_memory_gb": 70e-6, "hot_gb": 2e-6}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +73,7 @@ def tiers_of(tables: LoadedTables) -> set[str]:
 @given(
     num_cards=st.integers(1, 8),
     card_bytes=st.integers(11_600, 40_000),
-    pinned_bytes=st.integers(0, 30_000),
+    pinned_bytes=st.integers(70_000, 80_000),
     hot_bytes=st.none() | st.integers(0, 20_000),
     upload_bytes=st.sampled_from([512, 1000, 4096, UPLOAD_BYTES]),
     deferred=st.booleans(),
@@ -130,7 +128,7 @@ def test_what_loading_takes_is_to_the_byte_what_it_said_before(snapshot):
     tables = one.run(claim, look)
     assert steps > 10
     assert card_set.memory.held_bytes == one.card_bytes
-    rows = [use for use in tables.engine.memory() if use.tier != "mapped"]
+    rows = tables.engine.memory()
     for card in range(3):
         in_rows = sum(use.size_bytes for use in rows if use.card == card and use.tier != "pinned")
         assert one.card_bytes[card] == one.plan.bytes(card).total + 4 * (16 + 8 * 5)
@@ -172,11 +170,10 @@ def test_pinned_rows_are_counted_with_the_rows_of_cpu_engines(snapshot):
 
 def test_a_memory_budget_bounds_what_is_pinned(snapshot):
     card_set = CardSet(EmulatedCards(2), CardOptions(**MIXED))
-    assert prepare(snapshot, card_set, memory_budget_bytes=5000).pinned_bytes <= 5000
-    assert prepare(snapshot, card_set, memory_budget_bytes=10**9).pinned_bytes > 9900
-    tables = load(snapshot, card_set, memory_budget_bytes=0)
-    assert tiers_of(tables) == {"card", "hot", "mapped"}
-    assert_stored(tables.engine, snapshot)
+    needed = prepare(snapshot, card_set, memory_budget_bytes=10**9).pinned_bytes
+    assert needed > 9900
+    with pytest.raises(MemoryBudgetError, match=r"and pinned memory 5000: \d+ bytes of \d+ rows are left over"):
+        prepare(snapshot, card_set, memory_budget_bytes=5000)
 
 
 def test_without_peer_access_no_row_is_on_one_card_only(snapshot):
@@ -238,17 +235,11 @@ def test_progress_tells_every_byte_of_every_row_once(snapshot, observed):
     counts = {"int8": np.arange(700, dtype=np.uint32)} if observed else None
     one = prepare(snapshot, CardSet(EmulatedCards(2), CardOptions(**MIXED)), observed=counts)
     one.run(one.take(RowMemory()), lambda *step: told.append(step))
-    split = dict(zip([table.name for table in one.plan.layout.tables], one.plan.splits, strict=True))
     row_bytes = {"int8": 12, "int4": 7, "fp16": 16, "fp32": 40}
-    sizes = {table.name: table.num_embeddings * row_bytes[table.name] for table in SPEC.tables}
-    for what, has in (
-        ("load", lambda one: one.hot_rows + one.card_rows + one.host_rows),
-        ("bring in mapped rows", lambda one: one.mapped_rows),
-    ):
-        total = sum(sizes[name] for name in split if has(split[name]))
-        steps = [(done, of) for name, done, of in told if name == what and of]
-        assert steps[-1] == (total, total)
-        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    total = sum(table.num_embeddings * row_bytes[table.name] for table in SPEC.tables)
+    assert {what for what, _, _ in told} == {"load"}
+    assert told[-1] == ("load", total, total)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
 WANTED = np.array([3, 77, 255, 256, 600, 699])
@@ -306,7 +297,7 @@ def test_whenever_loading_is_called_off_everything_is_given_back(snapshot):
     one = prepare(snapshot, card_set)
     steps: list[str] = []
     one.run(one.take(memory), lambda what, done, total: steps.append(what)).close()
-    assert {"load", "bring in mapped rows"} == set(steps)
+    assert set(steps) == {"load"}
     assert len(steps) > 10
     for last in range(len(steps)):
         left = iter(range(last))
@@ -365,7 +356,9 @@ def plant_nan(folder: Path) -> None:
     [(lose_the_last_file, "rows-00002"), (plant_nan, "table 'int8', row 690: decodes to NaN or inf")],
 )
 @pytest.mark.parametrize(
-    "options", [{}, MIXED, {"card_memory_gb": 12e-6, "pinned_memory_gb": 0.0}], ids=["cards", "mixed", "mostly mapped"]
+    "options",
+    [{}, MIXED, {"card_memory_gb": 12e-6, "pinned_memory_gb": 70e-6}],
+    ids=["cards", "mixed", "mostly pinned"],
 )
 def test_rows_that_can_not_be_served_are_refused_by_file_and_row(tmp_path, options, damage: Callable, message):
     folder, _ = write_snapshot(tmp_path, SPEC, seed=1, rows_per_file=256)

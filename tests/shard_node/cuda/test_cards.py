@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 
@@ -9,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shard_node.cuda.kernel_params import ADD_KERNEL, THREADS_PER_BLOCK
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.card_bytes import add_params, from_card, numbers, on_card, pinned_with
+from shardrank_testing.card_bytes import KernelCopy, from_card, numbers, on_card, pinned_with
 
 PIECE = 4096
 
@@ -60,28 +60,28 @@ def test_zeroed_bytes_are_zero_and_their_neighbours_are_not(cards):
 
 def test_a_kernel_reads_and_writes_the_memory_of_every_other_card_and_of_the_host(cards):
     made = cards(3)
-    dim, bags = 8, 70
-    positions = np.arange(bags, dtype=np.int64) * dim
-    for reader in made.cards:
+    size = 4 * PIECE
+    for worker in made.cards:
         for owner in made.cards:
-            stream, sums, out = reader.stream(), numbers(bags * dim, 1), numbers(bags * dim, 2)
-            where = on_card(owner, made, positions, owner.stream())
-            target = on_card(owner, made, out, owner.stream())
-            host = pinned_with(made, sums)
-            params = add_params(where, host, target.address, bags, dim)
-            reader.launch(ADD_KERNEL, (-(-bags * dim // THREADS_PER_BLOCK), 1), [params], stream)
-            result = from_card(reader, made, target.address, bags * dim, np.float32, stream)
-            np.testing.assert_array_equal(result, out + sums)
+            stream, wanted = worker.stream(), numbers(PIECE, owner.number)
+            there, host = owner.allocate(size), made.allocate_pinned(size)
+            sent = pinned_with(made, wanted)
+            up = KernelCopy.of(made, worker, sent.address, there.address, size)
+            down = KernelCopy.of(made, worker, there.address, host.address, size)
+            up.launch(worker, stream)
+            down.launch(worker, stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(host.array.view(np.float32), wanted)
 
 
 def test_structures_of_a_launch_are_copied_at_once(cards):
     made = cards(1)
     card, stream = made.cards[0], made.cards[0].stream()
-    where, sums = on_card(card, made, np.zeros(1, np.int64), stream), on_card(card, made, numbers(4), stream)
-    out = on_card(card, made, np.zeros(4, np.float32), stream)
-    params = add_params(where, sums, out.address, 1, 4)
-    card.launch(ADD_KERNEL, (1, 1), [params], stream)
-    params.sums = params.out = 0
+    source, out = on_card(card, made, numbers(4), stream), card.allocate(16)
+    copy = KernelCopy.of(made, card, source.address, out.address, 16)
+    copy.launch(card, stream)
+    for params in copy.params:
+        ctypes.memset(ctypes.byref(params), 0, ctypes.sizeof(params))
     np.testing.assert_array_equal(from_card(card, made, out.address, 4, np.float32, stream), numbers(4))
 
 

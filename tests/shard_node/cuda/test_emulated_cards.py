@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shard_node.cuda.kernel_params import ADD_KERNEL, AddParams, ArenaParams
+from shard_node.cuda.kernel_params import WRITE_KERNEL, ArenaParams, WriteParams
 from shard_node.errors import MemoryBudgetError
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.emulated_memory import EmulationError
@@ -150,11 +150,11 @@ def test_a_launch_with_a_dangling_address_or_other_structures_is_refused():
     stream, memory = card.stream(), card.allocate(64)
     memory.free()
     with pytest.raises(EmulationError, match="not in any live allocation"):
-        card.launch(ADD_KERNEL, (1, 1), [AddParams(positions=memory.address)], stream)
+        card.launch(WRITE_KERNEL, (1, 1), [ArenaParams(row_stride=16), WriteParams(stored=memory.address)], stream)
     with pytest.raises(EmulationError, match="takes structures of"):
-        card.launch(ADD_KERNEL, (1, 1), [ArenaParams()], stream)
+        card.launch(WRITE_KERNEL, (1, 1), [ArenaParams()], stream)
     with pytest.raises(EmulationError, match="can't be launched"):
-        card.launch(ADD_KERNEL, (0, 1), [AddParams()], stream)
+        card.launch(WRITE_KERNEL, (0, 1), [ArenaParams(), WriteParams()], stream)
 
 
 def test_the_memory_of_a_peer_without_access_is_refused():
@@ -162,13 +162,13 @@ def test_the_memory_of_a_peer_without_access_is_refused():
     for peer_access in (True, False):
         cards = EmulatedCards(2, peer_access=peer_access)
         memories[peer_access] = cards.cards[1].allocate(64)
-        params = AddParams(positions=memories[peer_access].address, embedding_dim=1)
+        params = (ArenaParams(row_stride=16), WriteParams(stored=memories[peer_access].address))
         stream = cards.cards[0].stream()
         if peer_access:
-            cards.cards[0].launch(ADD_KERNEL, (1, 1), [params], stream)
+            cards.cards[0].launch(WRITE_KERNEL, (1, 1), params, stream)
             continue
         with pytest.raises(EmulationError, match="card 0 has no access to the memory of device 1"):
-            cards.cards[0].launch(ADD_KERNEL, (1, 1), [params], stream)
+            cards.cards[0].launch(WRITE_KERNEL, (1, 1), params, stream)
 
 
 def test_logical_cards_of_one_device_share_its_memory():

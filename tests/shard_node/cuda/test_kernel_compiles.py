@@ -11,7 +11,6 @@ import pytest
 
 from shard_node.cuda import kernel_params
 from shard_node.cuda.kernel_params import (
-    AddParams,
     ArenaParams,
     BatchParams,
     RunParams,
@@ -21,14 +20,13 @@ from shard_node.cuda.kernel_params import (
 from shardrank_testing.device_compilers import resources
 from shardrank_testing.host_kernels import HOST_HEADER, KERNEL_SOURCE, KERNELS, host_compiler, host_kernels
 
-STRUCTURES = (TableParams, ArenaParams, RunParams, BatchParams, WriteParams, AddParams)
+STRUCTURES = (TableParams, ArenaParams, RunParams, BatchParams, WriteParams)
 BY_VALUE = {
     **dict.fromkeys(kernel_params.POOL_KERNELS.values(), (ArenaParams, BatchParams)),
     kernel_params.WRITE_KERNEL: (ArenaParams, WriteParams),
-    kernel_params.ADD_KERNEL: (AddParams,),
 }
 # 65,536 registers of a multiprocessor, for as many thread blocks at once as keep enough loads on their way.
-MAX_REGISTERS = {"pool_int8": 80, "pool_int4": 128, "pool_fp16": 64, "pool_fp32": 64, "write_rows": 32, "add_rows": 32}
+MAX_REGISTERS = {"pool_int8": 80, "pool_int4": 128, "pool_fp16": 64, "pool_fp32": 64, "write_rows": 32}
 # What every device and compiler has room for.
 MAX_PARAMETER_BYTES = 4096
 
@@ -53,7 +51,7 @@ def assertions() -> str:
             offset, size = getattr(structure, field).offset, ctypes.sizeof(kind)
             lines.append(f'static_assert(OFFSET_OF({name}, {field}) == {offset}, "{name}.{field}");')
             lines.append(f'static_assert(sizeof({name}::{field}) == {size}, "{name}.{field}");')
-    for constant in ("MAX_OWNERS", "THREADS_PER_BLOCK", "CHUNK_BYTES", "NOT_HERE", "MAPPED", "NO_RUN"):
+    for constant in ("MAX_OWNERS", "THREADS_PER_BLOCK", "CHUNK_BYTES", "NOT_HERE", "NO_RUN"):
         lines.append(f'static_assert({constant} == {getattr(kernel_params, constant)}ll, "{constant}");')
     for constant, value in {
         "MODE_MEAN": kernel_params.MODES["mean"],

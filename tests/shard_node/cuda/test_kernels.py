@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
 from shardrank_testing.card_sets import CardFactory, card_factory
-from shardrank_testing.kernel_arena import LEFT_MAPPED, NOWHERE, KernelArena, LaunchShape, Run
+from shardrank_testing.kernel_arena import NOWHERE, KernelArena, LaunchShape, Run
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 # From one chunk to several column tiles; odd multiples of 4, and what fills no chunk.
@@ -29,7 +29,7 @@ def make_arena(cards, dtype, dim, rng, row_counts=ROW_COUNTS, lost=0.0) -> Kerne
     """Tables whose rows lie everywhere that rows can lie."""
     owners = [rng.integers(0, len(cards.cards) + 2, count) for count in row_counts]
     for one in owners:
-        one[rng.random(one.size) < lost] = rng.choice([NOWHERE, LEFT_MAPPED])
+        one[rng.random(one.size) < lost] = NOWHERE
     tables = [rng.standard_normal((count, dim)).astype(np.float32) for count in row_counts]
     return KernelArena(cards, dtype, tables, owners)
 
@@ -161,18 +161,18 @@ def test_values_outside_their_table_pool_as_zeros_and_are_counted(cards, num_row
         assert (pooled.outside, pooled.not_here) == (17, 0)
 
 
-def test_rows_of_other_nodes_are_counted_and_mapped_ones_are_not(cards):
+def test_rows_of_other_nodes_pool_as_zeros_and_are_counted(cards):
     rows = np.ones((6, 36), np.float32)
-    owners = np.array([0, NOWHERE, LEFT_MAPPED, 2, 3, NOWHERE])
+    owners = np.array([0, NOWHERE, 1, 2, 3, NOWHERE])
     arena = KernelArena(cards(2), "fp32", [rows], [owners])
     bags = [np.array(one) for one in ([1], [2], [0, 1, 2, 3, 4, 5], [2, 2, 5], [], [4, 4, 0])]
     pooled = arena.pool(0, [Run(0, bags)], LaunchShape(lanes_log2=2))
-    assert pooled.out[:, 0].tolist() == [0, 0, 3, 0, 0, 3]
+    assert pooled.out[:, 0].tolist() == [0, 1, 4, 2, 0, 3]
     assert (pooled.outside, pooled.not_here) == (0, 4)
 
 
 def test_mean_divides_by_the_whole_bag_whoever_has_its_rows(cards):
-    arena = KernelArena(cards(1), "fp32", [np.full((3, 4), 6.0, np.float32)], [np.array([0, NOWHERE, LEFT_MAPPED])])
+    arena = KernelArena(cards(1), "fp32", [np.full((3, 4), 6.0, np.float32)], [np.array([0, NOWHERE, NOWHERE])])
     pooled = arena.pool(0, [Run(0, [np.array([0, 1, 2]), np.array([0, 0]), np.array([2]), np.empty(0, int)], "mean")])
     assert pooled.out[:, 0].tolist() == [2.0, 6.0, 0.0, 0.0]
 

@@ -11,9 +11,9 @@ import torch
 
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import KeyedBags
+from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane, Slot
-from shard_node.cuda.output_runs import BatchSize, OutputRuns
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shardrank_testing.card_engines import CARD_ENGINES, REAL_ENGINES, OnCards, engine_params
 from shardrank_testing.emulated_cards import EmulatedCards
@@ -81,12 +81,8 @@ def assert_out(lane: Lane, slot: Slot, runs: OutputRuns, rows: list[np.ndarray],
 
 
 def run(lane: Lane, slot: Slot, bags: KeyedBags) -> None:
-    def work() -> None:
-        slot.enqueue()
-        slot.add_mapped(bags)
-
     slot.fill(bags)
-    lane.launch(work)
+    lane.launch(slot.enqueue)
 
 
 FEATURES = {

@@ -1,19 +1,12 @@
-"""The kernels that change what is there: `write_rows`, `add_rows`."""
+"""The kernel that changes rows: `write_rows`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from shard_node.cuda.kernel_params import (
-    ADD_KERNEL,
-    OUT_DTYPES,
-    THREADS_PER_BLOCK,
-    AddParams,
-)
 from shardrank_testing.card_sets import CardFactory, card_factory
-from shardrank_testing.kernel_arena import LEFT_MAPPED, NOWHERE, KernelArena, Run, fetch, send
+from shardrank_testing.kernel_arena import NOWHERE, KernelArena, Run, fetch
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 
@@ -79,32 +72,9 @@ def test_rows_written_by_every_card_pool_as_if_they_had_always_been_there(cards,
 
 
 def test_rows_that_are_not_here_or_outside_their_table_are_not_written(cards):
-    arena = KernelArena(cards(1), "fp32", [np.ones((4, 8), np.float32)], [np.array([NOWHERE, 0, LEFT_MAPPED, 1])])
+    arena = KernelArena(cards(1), "fp32", [np.ones((4, 8), np.float32)], [np.array([NOWHERE, 0, NOWHERE, 1])])
     before = contents(arena)
     rows = np.array([0, 2, 4, 5, 2**31, 2**32 - 1])
     arena.write(0, 0, rows, np.full((rows.size, 32), 7, np.uint8), True)
     for actual, wanted in zip(contents(arena), before, strict=True):
         np.testing.assert_array_equal(actual, wanted)
-
-
-@pytest.mark.parametrize("out_dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize(("num_bags", "dim", "stride"), [(1, 1, 1), (7, 5, 9), (40, 64, 64), (3, 300, 310)])
-def test_sums_are_added_to_their_bags_and_to_nothing_else(cards, out_dtype, num_bags, dim, stride):
-    rng = np.random.default_rng(num_bags)
-    made = cards(1)
-    card = made.cards[0]
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[out_dtype]
-    out = torch.from_numpy(rng.standard_normal(2 * num_bags * stride + 3).astype(np.float32)).to(dtype)
-    positions = np.sort(rng.permutation(2 * num_bags)[:num_bags]) * stride + 1
-    sums = rng.standard_normal((num_bags, dim)).astype(np.float32)
-    expected = out.clone()
-    for position, one in zip(positions.tolist(), sums, strict=True):
-        part = expected[position : position + dim]
-        part[:] = (part.float() + torch.from_numpy(one)).to(dtype)
-    memories = [send(made, card, array) for array in (positions, sums, out.view(torch.uint8).numpy())]
-    params = AddParams(*(one.address for one in memories), num_bags, dim, OUT_DTYPES[out_dtype])
-    stream = card.stream()
-    card.launch(ADD_KERNEL, (-(-num_bags * dim // THREADS_PER_BLOCK), 1), [params], stream)
-    stream.synchronize()
-    actual = torch.from_numpy(fetch(made, card, memories[2])).view(dtype)
-    assert torch.equal(actual, expected)

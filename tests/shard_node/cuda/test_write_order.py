@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
+from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import PinnedMemory
 from shard_node.cuda.lane import Lane, Slot
-from shard_node.cuda.output_runs import BatchSize, OutputRuns
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
 from shardrank_testing.output_runs import expected_output, feature_bags, runs_in_columns
@@ -54,12 +54,8 @@ class World:
     def look(self, lane: Lane, slot: Slot, seed: int) -> None:
         bags = feature_bags(np.random.default_rng(seed), self.engine.layout, self.runs, SIZE)
 
-        def work() -> None:
-            slot.enqueue()
-            slot.add_mapped(bags)
-
         slot.fill(bags)
-        lane.launch(work)
+        lane.launch(slot.enqueue)
         down = self.engine.card_set.cards.allocate_pinned(self.runs.out_bytes)
         lane.card.copy_to_host(down, 0, slot.out.address, self.runs.out_bytes, lane.stream)
         self.looked_up.append((down, expected_output(self.rows, bags, self.runs)))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
 from loader.snapshot.manifest import TableSpec
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.kernel_params import hot_owner, owners_of, pinned_owner
+from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning import card_plan
-from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import (
     layout_of,
@@ -30,7 +32,7 @@ ROW = 16  # bytes of an int8 row of dim 8 on a card
 def one_table_plan(rows, card_rows, pinned_rows, *, num_cards=1, counts=None, **more):
     """The plan of one table, with budgets in rows."""
     layout = one_table_layout(rows)
-    hotness = Hotness.by_table(layout) if counts is None else Hotness.from_counts({"items": counts})
+    hotness = Hotness() if counts is None else Hotness({"items": counts})
     card_bytes = (places_bytes(layout) + ROW * card_rows,) * num_cards
     budget = CardBudget(card_bytes, ROW * pinned_rows, **{"peer_access": True} | more)
     return CardPlan.make(layout, round_robin(1, num_cards), budget, hotness)
@@ -49,7 +51,7 @@ def test_budgets_are_never_exceeded(inputs):
 
 @settings(deadline=None)
 @given(inputs=plan_inputs())
-def test_memory_is_filled_to_the_last_row_before_the_next_tier_is_used(inputs):
+def test_cards_are_filled_to_the_last_row_before_pinned_memory_is_used(inputs):
     layout, _, budget, _ = inputs
     plan = make_plan(inputs)
     largest = max(strides(layout))
@@ -57,8 +59,6 @@ def test_memory_is_filled_to_the_last_row_before_the_next_tier_is_used(inputs):
         for card in range(plan.num_cards):
             if plan.tier_rows[:, card, HOST:].any():
                 assert budget.card_bytes[card] - plan.bytes(card).total < largest
-    if plan.tier_rows[:, :, MAPPED_TIER].any():
-        assert budget.pinned_bytes - plan.pinned_bytes < largest
 
 
 @settings(deadline=None)
@@ -83,8 +83,7 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
             for number, table in enumerate(plan.layout.tables)
         ]
     )
-    tier = np.select([owners == hot_owner(plan.num_cards), owners < plan.num_cards], [HOT, CARD], default=MAPPED_TIER)
-    tier[owners == pinned_owner(plan.num_cards)] = HOST
+    tier = np.select([owners == hot_owner(plan.num_cards), owners < plan.num_cards], [HOT, CARD], default=HOST)
 
     def coldest(chosen):
         return lookups_per_byte[chosen].min(initial=np.inf)
@@ -94,7 +93,6 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
 
     here = card >= 0
     assert coldest(here & (tier == HOT)) >= hottest(here & (tier > HOT))
-    assert coldest(here & (tier == HOST)) >= hottest(here & (tier == MAPPED_TIER))
     for one in range(plan.num_cards):
         of_card = here & (card == one)
         assert coldest(of_card & (tier == CARD)) >= hottest(of_card & (tier > CARD))
@@ -127,8 +125,7 @@ def test_rows_are_on_cards_alone_if_all_fit(inputs):
     layout, partition, _, hotness = inputs
     total = sum(table.num_embeddings * stride for table, stride in zip(layout.tables, strides(layout), strict=True))
     enough = CardBudget((places_bytes(layout) + total,) * partition.num_cards, 0)
-    plan = CardPlan.make(layout, partition, enough, hotness, allow_mapped=False)
-    assert plan.mapped_bytes == plan.pinned_bytes == 0
+    assert CardPlan.make(layout, partition, enough, hotness).pinned_bytes == 0
 
 
 @settings(deadline=None)
@@ -146,27 +143,27 @@ def test_without_peer_access_no_row_is_on_only_one_of_several_cards(inputs):
 def test_nothing_is_hot_on_one_card(inputs):
     layout, partition, budget, hotness = inputs
     one = Partition(1, np.minimum(partition.card_of_bucket, 0))
-    plan = CardPlan.make(layout, one, CardBudget(budget.card_bytes[:1], 0, budget.hot_bytes), hotness)
+    plan = CardPlan.make(layout, one, CardBudget(budget.card_bytes[:1], budget.pinned_bytes, budget.hot_bytes), hotness)
     assert not plan.tier_rows[:, :, HOT].any()
 
 
-def test_the_hottest_rows_are_hot_then_on_their_card_then_pinned_then_mapped():
+def test_the_hottest_rows_are_hot_then_on_their_card_then_pinned():
     counts = np.random.default_rng(0).permutation(60).astype(np.uint32)
-    plan = one_table_plan(60, 12, 15, num_cards=2, counts=counts, hot_bytes=4 * ROW)
+    plan = one_table_plan(60, 12, 40, num_cards=2, counts=counts, hot_bytes=4 * ROW)
     owners = owners_of(Placer(plan).places(0), 2)
-    assert plan.splits == (TableSplit(4, 16, 15, 25),)
+    assert plan.splits == (TableSplit(4, 16, 40),)
     assert sorted(counts[owners == 2]) == [56, 57, 58, 59]
     for card in range(2):
         own = counts[(np.arange(60) % 2 == card) & (counts < 56)]
         assert sorted(counts[owners == card]) == sorted(own)[-8:]
-    rest = np.setdiff1d(counts, counts[owners < 3])
-    assert sorted(counts[owners == 3]) == sorted(rest)[-15:]
+    assert (owners < 3).sum() == 20
+    assert (owners == 3).sum() == 40
 
 
 def test_what_stays_free_beside_all_rows_is_for_hot_ones():
     # 40 rows on each card, room for 60: of x hot rows, half are this card's already, so x / 2 more fit.
     plan = one_table_plan(80, 60, 0, num_cards=2, counts=np.arange(80, dtype=np.uint32)[::-1].copy())
-    assert plan.splits == (TableSplit(40, 40, 0, 0),)
+    assert plan.splits == (TableSplit(40, 40, 0),)
     assert [plan.bytes(card) for card in range(2)] == [(40 * ROW, 20 * ROW, 4 * 80)] * 2
 
 
@@ -176,24 +173,24 @@ def test_copies_drive_no_row_off_the_cards_even_where_a_table_may_not_be_hot_as_
     # Rows 0 to 59 are card 0's.
     partition = Partition(2, np.where(np.arange(256) < 60, 0, 1).astype(np.int16)[None])
     budget = CardBudget((places_bytes(layout) + 74 * ROW, places_bytes(layout) + 200 * ROW), 0)
-    plan = CardPlan.make(layout, partition, budget, Hotness.by_table(layout), allow_mapped=False)
+    plan = CardPlan.make(layout, partition, budget, Hotness())
     assert plan.splits[0].hot_rows > 14
     assert plan.bytes(0).total > budget.card_bytes[0] - 3 * ROW
 
 
 def test_a_sixteenth_of_a_card_is_hot_if_not_all_rows_fit():
-    plan = one_table_plan(10_000, 1600, 0, num_cards=4)
-    assert plan.splits == (TableSplit(100, 6000, 0, 3900),)
+    plan = one_table_plan(10_000, 1600, 3900, num_cards=4)
+    assert plan.splits == (TableSplit(100, 6000, 3900),)
 
 
 def test_without_peer_access_cards_are_filled_with_copies():
-    assert one_table_plan(1000, 300, 500, num_cards=4, peer_access=False).splits == (TableSplit(300, 0, 500, 200),)
+    assert one_table_plan(1000, 300, 700, num_cards=4, peer_access=False).splits == (TableSplit(300, 0, 700),)
 
 
 def test_rows_that_were_never_looked_up_are_not_copied():
     counts = np.zeros(100, np.uint32)
     counts[7] = 1
-    assert one_table_plan(100, 100, 0, num_cards=4, counts=counts).splits == (TableSplit(1, 99, 0, 0),)
+    assert one_table_plan(100, 100, 0, num_cards=4, counts=counts).splits == (TableSplit(1, 99, 0),)
 
 
 def test_of_tables_alike_the_one_with_more_lookups_per_byte_is_nearer():
@@ -202,22 +199,22 @@ def test_of_tables_alike_the_one_with_more_lookups_per_byte_is_nearer():
         return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names)
 
     layout = layout_of([table("wide", 100, 120), table("small", 100, 8), table("shared", 300, 8, 5)])
-    budget = CardBudget((places_bytes(layout) + 350 * ROW,), 100 * ROW)
-    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness.by_table(layout))
+    budget = CardBudget((places_bytes(layout) + 350 * ROW,), 1000 * ROW)
+    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness())
     of = {one.name: split for one, split in zip(layout.tables, plan.splits, strict=True)}
     assert of == {
-        "shared": TableSplit(0, 300, 0, 0),
-        "small": TableSplit(0, 50, 50, 0),
-        "wide": TableSplit(0, 0, 6, 94),
+        "shared": TableSplit(0, 300, 0),
+        "small": TableSplit(0, 50, 50),
+        "wide": TableSplit(0, 0, 100),
     }
-    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness.by_table(layout, {"wide": 1000.0}))
-    assert plan.splits[layout.index["wide"]] == TableSplit(0, 43, 12, 45)
+    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness(lookups_per_sample={"wide": 1000.0}))
+    assert plan.splits[layout.index["wide"]] == TableSplit(0, 43, 57)
 
 
 def test_two_thousand_million_rows_are_planned_without_one_being_looked_at():
     layout = one_table_layout(2_000_000_000, 128)
     budget = CardBudget((50 * 10**9,) * 8, 0)
-    plan = CardPlan.make(layout, round_robin(1, 8), budget, Hotness.by_table(layout, zipf=1.05), allow_mapped=False)
+    plan = CardPlan.make(layout, round_robin(1, 8), budget, Hotness(zipf=1.05))
     assert plan.tier_rows.sum() == 2_000_000_000
     for card in range(8):
         assert 50 * 10**9 - 4 * 144 < plan.bytes(card).total <= 50 * 10**9
@@ -225,21 +222,37 @@ def test_two_thousand_million_rows_are_planned_without_one_being_looked_at():
 
 def test_the_same_inputs_give_the_same_plan():
     counts = np.random.default_rng(3).integers(0, 9, 5000).astype(np.uint32)
-    one, other = (one_table_plan(5000, 300, 200, num_cards=3, counts=counts) for _ in range(2))
+    one, other = (one_table_plan(5000, 300, 5000, num_cards=3, counts=counts) for _ in range(2))
     np.testing.assert_array_equal(Placer(one).places(0), Placer(other).places(0))
 
 
-def test_rows_that_do_not_fit_and_may_not_be_mapped_are_refused_with_the_numbers():
+def test_rows_that_do_not_fit_are_refused_with_the_numbers():
     layout = one_table_layout(1000)
     budget = CardBudget((4000 + 160, 4000 + 160), 1600)
-    with pytest.raises(MemoryBudgetError, match=r"rows take 16000 bytes, beside 4000 of places .* \[4160, 4160\] and "):
-        CardPlan.make(layout, round_robin(1, 2), budget, Hotness.by_table(layout), allow_mapped=False)
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"rows take 16000 bytes, beside 4000 of places .* \[4160, 4160\] and pinned memory 1600: 14080 bytes of "
+        "880 rows are left over",
+    ):
+        CardPlan.make(layout, round_robin(1, 2), budget, Hotness())
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs())
+def test_a_plan_takes_just_the_pinned_memory_that_it_needs_and_is_refused_with_less(inputs):
+    layout, partition, budget, hotness = inputs
+    plan = make_plan(inputs)
+    exact = replace(budget, pinned_bytes=plan.pinned_bytes)
+    np.testing.assert_array_equal(CardPlan.make(layout, partition, exact, hotness).tier_rows, plan.tier_rows)
+    assume(plan.pinned_bytes)
+    with pytest.raises(MemoryBudgetError, match=f"and pinned memory {plan.pinned_bytes - 1}: .* are left over"):
+        CardPlan.make(layout, partition, replace(exact, pinned_bytes=plan.pinned_bytes - 1), hotness)
 
 
 def test_a_card_without_room_for_places_is_refused_with_the_numbers():
     layout = one_table_layout(1000)
     with pytest.raises(MemoryBudgetError, match="card 1 may take 3999 bytes, but the places of all rows take 4000"):
-        CardPlan.make(layout, round_robin(1, 2), CardBudget((4000, 3999), 0), Hotness.by_table(layout))
+        CardPlan.make(layout, round_robin(1, 2), CardBudget((4000, 3999), 0), Hotness())
 
 
 @pytest.mark.parametrize(
@@ -254,10 +267,10 @@ def test_a_card_without_room_for_places_is_refused_with_the_numbers():
 def test_a_plan_of_parts_that_do_not_fit_each_other_is_refused(partition, budget, message):
     layout = one_table_layout(10)
     with pytest.raises(InvalidBagsError, match=message):
-        CardPlan.make(layout, partition, budget, Hotness.by_table(layout))
+        CardPlan.make(layout, partition, budget, Hotness())
 
 
 def test_more_cards_than_the_kernel_knows_are_refused():
     layout = one_table_layout(10)
     with pytest.raises(MemoryBudgetError, match="65 cards; allowed: 1 to 64"):
-        CardPlan.make(layout, round_robin(1, 65), CardBudget((10**6,) * 65, 0), Hotness.by_table(layout))
+        CardPlan.make(layout, round_robin(1, 65), CardBudget((10**6,) * 65, 0), Hotness())

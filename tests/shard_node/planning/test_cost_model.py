@@ -1,4 +1,4 @@
-"""Bytes of lookups: the textbook's figures, brute force over places and offsets, and what no plan may change."""
+"""Bytes and times of lookups: the textbook's figures, closed forms, brute force, and what no plan may change."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shard_node.cuda
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, hot_owner, owners_of, pinned_owner
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError
-from shard_node.planning.card_plan import CardBudget, CardPlan
-from shard_node.planning.card_systems import SYSTEMS
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import (
     ROWS_IN_FLIGHT,
+    SYSTEMS,
     BagLoad,
     Traffic,
+    batch_time,
     line_bytes,
     mean_pieces,
-    moved_bytes,
     sector_bytes,
     table_sizes,
     tier_shares,
@@ -66,16 +65,6 @@ def test_what_rows_really_take_has_scale_and_bias_and_padding():
     assert table_sizes(BILLIONS, 128, "fp32")[1:] == (1024e9, 1024e9, 8e9)
 
 
-@pytest.mark.parametrize(
-    ("hit_rate", "printed", "megabytes"),
-    [(0.0, "0.000", 1342.2), (0.57621, "0.576", 568.8), (0.75137, "0.751", 333.7), (0.85032, "0.850", 200.9)],
-)
-def test_a_step_of_the_textbook_moves_its_megabytes(hit_rate, printed, megabytes):
-    row_bytes = RowFormat.of("fp32", 128).row_bytes
-    assert f"{hit_rate:.3f}" == printed
-    assert round(moved_bytes(65_536 * 40, row_bytes, hit_rate) / 1e6, 1) == megabytes
-
-
 @given(
     stride=st.integers(1, 64).map(lambda chunks: 16 * chunks),
     shorter=st.integers(0, 15),
@@ -111,8 +100,8 @@ def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
     partition.card_of_bucket[:, ::7] = -1
     total = sum(table_sizes(one.num_embeddings, one.embedding_dim, one.dtype).on_cards for one in layout.tables)
     room = 4 * sum(one.num_embeddings for one in layout.tables)
-    budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total // 8, total // 20)
-    plan = CardPlan.make(layout, partition, budget, Hotness.from_counts(counts))
+    budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total, total // 20)
+    plan = CardPlan.make(layout, partition, budget, Hotness(counts))
     shares = tier_shares(plan)
     placer = Placer(plan)
     for number, table in enumerate(layout.tables):
@@ -135,12 +124,10 @@ def test_every_lookup_is_counted_once_and_so_are_its_bytes(inputs, item_bytes):
     loads = loads_of(layout)
     traffic = Traffic.of(plan, loads, H100, item_bytes)
     here = tier_shares(plan).sum(axis=(1, 2))
-    counted = traffic.hot + traffic.own + traffic.peer + traffic.host + traffic.mapped
+    counted = traffic.hot + traffic.own + traffic.peer + traffic.host
     np.testing.assert_allclose(counted, 1000.0 * here.sum())
     sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
-    mapped = 1000.0 * (tier_shares(plan)[:, :, MAPPED_TIER].sum(axis=1) @ sectors)
-    beyond = traffic.peer_bytes.sum(axis=1) + traffic.host_bytes + mapped
-    np.testing.assert_allclose(traffic.off_card_bytes, beyond, atol=1e-3)
+    beyond = traffic.peer_bytes.sum(axis=1) + traffic.host_bytes
     assert (traffic.peer_line_bytes >= traffic.peer_bytes.sum(axis=1) - 1e-6).all()
     assert (np.diag(traffic.peer_bytes) == 0).all()
     dims = sum(one.embedding_dim for one in layout.tables)
@@ -158,15 +145,15 @@ def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
     moved = []
     for share in (0.0, 0.01, 0.1, 0.5, 1.0):
         budget = CardBudget((AMPLE,) * num_cards, 0, int(share * rows * 80))
-        plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness.by_table(layout, zipf=zipf))
-        moved.append(Traffic.of(plan, loads_of(layout), H100).off_card_bytes.sum())
+        plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness(zipf=zipf))
+        moved.append(Traffic.of(plan, loads_of(layout), H100).peer_bytes.sum())
     assert all(after <= before + 1e-6 for before, after in pairwise(moved))
     assert moved[-1] == pytest.approx(0, abs=1e-6)
 
 
 def test_uniform_ids_over_cards_are_at_peers_but_for_one_of_n():
     layout = one_table_layout(256 * 100, 128)
-    plan = CardPlan.make(layout, round_robin(1, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(1, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness())
     traffic = Traffic.of(plan, [BagLoad(8000.0, 400.0, 20.0)], H100)
     np.testing.assert_allclose(traffic.own, 1000)
     np.testing.assert_allclose(traffic.peer, 7000)
@@ -183,7 +170,7 @@ def test_a_shard_is_asked_only_for_its_own_rows():
     layout = one_table_layout(256 * 10, 16)
     partition = round_robin(1, 2)
     partition.card_of_bucket[:, 64:] = -1
-    plan = CardPlan.make(layout, partition, CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, partition, CardBudget((AMPLE,) * 2, 0), Hotness())
     traffic = Traffic.of(plan, loads_of(layout), H100)
     np.testing.assert_allclose(traffic.hot + traffic.own + traffic.peer, 250)
     assert traffic.upload_bytes == 4 * 250 + 4 * 100
@@ -192,9 +179,11 @@ def test_a_shard_is_asked_only_for_its_own_rows():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_table_that_nobody_looks_up_costs_nothing(dtype):
     layout = one_table_layout(1000, 16, dtype)
-    plan = CardPlan.make(layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness.by_table(layout, {"items": 0}))
+    plan = CardPlan.make(
+        layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness(lookups_per_sample={"items": 0})
+    )
     traffic = Traffic.of(plan, [BagLoad(0, 0, 0)], H100)
-    assert traffic.hbm_bytes.sum() == traffic.off_card_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
+    assert traffic.hbm_bytes.sum() == traffic.peer_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
     assert traffic.chain_us.sum() == 0
 
 
@@ -202,13 +191,13 @@ def test_a_launch_is_counted_for_each_arena_that_is_read():
     tables = [one_table_layout(100, dim, dtype).tables[0] for dim, dtype in [(8, "int8"), (8, "int8"), (16, "fp16")]]
     tables = [one.model_copy(update={"name": f"t{i}", "feature_names": (f"f{i}",)}) for i, one in enumerate(tables)]
     layout = layout_of(tables)
-    plan = CardPlan.make(layout, round_robin(3, 1), CardBudget((AMPLE,), 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(3, 1), CardBudget((AMPLE,), 0), Hotness())
     assert Traffic.of(plan, loads_of(layout), H100).launches == 2
 
 
 def test_a_load_is_needed_for_every_table():
     layout = one_table_layout(100)
-    plan = CardPlan.make(layout, round_robin(1, 1), CardBudget((AMPLE,), 0), Hotness.by_table(layout))
+    plan = CardPlan.make(layout, round_robin(1, 1), CardBudget((AMPLE,), 0), Hotness())
     with pytest.raises(InvalidBagsError, match="2 loads for 1 tables"):
         Traffic.of(plan, loads_of(layout) * 2, H100)
 
@@ -217,3 +206,95 @@ def test_rows_in_flight_are_those_of_the_kernel():
     source = (Path(shard_node.cuda.__file__).parent / "kernels.cu").read_text(encoding="utf-8")
     (number,) = re.findall(r"ROWS_IN_FLIGHT = (\d+);", source)
     assert int(number) == ROWS_IN_FLIGHT
+
+
+def plan_of(num_cards, *, card_bytes=AMPLE, pinned=0, hot=0, zipf=0.0, rows=256 * 1000):
+    layout = one_table_layout(rows, 128)
+    budget = CardBudget((card_bytes,) * num_cards, pinned, hot)
+    return CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness(zipf=zipf))
+
+
+def test_one_card_that_has_all_rows_takes_what_its_memory_takes():
+    load = BagLoad(1e7, 1e5, 100.0)
+    time = batch_time(Traffic.of(plan_of(1), [load], H100), H100)
+    hbm_us = (1e7 * (160 + 36) + 1e5 * (4 + 256)) / 3015e3
+    assert time.hbm_us == pytest.approx(hbm_us)
+    assert time.bound == "card memory"
+    # Rows of int8 are so short that ids over PCIe take longer than rows from the card's memory.
+    assert time.busy_bound == "host link"
+    upload_us = 4 * (1e7 + 1e5) * (1 + 20 / 128) / 63e3
+    assert time.alone_us == pytest.approx(hbm_us + upload_us + 2.5 + 4)
+    assert time.lookups_per_s == pytest.approx(1e7 / max(hbm_us, upload_us) * 1e6)
+
+
+def test_uniform_ids_without_copies_are_bound_by_nvlink():
+    time = batch_time(Traffic.of(plan_of(8), [BagLoad(1e6, 1e4, 100.0)], H100), H100)
+    assert time.peer_us == pytest.approx(0.875e6 * 224 / 450e3)
+    assert time.bound == time.busy_bound == "peers"
+    assert time.busy_us == pytest.approx(time.peer_us)
+    assert time.batches_per_s == pytest.approx(8e6 / time.peer_us)
+
+
+def test_the_card_that_owns_the_hottest_rows_is_the_bound_of_all():
+    skewed = Traffic.of(plan_of(8, zipf=1.2), [BagLoad(1e6, 1e4, 100.0)], H100)
+    time = batch_time(skewed, H100)
+    served = skewed.peer_bytes.sum(axis=0).max()
+    assert served > 2 * skewed.peer_bytes.sum(axis=1).max()
+    assert time.busy_us == pytest.approx(served * 224 / 160 / 450e3)
+    with_copies = batch_time(Traffic.of(plan_of(8, zipf=1.2, hot=10_000_000), [BagLoad(1e6, 1e4, 100.0)], H100), H100)
+    assert with_copies.busy_us < time.busy_us / 3
+
+
+def test_pinned_rows_share_the_hosts_memory_and_the_link_with_ids():
+    # Only places fit on the cards.
+    plan = plan_of(8, card_bytes=4 * 256_000, pinned=AMPLE)
+    time = batch_time(Traffic.of(plan, [BagLoad(1e6, 1e4, 100.0)], H100), H100)
+    assert time.host_us == pytest.approx(1e6 * 200 / 63e3)
+    assert time.busy_bound == "host link"
+    ids_us = 4 * (1e6 + 1e4) * (1 + 20 / 128) / 63e3
+    assert time.busy_us == pytest.approx(max(time.host_us + ids_us, 8 * 1e6 * 160 / 614.4e3))
+
+
+def test_a_short_batch_with_a_long_bag_is_bound_by_latency():
+    time = batch_time(Traffic.of(plan_of(1), [BagLoad(100.0, 1.0, 100.0)], H100), H100)
+    assert time.bound == "latency"
+    assert time.latency_us == pytest.approx(2 * 0.7 + 25 * 0.7)
+
+
+def test_a_batch_that_asks_for_nothing_takes_only_what_calls_take():
+    time = batch_time(Traffic.of(plan_of(2), [BagLoad(0, 0, 0)], H100), H100)
+    assert time.alone_us == H100.host.latency_us
+    assert time.batches_per_s == time.lookups_per_s == 0
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs(), way=st.sampled_from(["hbm", "peer", "host", "memory"]), factor=st.floats(1.0, 16.0))
+def test_a_faster_way_never_makes_a_batch_slower(inputs, way, factor):
+    plan = make_plan(inputs)
+    if way == "hbm":
+        change = {"hbm_gb_per_s": H100.hbm_gb_per_s * factor}
+    elif way == "memory":
+        change = {"host_memory_gb_per_s": H100.host_memory_gb_per_s * factor}
+    else:
+        link = getattr(H100, way)
+        change = {way: link.model_copy(update={"gb_per_s": link.gb_per_s * factor})}
+    faster = H100.model_copy(update=change)
+    loads = [BagLoad(1e5, 1e3, 50.0)] * len(plan.layout.tables)
+    before, after = (batch_time(Traffic.of(plan, loads, one), one) for one in (H100, faster))
+    assert after.alone_us <= before.alone_us * (1 + 1e-12)
+    assert after.busy_us <= before.busy_us * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs(), factor=st.floats(1.0, 100.0))
+def test_more_lookups_never_take_less_time(inputs, factor):
+    plan = make_plan(inputs)
+    few = [BagLoad(1e3, 1e2, 10.0)] * len(plan.layout.tables)
+    many = [BagLoad(1e3 * factor, 1e2 * factor, 10.0)] * len(plan.layout.tables)
+    before, after = (batch_time(Traffic.of(plan, loads, H100), H100) for loads in (few, many))
+    assert after.alone_us >= before.alone_us * (1 - 1e-12)
+    np.testing.assert_allclose(after.busy_us, before.busy_us * factor)
+
+
+def test_systems_are_named_by_their_keys():
+    assert all(name == one.name for name, one in SYSTEMS.items())

@@ -52,7 +52,7 @@ def test_levels_of_a_range_of_rows_are_a_part_of_all(inputs, data):
 @given(counts=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 200), min_size=1, max_size=200))
 def test_a_level_has_the_counts_of_nearly_one_size(counts):
     layout = one_table_layout(len(counts))
-    rows = Hotness.from_counts({"items": np.array(counts, np.uint32)}).of(layout)[0]
+    rows = Hotness({"items": np.array(counts, np.uint32)}).of(layout)[0]
     levels = rows.levels(0, len(counts))
     lookups = rows.lookups[levels]
     for count, lookup in zip(counts, lookups.tolist(), strict=True):
@@ -68,9 +68,9 @@ def test_a_level_has_the_counts_of_nearly_one_size(counts):
 
 def test_counts_longer_than_a_piece_are_counted_whole(monkeypatch):
     counts = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint32)
-    whole = Hotness.from_counts({"items": counts}).of(one_table_layout(1000))[0].rows_by_bucket()
+    whole = Hotness({"items": counts}).of(one_table_layout(1000))[0].rows_by_bucket()
     monkeypatch.setattr(hotness_module, "_PIECE_ROWS", 37)
-    pieces = Hotness.from_counts({"items": counts}).of(one_table_layout(1000))[0].rows_by_bucket()
+    pieces = Hotness({"items": counts}).of(one_table_layout(1000))[0].rows_by_bucket()
     np.testing.assert_array_equal(whole, pieces)
 
 
@@ -78,7 +78,7 @@ def test_counts_longer_than_a_piece_are_counted_whole(monkeypatch):
 @given(rows=st.integers(1, 20_000), exponent=st.sampled_from([0.0, 0.3, 1.0, 1.05, 2.0]))
 def test_a_power_laws_levels_hold_all_lookups_and_ranks_in_order(rows, exponent):
     layout = one_table_layout(rows)
-    of_table = Hotness.by_table(layout, {"items": 7.0}, zipf=exponent).of(layout)[0]
+    of_table = Hotness(lookups_per_sample={"items": 7.0}, zipf=exponent).of(layout)[0]
     levels = of_table.levels(0, rows).astype(int)
     assert (np.diff(levels) >= 0).all()
     lookups = of_table.lookups[levels]
@@ -102,7 +102,7 @@ def test_tables_without_counts_stand_by_their_lookups_per_sample():
     layout = layout_of([table.model_copy(update={"feature_names": (table.name,)}) for table in specs])
     # 600 lookups in the counted table, 3 a sample: 200 samples, which look up the other 2 * 200 times.
     counts = np.full(100, 6, np.uint32)
-    hotness = Hotness.from_counts({"counted": counts}, {"counted": 3.0, "other": 2.0})
+    hotness = Hotness({"counted": counts}, {"counted": 3.0, "other": 2.0})
     by_name = {rows.table.name: rows.lookups.tolist() for rows in hotness.of(layout)}
     assert by_name["counted"] == [6.0]
     assert by_name["other"] == pytest.approx([4.0])
@@ -110,7 +110,7 @@ def test_tables_without_counts_stand_by_their_lookups_per_sample():
 
 def test_by_default_a_table_is_looked_up_once_for_each_of_its_features():
     layout = one_table_layout(100)
-    assert Hotness.by_table(layout).of(layout)[0].lookups.tolist() == pytest.approx([0.01])
+    assert Hotness().of(layout)[0].lookups.tolist() == pytest.approx([0.01])
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_by_default_a_table_is_looked_up_once_for_each_of_its_features():
 def test_counts_of_another_shape_or_dtype_are_refused(counts):
     layout = one_table_layout(10)
     with pytest.raises(InvalidBagsError, match=r"table 'items': access counts must be uint32 \[10\], got"):
-        Hotness.from_counts({"items": counts}).of(layout)
+        Hotness({"items": counts}).of(layout)
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_numbers_that_are_no_amounts_are_refused(value):
     layout = one_table_layout(10)
     with pytest.raises(InvalidBagsError, match=r"table 'items': lookups per sample is .*; it must be a finite number"):
-        Hotness.by_table(layout, {"items": value}).of(layout)
+        Hotness(lookups_per_sample={"items": value}).of(layout)
     with pytest.raises(InvalidBagsError, match=r"table 'items': zipf is .*; it must be a finite number"):
-        Hotness.by_table(layout, zipf=value).of(layout)
+        Hotness(zipf=value).of(layout)

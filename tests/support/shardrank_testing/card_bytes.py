@@ -1,11 +1,21 @@
-"""Bytes on their way to cards and back, and a kernel that adds, for tests of cards themselves."""
+"""Bytes on their way to cards and back, and a launch that copies, for tests of cards themselves."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import OUT_DTYPES, AddParams
+from shard_node.cuda.kernel_params import (
+    CHUNK_BYTES,
+    THREADS_PER_BLOCK,
+    WRITE_KERNEL,
+    ArenaParams,
+    TableParams,
+    WriteParams,
+    owner_bits,
+)
 
 
 def pinned_with(cards: Cards, array: np.ndarray) -> PinnedMemory:
@@ -38,6 +48,44 @@ def numbers(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
 
 
-def add_params(positions: Memory, sums: Memory, out: int, num_bags: int, dim: int) -> AddParams:
-    """`out[positions[bag] + column] += sums[bag, column]`, of float32."""
-    return AddParams(positions.address, sums.address, out, num_bags, dim, OUT_DTYPES["fp32"], 0)
+@dataclass
+class KernelCopy:
+    """A launch of `write_rows` that copies `size_bytes`, a multiple of 16, on a card.
+
+    Attributes:
+        params: what the kernel takes.
+        held: memory on the card that the launch reads.
+    """
+
+    size_bytes: int
+    params: tuple[ArenaParams, WriteParams]
+    held: list[Memory]
+
+    @classmethod
+    def of(cls, cards: Cards, card: Card, source: int, target: int, size_bytes: int) -> KernelCopy:
+        """Copies between two addresses; either may be on another card, or on the host."""
+        num_rows, stream = size_bytes // CHUNK_BYTES, card.stream()
+        rows = np.arange(num_rows, dtype=np.uint32)
+        table = np.frombuffer(bytes(TableParams(first_place=0, num_rows=num_rows)), np.uint8)
+        held = [
+            on_card(card, cards, array, stream)
+            for array in (rows << np.uint32(owner_bits(1)), table, np.zeros(3, np.uint64), rows)
+        ]
+        places, tables, starts, numbers = (memory.address for memory in held)
+        arena = ArenaParams(
+            places=places,
+            tables=tables,
+            starts=starts,
+            num_tables=1,
+            num_cards=1,
+            owner_bits=owner_bits(1),
+            row_stride=CHUNK_BYTES,
+            embedding_dim=CHUNK_BYTES // 4,
+        )
+        arena.rows[0] = target
+        return cls(size_bytes, (arena, WriteParams(numbers=numbers, stored=source, num_rows=num_rows)), held)
+
+    def launch(self, card: Card, stream: Stream) -> None:
+        """Puts it on a stream of the card."""
+        blocks = -(-self.size_bytes // (CHUNK_BYTES * THREADS_PER_BLOCK))
+        card.launch(WRITE_KERNEL, (blocks, 1), self.params, stream)

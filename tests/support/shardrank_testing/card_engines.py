@@ -13,12 +13,12 @@ from router.plan import Plan
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.loading import load_tables
 from shardrank_testing.card_sets import card_factory
 from shardrank_testing.emulated_cards import EmulatedCards
 
-Tiers = Literal["hot", "peers", "pinned", "mapped", "every tier"]
+Tiers = Literal["hot", "peers", "pinned", "every tier"]
 Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
 REAL_KINDS: tuple[Kind, ...] = ("logical", "devices")
 
@@ -29,8 +29,7 @@ class OnCards:
 
     Attributes:
         num_cards: how many.
-        tiers: where rows lie: all copied to every card, each on one card, all in pinned memory, all in the mapped
-            snapshot, or some of each.
+        tiers: where rows lie: all copied to every card, each on one card, all in pinned memory, or some of each.
         kind: of cards. `as late as can be`: emulated ones, which do nothing before somebody waits for it.
     """
 
@@ -97,7 +96,6 @@ def options_for(spec: ModelSpec, num_cards: int, tiers: Tiers) -> CardOptions:
         # A card may get more than its share of a table.
         "peers": (places + 2 * rows, 0, 0),
         "pinned": (places, 0, 2 * rows),
-        "mapped": (places, 0, 0),
-        "every tier": (places + rows // 10 + own // 3, rows // 10, rows // 4),
+        "every tier": (places + rows // 10 + own // 3, rows // 10, rows),
     }[tiers]
     return CardOptions(card_memory_gb=card / 1e9, hot_gb=hot / 1e9, pinned_memory_gb=pinned / 1e9)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec, RowDtype, TableSpec
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
@@ -74,7 +74,7 @@ def layouts(draw: st.DrawFn, max_rows: int = 1500) -> TableLayout:
 
 @st.composite
 def plan_inputs(draw: st.DrawFn) -> tuple[TableLayout, Partition, CardBudget, Hotness]:
-    """Inputs of `CardPlan.make` whose budgets are from too small for any row to large enough for all copies."""
+    """Inputs of `CardPlan.make`: cards from too small for any row to large enough for all copies, and pinned memory."""
     layout = draw(layouts())
     num_cards = draw(st.integers(1, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -84,7 +84,7 @@ def plan_inputs(draw: st.DrawFn) -> tuple[TableLayout, Partition, CardBudget, Ho
     card_bytes = [places_bytes(layout) + int(total * share) for share in rng.uniform(0, draw(SHARES), num_cards)]
     budget = CardBudget(
         card_bytes=tuple(card_bytes),
-        pinned_bytes=int(total * draw(SHARES)),
+        pinned_bytes=total,
         hot_bytes=draw(st.none() | st.integers(0, total)),
         peer_access=draw(st.booleans()),
     )
@@ -99,11 +99,11 @@ def hotnesses(draw: st.DrawFn, layout: TableLayout, rng: np.random.Generator) ->
     """By table, by a power law, or by counts of some of the tables."""
     kind = draw(st.sampled_from(["uniform", "zipf", "counts"]))
     if kind == "uniform":
-        return Hotness.by_table(layout, {layout.tables[0].name: draw(st.sampled_from([0.0, 1.0, 40.0]))})
+        return Hotness(lookups_per_sample={layout.tables[0].name: draw(st.sampled_from([0.0, 1.0, 40.0]))})
     if kind == "zipf":
-        return Hotness.by_table(layout, zipf=draw(st.sampled_from([0.3, 1.0, 1.05, 2.0])))
+        return Hotness(zipf=draw(st.sampled_from([0.3, 1.0, 1.05, 2.0])))
     counted = draw(st.lists(st.sampled_from(layout.tables), unique_by=lambda one: one.name, min_size=1))
-    return Hotness.from_counts(
+    return Hotness(
         {
             table.name: np.minimum(rng.zipf(1.3, table.num_embeddings) - 1, 2**32 - 1).astype(np.uint32)
             for table in counted

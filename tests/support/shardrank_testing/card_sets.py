@@ -6,8 +6,8 @@ from typing import Protocol
 
 import pytest
 
+from shard_node.cuda.card_set import DeviceChoice, open_cards
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.device_choice import DeviceChoice, open_cards
 from shard_node.errors import CardsUnavailableError, DeviceChoiceError
 from shardrank_testing.emulated_cards import DEFAULT_TOTAL_BYTES as TOTAL_BYTES
 from shardrank_testing.emulated_cards import EmulatedCards

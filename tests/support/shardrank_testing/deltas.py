@@ -108,8 +108,7 @@ def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.ui
     if isinstance(engine, CardEngine):
         for stream in engine._rows.order.streams:
             stream.synchronize()
-        mapped = engine._rows.mapped
-        return rows_on_cards(engine, number, None if mapped is None else stored_rows(mapped._engine, table))
+        return rows_on_cards(engine, number)
     spec = engine.layout.tables[number]
     rows = np.arange(spec.num_embeddings, dtype=np.int64)
     arena, slots = engine._placement.locate_rows(number, rows)

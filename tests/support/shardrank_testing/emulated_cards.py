@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shard_node.cuda.cards import Event, Graph, Memory, PinnedMemory, Stream
+from shard_node.cuda.cards import CardEvent, Graph, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import MAX_CARDS
 from shard_node.errors import CardError
 from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulatedPinnedMemory, EmulationError
@@ -108,7 +108,7 @@ class EmulatedStream:
         with self._lock:
             return EmulatedEvent(self, self._put_count)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CardEvent) -> None:
         _refuse_in_capture("wait for an event")
         self.check()
         if not isinstance(event, EmulatedEvent):

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 import shard_node.cuda
-from shard_node.cuda.kernel_params import ADD_KERNEL, POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL
+from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL
 
 SOURCE_FOLDER = Path(shard_node.cuda.__file__).parent
 KERNEL_SOURCE = SOURCE_FOLDER / "kernels.cu"
 HOST_HEADER = SOURCE_FOLDER / "cuda_on_host.h"
-KERNELS = (*POOL_KERNELS.values(), WRITE_KERNEL, ADD_KERNEL)
+KERNELS = (*POOL_KERNELS.values(), WRITE_KERNEL)
 # The kernels' own pragmas mean nothing to g++.
 FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
 SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")

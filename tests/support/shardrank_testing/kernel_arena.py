@@ -15,7 +15,6 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import RowDtype
 from shard_node.cuda.cards import Card, Cards, Memory
 from shard_node.cuda.kernel_params import (
-    MAPPED,
     MAX_LANES,
     MODES,
     NO_RUN,
@@ -28,18 +27,18 @@ from shard_node.cuda.kernel_params import (
     BatchParams,
     Mode,
     OutDtype,
+    RowFormat,
     RunParams,
     TableParams,
     WriteParams,
+    owner_bits,
 )
-from shard_node.cuda.places import owner_bits
-from shard_node.cuda.row_format import RowFormat
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
 # Instead of an owner's number.
-NOWHERE, LEFT_MAPPED = -1, -2
+NOWHERE = -1
 # What is in the output where nothing was written.
 UNTOUCHED = 0x7B
 _OUT_STORAGE: dict[OutDtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
@@ -94,7 +93,7 @@ class KernelArena:
         cards: where.
         tables: of each, its rows, float32 [n, dim].
         owners: of each, int [n]: a card, num_cards for a hot row, num_cards + 1 for a pinned one, or
-            `NOWHERE`, `LEFT_MAPPED`.
+            `NOWHERE`.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class KernelArena:
         places = []
         for owners, slots in zip(self.owners, self.slots, strict=True):
             coded = slots.astype(np.uint32) << np.uint32(bits) | np.maximum(owners, 0).astype(np.uint32)
-            places.append(np.where(owners == NOWHERE, NOT_HERE, np.where(owners == LEFT_MAPPED, MAPPED, coded)))
+            places.append(np.where(owners == NOWHERE, NOT_HERE, coded))
         sizes = [one.size for one in places]
         tables = (TableParams * len(sizes))()
         for number, size in enumerate(sizes):

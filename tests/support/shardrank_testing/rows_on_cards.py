@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_rows import ArenaOnCards
 from shard_node.cuda.cards import Card, Cards
-from shard_node.cuda.kernel_params import MAPPED
-from shard_node.cuda.placer import Placer
-from shard_node.cuda.places import owners_of, slots_of
+from shard_node.cuda.kernel_params import RowFormat, owners_of, slots_of
+from shard_node.cuda.places import Placer
 
 ByteArray = npt.NDArray[np.uint8]
 
 
-def rows_on_cards(engine: CardEngine, number: int, mapped: ByteArray | None = None) -> ByteArray:
+def rows_on_cards(engine: CardEngine, number: int) -> ByteArray:
     """The stored rows of a table, uint8 [num_embeddings, row_bytes]; zeros where this engine has none.
 
     Asserts that all cards have the same places, those of the plan, and that all copies of a hot row are the same.
@@ -23,7 +22,6 @@ def rows_on_cards(engine: CardEngine, number: int, mapped: ByteArray | None = No
     Args:
         engine: no rows may be on their way to it.
         number: of the table.
-        mapped: uint8, the same shape: where mapped rows are taken from.
     """
     cards, num_cards = engine.card_set.cards, engine.plan.num_cards
     arena = next(one for one in engine._arenas if one.group.first_table <= number < one.group.end_table)
@@ -46,10 +44,7 @@ def rows_on_cards(engine: CardEngine, number: int, mapped: ByteArray | None = No
         for copy in copies:
             np.testing.assert_array_equal(copy, copies[0])
         relaid[rows] = copies[0].reshape(-1, arena.format.stride)[slots[rows]]
-    stored = arena.format.restore(relaid)
-    if mapped is not None:
-        stored[places == MAPPED] = mapped[places == MAPPED]
-    return stored
+    return restored(arena.format, relaid)
 
 
 def assert_places(cards: Cards, arena: ArenaOnCards, table: int, places: npt.NDArray[np.uint32]) -> None:
@@ -68,3 +63,9 @@ def read_card(cards: Cards, card: Card, address: int, size_bytes: int) -> ByteAr
     read = pinned.array.copy()
     pinned.free()
     return read
+
+
+def restored(fmt: RowFormat, relaid: ByteArray) -> ByteArray:
+    """The stored rows, uint8 [n, row_bytes], of rows as on a card, uint8 [n, stride]."""
+    tail = relaid[:, fmt.tail_offset : fmt.tail_offset + fmt.tail_bytes]
+    return np.concatenate([relaid[:, : fmt.code_bytes], tail], axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shard_node.cuda.upload_buffer import SMALLEST_BYTES, UploadBuffer, capacity_for
+from shard_node.cuda.uploads import SMALLEST_BYTES, Upload, capacity_for
 from shard_node.errors import MemoryBudgetError
 from shardrank_testing.emulated_cards import EmulatedCards
 
@@ -14,15 +14,15 @@ def test_each_lot_arrives_as_it_was_packed(cards):
     made = cards(1)
     card = made.cards[0]
     stream = card.stream()
-    buffer = UploadBuffer(made, card, stream)
+    buffer = Upload(made, [(card, stream)])
     sent, arrived = [], []
     for number, size in enumerate([16, 4096, 4096, 3 * SMALLEST_BYTES, 16, 5 * SMALLEST_BYTES]):
         content = np.random.default_rng(number).integers(0, 256, size).astype(np.uint8)
         buffer.reserve(size)[:] = content
-        address = buffer.send(size)
+        address = buffer.send(0, 0, size)
         down = made.allocate_pinned(size)
         card.copy_to_host(down, 0, address, size, stream)
-        buffer.used()
+        buffer.used(0)
         sent.append(content)
         arrived.append(down)
     stream.synchronize()
@@ -46,7 +46,7 @@ def test_sizes_fall_into_a_few_classes():
 def test_what_does_not_fit_is_refused_and_what_fits_still_goes():
     made = EmulatedCards(1, total_bytes=4 * SMALLEST_BYTES)
     before = made.cards[0].free_bytes(), made.space.free_bytes(None)
-    buffer = UploadBuffer(made, made.cards[0], made.cards[0].stream())
+    buffer = Upload(made, [(made.cards[0], made.cards[0].stream())])
     for _ in range(3):
         with pytest.raises(MemoryBudgetError):
             buffer.reserve(5 * SMALLEST_BYTES)
@@ -58,4 +58,4 @@ def test_what_does_not_fit_is_refused_and_what_fits_still_goes():
 def test_nothing_is_sent_that_was_not_reserved():
     made = EmulatedCards(1)
     with pytest.raises(ValueError, match="nothing was reserved"):
-        UploadBuffer(made, made.cards[0], made.cards[0].stream()).send(4)
+        Upload(made, [(made.cards[0], made.cards[0].stream())]).send(0, 0, 4)

@@ -1,6 +1,8 @@
-"""How rows lie on cards: nothing lost, nothing read beyond a row, every row aligned."""
+"""How rows lie on cards (nothing lost, nothing read beyond a row, every row aligned), and what a launch is given."""
 
 from __future__ import annotations
+
+import ctypes
 
 import numpy as np
 import pytest
@@ -8,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
-from shard_node.cuda.row_format import RowFormat
+from shard_node.cuda.kernel_params import ArenaParams, BatchParams, RowFormat, WriteParams, pointers_to
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_plans import DTYPES
+from shardrank_testing.rows_on_cards import restored
 
 
 def formats():
@@ -31,7 +34,7 @@ def test_rows_come_back_byte_for_byte(fmt, num_rows, seed):
     out = np.full((num_rows, fmt.stride), 0xAB, np.uint8)
     assert fmt.relay(stored, out) is out
     np.testing.assert_array_equal(out, fmt.relay(stored))
-    np.testing.assert_array_equal(fmt.restore(out), stored)
+    np.testing.assert_array_equal(restored(fmt, out), stored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,7 +42,7 @@ def test_every_dim_up_to_512_comes_back(dtype):
     for dim in range(2 if dtype == "int4" else 1, 513, 2 if dtype == "int4" else 1):
         fmt = RowFormat.of(dtype, dim)
         stored = stored_rows(fmt, 3, dim)
-        np.testing.assert_array_equal(fmt.restore(fmt.relay(stored)), stored)
+        np.testing.assert_array_equal(restored(fmt, fmt.relay(stored)), stored)
 
 
 @settings(deadline=None)
@@ -102,7 +105,17 @@ def test_rows_of_another_shape_or_dtype_are_refused(bad):
     fmt = RowFormat.of("int8", 64)
     with pytest.raises(InvalidBagsError, match=r"stored must be uint8 \[2, 72\], got"):
         fmt.relay(bad)
-    with pytest.raises(InvalidBagsError, match=r"relaid must be uint8 \[2, 80\], got"):
-        fmt.restore(bad)
     with pytest.raises(InvalidBagsError, match=r"out must be uint8 \[2, 80\], got"):
         fmt.relay(np.zeros((2, 72), np.uint8), bad)
+
+
+KINDS = (ArenaParams, BatchParams, WriteParams)
+
+
+@given(st.lists(st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), st.randoms())), max_size=5))
+def test_a_launch_finds_every_structure_behind_its_pointer(drawn):
+    params = [kind.from_buffer_copy(random.randbytes(ctypes.sizeof(kind))) for kind, random in drawn]
+    pointers = pointers_to(params)
+    # As cuLaunchKernel reads them: an array of void *, without its length.
+    found = ctypes.cast(ctypes.addressof(pointers), ctypes.POINTER(ctypes.c_void_p)) if params else []
+    assert [ctypes.string_at(found[i], ctypes.sizeof(one)) for i, one in enumerate(params)] == list(map(bytes, params))

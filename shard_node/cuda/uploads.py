@@ -1,0 +1,184 @@
+"""The way up to cards: buffers that batches and rows pass through, and the row updates of an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from shard_node.bags import Int64Array
+from shard_node.cuda.card_rows import CardRows
+from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, PinnedMemory, Stream
+from shard_node.cuda.kernel_params import ByteArray, round_up
+
+SMALLEST_BYTES = 1 << 16
+FIRST_CAPACITY_BYTES = 1 << 20
+NUM_UPLOADS = 2
+"""Used in turn, so that the bus is busy while the next rows are packed."""
+
+
+def capacity_for(size_bytes: int) -> int:
+    """Returns the power of two that a size is rounded up to, so that buffers grow a few times and then never again."""
+    return max(SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length())
+
+
+class Upload:
+    """Pinned memory, and as much on each of some cards: packed once, sent to the same byte of each. Not thread-safe.
+
+    Args:
+        cards: for pinned memory.
+        on: the cards, and the stream of each on which bytes are sent and used.
+        capacity_bytes: of the first buffers; with 0 there are none before the first `reserve`.
+
+    Raises:
+        MemoryBudgetError: a card or the host has not as much; nothing is held then.
+    """
+
+    def __init__(self, cards: Cards, on: Sequence[tuple[Card, Stream]], capacity_bytes: int = 0) -> None:
+        self._cards = cards
+        self._on = tuple(on)
+        self._events: list[CardEvent] = []
+        self._pinned: PinnedMemory | None = None
+        self._on_card: list[Memory] = []
+        if capacity_bytes:
+            self._allocate(capacity_bytes)
+
+    def reserve(self, size_bytes: int) -> ByteArray:
+        """Waits, without the interpreter lock, until what was sent before has been used, and gives room for the next.
+
+        Returns:
+            uint8 [size_bytes], pinned.
+
+        Raises:
+            MemoryBudgetError: it must grow and there is no memory; nothing is held then, and the next lot may fit.
+        """
+        self._wait()
+        pinned = self._pinned
+        if pinned is None or pinned.size_bytes < size_bytes:
+            self._release()
+            pinned = self._allocate(capacity_for(size_bytes))
+        return pinned.array[:size_bytes]
+
+    def send(self, number: int, first: int, size_bytes: int, target: int | None = None) -> int:
+        """Sends bytes of what was reserved to a card, on its stream.
+
+        Args:
+            number: of the card, among those of this.
+            first: byte.
+            size_bytes: how many.
+            target: the address that they go to; None for byte `first` of the buffer on the card.
+
+        Returns:
+            The address that they went to. What uses it is put on the same stream.
+        """
+        if self._pinned is None:
+            raise ValueError("nothing was reserved")
+        card, stream = self._on[number]
+        if target is None:
+            target = self._on_card[number].address + first
+        if size_bytes:
+            card.copy_to_card(target, self._pinned, first, size_bytes, stream)
+        return target
+
+    def used(self, number: int) -> None:
+        """Tells that all that uses what was sent to a card since the last `reserve` has been put on its stream."""
+        self._events.append(self._on[number][1].record())
+
+    def free(self) -> None:
+        """Waits, and gives the memory back. Idempotent."""
+        self._wait()
+        self._release()
+
+    def _allocate(self, capacity_bytes: int) -> PinnedMemory:
+        pinned = self._pinned = self._cards.allocate_pinned(capacity_bytes)
+        try:
+            for card, _ in self._on:
+                self._on_card.append(card.allocate(capacity_bytes))
+        except BaseException:
+            self._release()
+            raise
+        return pinned
+
+    def _wait(self) -> None:
+        events, self._events = self._events, []
+        for event in events:
+            event.synchronize()
+
+    def _release(self) -> None:
+        memories, pinned = self._on_card, self._pinned
+        self._on_card, self._pinned = [], None
+        for memory in memories:
+            memory.free()
+        if pinned is not None:
+            pinned.free()
+
+
+class RowWriter:
+    """Writes rows of an engine wherever they lie: on one card, on all, or in pinned memory.
+
+    Rows are packed once and sent to all cards, which take those that are theirs: a delta is small, and the host keeps
+    no places.
+
+    Args:
+        rows: of the engine.
+
+    Raises:
+        MemoryBudgetError: no room for the first buffers; nothing is held then.
+    """
+
+    def __init__(self, rows: CardRows) -> None:
+        self._rows = rows
+        self._one_writer = threading.Lock()
+        self._uploads: list[Upload] = []
+        on = list(zip(rows.cards.cards, rows.order.streams, strict=True))
+        try:
+            for _ in range(NUM_UPLOADS):
+                self._uploads.append(Upload(rows.cards, on, FIRST_CAPACITY_BYTES))
+        except BaseException:
+            self.free()
+            raise
+
+    def write(self, table: int, rows: Int64Array, stored: ByteArray) -> int:
+        """As `Engine.write_rows`."""
+        checks = self._rows.checks
+        checks.limits.check_rows(table, rows, stored)
+        here = checks.here(table, rows)
+        if here is not None and not here.all():
+            rows, stored = rows[here], stored[here]
+        if rows.size:
+            with self._one_writer:
+                self._write(table, rows, stored)
+        return rows.size
+
+    def free(self) -> None:
+        """Waits for what is under way, and gives the buffers back. Idempotent."""
+        uploads, self._uploads = self._uploads, []
+        for upload in uploads:
+            upload.free()
+
+    def _write(self, table: int, rows: Int64Array, stored: ByteArray) -> None:
+        shapes, order = self._rows.shapes, self._rows.order
+        arena = self._rows.arenas[int(shapes.arena_of_table[table])]
+        number = int(shapes.table_in_arena[table])
+        stored_at = round_up(4 * rows.size)
+        size_bytes = stored_at + rows.size * arena.format.stride
+        # The one that was sent the longest ago.
+        upload = self._uploads.pop(0)
+        self._uploads.append(upload)
+        array = upload.reserve(size_bytes)
+        np.copyto(array[: 4 * rows.size].view(np.uint32), rows, casting="unsafe")
+        arena.format.relay(stored, array[stored_at:].reshape(rows.size, arena.format.stride))
+        addresses = [upload.send(card, 0, size_bytes) for card in range(len(order.streams))]
+
+        def put() -> None:
+            for card, address in enumerate(addresses):
+                arena.write(
+                    card, number, address, address + stored_at, rows.size, order.streams[card], writes_host=card == 0
+                )
+
+        try:
+            order.write(put)
+        finally:
+            for card in range(len(addresses)):
+                upload.used(card)
