@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
-from shard_node.bags import Int32Array, Int64Array
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
 @dataclass(frozen=True)

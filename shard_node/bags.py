@@ -6,14 +6,55 @@ Engines check bags and rows against the tables that they name before they read o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
-from shard_node.engine.table_layout import TableLayout
+from loader.snapshot.manifest import ModelSpec, RowDtype, TableSpec
 from shard_node.errors import InvalidBagsError
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tables [first_table, end_table) of one embedding_dim and dtype. A pooled answer has one block per group."""
+
+    embedding_dim: int
+    dtype: RowDtype
+    first_table: int
+    end_table: int
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """All tables of a model in layout order, and their groups."""
+
+    tables: tuple[TableSpec, ...]
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> TableLayout:
+        """Sorts the model's tables by (embedding_dim, dtype); within a group they keep the model's order."""
+        tables = tuple(sorted(spec.tables, key=lambda table: (table.embedding_dim, table.dtype)))
+        groups: list[Group] = []
+        first = 0
+        for end in range(1, len(tables) + 1):
+            head = tables[first]
+            if end == len(tables) or (tables[end].embedding_dim, tables[end].dtype) != (
+                head.embedding_dim,
+                head.dtype,
+            ):
+                groups.append(Group(head.embedding_dim, head.dtype, first, end))
+                first = end
+        return cls(tables, tuple(groups))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Table name to its number in layout order."""
+        return {table.name: number for number, table in enumerate(self.tables)}
+
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Int32Array: TypeAlias = npt.NDArray[np.int32]

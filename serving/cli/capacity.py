@@ -18,9 +18,9 @@ from loader.snapshot.layout import num_buckets_used
 from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError
+from shard_node.bags import TableLayout
 from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER
 from shard_node.cuda.row_format import RowFormat
-from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Sharding
 from shard_node.planning.batch_time import BatchTime, batch_time
 from shard_node.planning.card_plan import CardBudget, CardPlan

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from loader.errors import ShardrankError
-from shard_node.agent.card_watch import ENOUGH_FAULTS
+from shard_node.agent.node_agent import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
 from shard_node.generation import Generations
 from shard_node.node import NodeInfo, ServedVersion

@@ -3,38 +3,122 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import SnapshotNotFoundError
-from loader.progress import Pace, Wish, in_background
+from loader.errors import SnapshotCorruptError, SnapshotNotFoundError
+from loader.progress import Pace, Progress, Wish, in_background, no_progress
 from loader.registry.records import (
     FleetRecord,
     NodeId,
     NodeRecord,
+    PublishedVersion,
     VersionReport,
     WantedModel,
     cut_reason,
 )
 from loader.registry.typed import FleetRegistry
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from shard_node.agent.followers import Followers, catch_up
-from shard_node.agent.stager import PlanOf, share_of, stage_tables
-from shard_node.engine.available_memory import available_memory_bytes, total_memory_bytes
-from shard_node.engine.row_memory import RowMemory
-from shard_node.errors import FleetMismatchError
+from shard_node.agent.delta_follower import Followers, catch_up
+from shard_node.engine.loading import prepare_load
+from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
+from shard_node.errors import CardError, FleetMismatchError
 from shard_node.generation import Generation
-from shard_node.node import LoadedTables, ShardNode
+from shard_node.node import LoadedTables, Partition, ShardNode
 from shard_node.planning.hotness import ObservedCounts
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
+    from shard_node.cuda.cards import Cards
+
+logger = logging.getLogger(__name__)
+
+PlanOf = Callable[[ModelSpec], tuple[Partition, str]]
+"""The buckets of a model that a shard holds, and the digest of the plan that says so."""
+
+
+def stage_tables(
+    folder: Path,
+    published: PublishedVersion,
+    plan_of: PlanOf,
+    *,
+    memory: RowMemory,
+    memory_budget_bytes: int | None = None,
+    card_set: CardSet | None = None,
+    observed: ObservedCounts | None = None,
+    verify: bool = True,
+    pace: Pace | None = None,
+    progress: Progress = no_progress,
+) -> LoadedTables:
+    """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
+
+    Checked are: that it is the version that was published; sizes, headers, shapes and SHA-256 of its row files; that it
+    has every table of its spec; that each row here decodes to finite values. Rows that stay in mapped files are brought
+    into memory.
+
+    Args:
+        folder: of the snapshot.
+        published: what it must be.
+        plan_of: which rows.
+        memory: takes account of RAM, over all versions.
+        memory_budget_bytes: as of `prepare_load`.
+        card_set: where rows go; None to pool on the CPU.
+        observed: as of `prepare_load`.
+        verify: compare SHA-256; may be left out for a local store that is trusted.
+        pace: rests in between; None for none.
+        progress: told bytes.
+
+    Raises:
+        MemoryBudgetError: there is no room, with the numbers.
+        SnapshotError: as `Snapshot.open`; and for a version of another identity, or with a row that is not finite.
+        PlanError: as `plan_of`.
+    """
+    paced = (pace or Pace()).over(progress)
+    snapshot = Snapshot.open(folder, verify=False, files="rows")
+    if snapshot.identity != published.identity:
+        raise SnapshotCorruptError(
+            f"{folder}: identity (SHA-256 of its manifest) is {snapshot.identity}, published was {published.identity}"
+        )
+    partition, plan_digest = plan_of(snapshot.spec)
+    load = prepare_load(
+        snapshot,
+        partition,
+        plan_digest,
+        memory_budget_bytes=memory_budget_bytes,
+        card_set=card_set,
+        observed=observed,
+    )
+    claim = load.take(memory)
+    try:
+        # One thread: it is background work, and shares a budget.
+        if verify:
+            snapshot.check_content("rows", threads=1, progress=paced)
+    except BaseException:
+        claim.give_back()
+        raise
+    return load.run(claim, paced)
+
+
+def share_of(tell: Callable[[float], None]) -> Progress:
+    """The progress of `stage_tables` as one number, 0 to 1: half of it is checking, half is loading."""
+
+    def told(what: str, done: int, total: int) -> None:
+        share = done / total if total else 1.0
+        if what == "checking SHA-256":
+            tell(share / 2)
+        elif what == "load":
+            tell(0.5 + share / 2)
+
+    return told
+
 
 _LOOK_S = 0.02
 
@@ -242,3 +326,46 @@ class NodeActions:
             delta_sequence=deltas.sequence,
             delta_published_at=deltas.published_at,
         )
+
+
+INTERVAL_S = 1.0
+ENOUGH_FAULTS = 2
+"""In a row: what a card does not get over, it also answers when it is asked again."""
+
+
+async def watch_cards(
+    node: ShardNode,
+    cards: Cards | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    interval_s: float = INTERVAL_S,
+) -> NoReturn:
+    """Asks the cards of all versions, time and again, until cancelled. On the CPU there is nothing to ask.
+
+    Args:
+        node: whose cards.
+        cards: asked too, as a node that stages its first version has no other; None for none.
+        sleep: waits.
+        interval_s: between two looks.
+
+    Raises:
+        CardError: they failed, and go on failing.
+    """
+    faults = 0
+    while True:
+        try:
+            await asyncio.to_thread(_ask, node, cards)
+        except CardError as error:
+            faults += 1
+            logger.critical("the cards fail: %s", error)
+            if faults >= ENOUGH_FAULTS:
+                raise
+        else:
+            faults = 0
+        await sleep(interval_s)
+
+
+def _ask(node: ShardNode, cards: Cards | None) -> None:
+    for card in cards.cards if cards is not None else ():
+        card.free_bytes()
+    for generation in node.generations.all():
+        generation.payload.engine.cards()

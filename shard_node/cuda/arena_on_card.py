@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import TableSpec
+from shard_node.bags import Group
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
@@ -25,7 +26,6 @@ from shard_node.cuda.kernel_params import (
     WriteParams,
 )
 from shard_node.cuda.row_format import RowFormat
-from shard_node.engine.table_layout import Group
 
 
 class ArenaOnCards:

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Int64Array, KeyedBags
+from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     MAX_LANES,
@@ -25,7 +25,6 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.output_runs import BatchSize, OutputRuns
 from shard_node.cuda.row_format import RowFormat
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 
 ByteArray = npt.NDArray[np.uint8]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.batch import BatchShapes
 from shard_node.cuda.card_counters import CardCounters
@@ -24,7 +24,6 @@ from shard_node.cuda.row_writer import RowWriter
 from shard_node.cuda.write_order import WriteOrder
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.hotness import RowCounts

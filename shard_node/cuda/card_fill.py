@@ -26,7 +26,7 @@ from shard_node.cuda.kernel_params import CHUNK_BYTES
 from shard_node.cuda.placer import PIECE_ROWS, Placer
 from shard_node.cuda.places import owners_of
 from shard_node.cuda.row_upload import RowUpload
-from shard_node.engine.row_copy import not_finite, runs_of
+from shard_node.engine.arena_builder import not_finite, runs_of
 from shard_node.planning.card_plan import CardPlan
 
 ByteArray = npt.NDArray[np.uint8]

@@ -10,7 +10,7 @@ import numpy as np
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.delta_position import DeltaPosition
+from shard_node.bags import TableLayout
 from shard_node.cuda.arena_on_card import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_fill import NUM_UPLOADS, UPLOAD_BYTES, CardFill
@@ -18,12 +18,10 @@ from shard_node.cuda.card_memory import CardClaim
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owner_bits
-from shard_node.engine.arena_builder import ArenaBuilder, layout_for
+from shard_node.engine.arena_builder import ArenaBuilder, RowCopy, layout_for
 from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.row_copy import RowCopy
-from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
-from shard_node.engine.table_layout import TableLayout
-from shard_node.node import LoadedTables, Partition
+from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
+from shard_node.node import DeltaPosition, LoadedTables, Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 

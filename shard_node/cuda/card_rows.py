@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_node.bags import Int64Array, KeyedBags
+from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.access_counts import AccessCounts
 from shard_node.cuda.arena_on_card import ArenaOnCards
 from shard_node.cuda.batch import BatchShapes
@@ -15,7 +15,6 @@ from shard_node.cuda.cards import Cards, Memory
 from shard_node.cuda.mapped_rows import MappedRows
 from shard_node.cuda.row_checks import RowChecks
 from shard_node.cuda.write_order import WriteOrder
-from shard_node.engine.table_layout import TableLayout
 
 COUNTER_BYTES = 16
 """Of a card's counters: uint64 [2], values outside their table and values whose row is not here."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_node.bags import Int64Array
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import MODES, OUT_BYTES, OutDtype
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 
 MAX_BATCH_VALUES = 2**31 - 1

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from loader.snapshot.layout import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
-from shard_node.bags import Int64Array
+from shard_node.bags import Group, Int64Array
 from shard_node.cuda.kernel_params import MAPPED, NOT_HERE
 from shard_node.cuda.places import (
     CARD,
@@ -28,7 +28,6 @@ from shard_node.cuda.places import (
     pinned_owner,
 )
 from shard_node.cuda.row_format import RowFormat
-from shard_node.engine.table_layout import Group
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.hotness import RowHotness
 

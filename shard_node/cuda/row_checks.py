@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from loader.snapshot.layout import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
-from shard_node.bags import Int64Array, KeyedBags, TableLimits
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Int64Array, KeyedBags, TableLayout, TableLimits
 from shard_node.errors import InvalidBagsError
 from shard_node.node import Partition
 

@@ -29,9 +29,8 @@ import torch
 from loader.memory import give_back
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import RowDtype
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import Tier
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 
 logger = logging.getLogger(__name__)

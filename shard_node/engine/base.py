@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 
 Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
 """Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""

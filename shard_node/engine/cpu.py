@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout, TableLimits
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
-from shard_node.engine.table_layout import TableLayout
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.delta_position import DeltaPosition
-from shard_node.engine.arena_builder import ArenaBuilder, layout_for
+from shard_node.engine.arena_builder import ArenaBuilder, RowCopy, layout_for
 from shard_node.engine.base import Tier
-from shard_node.engine.row_copy import RowCopy
-from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
-from shard_node.node import LoadedTables, Partition
+from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
+from shard_node.node import DeltaPosition, LoadedTables, Partition
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet

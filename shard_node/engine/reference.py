@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout, TableLimits
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
-from shard_node.engine.table_layout import TableLayout
 from shard_node.generation import RowLock
 
 

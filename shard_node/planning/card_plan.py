@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Int64Array
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.places import CARD, HOST, HOT, MAPPED_TIER, NUM_TIERS, check_num_cards, max_slots
 from shard_node.cuda.row_format import RowFormat
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning.hotness import Hotness, RowHotness

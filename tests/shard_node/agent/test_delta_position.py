@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loader.errors import DeltaBaseError
-from shard_node.agent.delta_position import DeltaPosition
+from shard_node.node import DeltaPosition
 
 
 def test_a_position_begins_with_what_the_snapshot_contains():

@@ -11,7 +11,7 @@ from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.records import WantedModel, rollout_key, wanted_key
 from loader.registry.typed import FleetRegistry
-from shard_node.agent.remembered import Remembered
+from shard_node.agent.agent import Remembered
 from shardrank_testing.agents import HandClock
 
 WANTED = WantedModel(model="films", epoch=7, live=1, hold=(1,), serve=(1,))

@@ -15,8 +15,8 @@ from loader.registry.directory import DirectoryRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig
-from shard_node.agent.stager import share_of, stage_tables
-from shard_node.bags import KeyedBags
+from shard_node.agent.node_agent import share_of, stage_tables
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
@@ -24,9 +24,8 @@ from shard_node.cuda.card_memory import CardMemory
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owners_of
+from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.engine.row_memory import RowMemory
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import NodeIdentity, ShardNode
 from shardrank_testing.agents import NodeUnderTest, plan_of, published, run, running_node

@@ -25,8 +25,8 @@ from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owners_of
 from shard_node.engine.loading import load_tables
+from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.engine.row_memory import RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags

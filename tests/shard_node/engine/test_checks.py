@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.bags import CheckedBags, KeyedBags, TableLimits
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import CheckedBags, KeyedBags, TableLayout, TableLimits
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
