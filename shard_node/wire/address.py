@@ -1,4 +1,4 @@
-"""Where a shard node listens: a TCP host and port, or the path of a Unix socket."""
+"""Where a shard node listens, a TCP host and port or the path of a Unix socket; and listening there."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 MAX_PORT = 65_535
 # Linux's sun_path holds 108 bytes, the last of them a zero.
 MAX_UNIX_PATH_BYTES = 107
+BACKLOG = 1024
+UNIX_SOCKET_MODE = 0o600
+MAX_HANDSHAKES = 256
+NO_DESCRIPTORS_PAUSE_S = 1.0
 
 _TCP = re.compile(r"^(?:tcp://)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]@?#]+)):(?P<port>[0-9]{1,5})$")
 
@@ -78,99 +82,90 @@ def _unix_path(text: str) -> str:
     return path
 
 
-BACKLOG = 1024
-UNIX_SOCKET_MODE = 0o600
-MAX_HANDSHAKES = 256
-NO_DESCRIPTORS_PAUSE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Listener:
-    """A listening server.
+    """Accepts connections on listening sockets.
 
-    Attributes:
-        server: accepts connections until closed.
-        addresses: what is bound, one for each socket, with real ports.
-        unix_inode: of the socket's file, to remove only a file that is still ours; None for TCP.
-    """
-
-    server: asyncio.Server | TlsAcceptor
-    addresses: tuple[Address, ...]
-    unix_inode: int | None
-
-    def close(self) -> None:
-        """Stops accepting, and removes the socket's file. Idempotent."""
-        self.server.close()
-        if self.unix_inode is None:
-            return
-        path = self.addresses[0].path
-        try:
-            if os.lstat(path).st_ino == self.unix_inode:
-                os.unlink(path)
-        except FileNotFoundError:
-            return
-
-
-class TlsAcceptor:
-    """Accepts TLS connections on listening sockets, so that a handshake that fails can be told with its address.
-
-    At most 256 handshakes are under way; one more ends the oldest: honest ones take milliseconds. The running event
+    At most 256 TLS handshakes are under way; one more ends the oldest: honest ones take milliseconds. The running event
     loop is asyncio's or uvloop's.
 
     Args:
-        sockets: bound and listening; the acceptor's from now on.
+        sockets: bound and listening; the listener's from now on.
+        address: of a Unix socket, whose file is removed at the end if it is still ours.
         protocol: makes the protocol of each connection, which is told of it after its handshake.
-        context: of the server; takes note of what fails.
+        tls: of the server, takes note of handshakes that fail; None for plain text.
+
+    Attributes:
+        addresses: what is bound, one for each socket, with real ports.
     """
 
     def __init__(
         self,
         sockets: Sequence[socket.socket],
+        address: Address,
         protocol: Callable[[], asyncio.BaseProtocol],
-        context: ReloadingContext,
+        tls: ReloadingContext | None,
     ) -> None:
+        self._sockets = sockets
         self._protocol = protocol
-        self._context = context
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._handshakes: dict[asyncio.Task[None], None] = {}
-        self._accepting = [self._loop.create_task(self._accept(sock)) for sock in sockets]
+        self._connecting: dict[asyncio.Task[None], None] = {}
+        self._unix_inode = os.stat(address.path).st_ino if address.is_unix else None
+        names = [sock.getsockname() for sock in sockets]
+        self.addresses = (address,) if address.is_unix else tuple(Address(name[0], name[1]) for name in names)
+        for sock in sockets:
+            sock.setblocking(False)
+            self._watch(sock)
 
     def close(self) -> None:
-        """Stops accepting, and ends the handshakes under way. Connections stay. Idempotent."""
-        for task in (*self._accepting, *self._handshakes):
+        """Stops accepting, ends handshakes, and removes the socket's file. Connections stay. Idempotent."""
+        sockets, self._sockets = self._sockets, ()
+        for sock in sockets:
+            self._loop.remove_reader(sock)
+            sock.close()
+        for task in self._connecting:
             task.cancel()
+        if sockets and self._unix_inode is not None:
+            path = self.addresses[0].path
+            try:
+                if os.lstat(path).st_ino == self._unix_inode:
+                    os.unlink(path)
+            except FileNotFoundError:
+                return
 
-    async def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            listener.setblocking(False)
-            while True:
-                try:
-                    sock, peer = await self._loop.sock_accept(listener)
-                except ConnectionError:
-                    continue
-                except OSError as error:
-                    logger.warning("can't accept connections on %s: %s", listener.getsockname(), error)
-                    await asyncio.sleep(NO_DESCRIPTORS_PAUSE_S)
-                    continue
-                if len(self._handshakes) >= MAX_HANDSHAKES:
-                    oldest = next(iter(self._handshakes))
-                    del self._handshakes[oldest]
-                    oldest.cancel()
-                task = self._loop.create_task(self._shake_hands(sock, peer[0]))
-                self._handshakes[task] = None
-                task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-                # Accepting what is in the queue already does not wait: as long as more came, the loop would stand.
-                await asyncio.sleep(0)
+    def _watch(self, listener: socket.socket) -> None:
+        if listener in self._sockets:
+            self._loop.add_reader(listener, self._accept, listener)
 
-    async def _shake_hands(self, sock: socket.socket, host: str) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, peer = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            logger.warning("can't accept connections on %s: %s", listener.getsockname(), error)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(NO_DESCRIPTORS_PAUSE_S, self._watch, listener)
+            return
+        sock.setblocking(False)
+        if self._tls is not None and len(self._connecting) >= MAX_HANDSHAKES:
+            oldest = next(iter(self._connecting))
+            del self._connecting[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._connect(sock, peer[0] if peer else ""))
+        self._connecting[task] = None
+        task.add_done_callback(lambda done: self._connecting.pop(done, None))
+
+    async def _connect(self, sock: socket.socket, host: str) -> None:
+        is_tls = self._tls is not None
         handshake.set(Handshake(host))
         try:
             await self._loop.connect_accepted_socket(
                 self._protocol,
                 sock,
-                ssl=self._context,
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if is_tls else None,
+                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if is_tls else None,
             )
         except OSError:
             # The context has taken note of a refusal; whoever just leaves is nobody's concern.
@@ -178,68 +173,44 @@ class TlsAcceptor:
 
 
 async def listen(
-    address: Address,
-    protocol: Callable[[], asyncio.BaseProtocol],
-    unix_mode: int = UNIX_SOCKET_MODE,
-    tls: ReloadingContext | None = None,
+    address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ReloadingContext | None = None
 ) -> Listener:
     """Binds an address and accepts connections.
 
     Args:
         address: port 0 takes any free port.
         protocol: makes the protocol of each connection.
-        unix_mode: permissions of a Unix socket's file.
         tls: what TCP connections must speak; a Unix socket never does.
 
     Raises:
         AddressError: if it can't be bound, naming the address and the reason.
     """
-    loop = asyncio.get_running_loop()
     try:
-        if tls is not None and not address.is_unix:
-            places = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            sockets = _bind_tcp([(family, place) for family, _, _, _, place in places])
-            names = [sock.getsockname() for sock in sockets]
-            bound = tuple(Address(host=name[0], port=name[1]) for name in names)
-            return Listener(TlsAcceptor(sockets, protocol, tls), bound, None)
-        if not address.is_unix:
-            server = await loop.create_server(protocol, address.host, address.port, backlog=BACKLOG)
-            names = [sock.getsockname() for sock in server.sockets]
-            return Listener(server, tuple(Address(host=name[0], port=name[1]) for name in names), None)
-        sock = _bind_unix(address, unix_mode)
+        if address.is_unix:
+            return Listener([_bind_unix(address)], address, protocol, None)
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        sockets: list[socket.socket] = []
         try:
-            inode = os.stat(address.path).st_ino
-            server = await loop.create_unix_server(protocol, sock=sock, backlog=BACKLOG)
+            for family, place in dict.fromkeys((family, place) for family, _, _, _, place in found):
+                sockets.append(socket.create_server(place, family=family, backlog=BACKLOG))
         except BaseException:
-            sock.close()
+            for sock in sockets:
+                sock.close()
             raise
+        return Listener(sockets, address, protocol, tls)
     except OSError as error:
         raise AddressError(f"can't listen on {address}: {error}") from error
-    return Listener(server, (address,), inode)
 
 
-def _bind_tcp(
-    places: Sequence[tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]],
-) -> list[socket.socket]:
-    """A listening socket at each place, or none at all."""
-    sockets: list[socket.socket] = []
-    try:
-        for family, place in dict.fromkeys(places):
-            sockets.append(socket.create_server(place, family=family, backlog=BACKLOG))
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    return sockets
-
-
-def _bind_unix(address: Address, mode: int) -> socket.socket:
+def _bind_unix(address: Address) -> socket.socket:
     _remove_stale(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(address.path)
         # Nobody can connect before listen(), so the permissions are right from the first moment.
-        os.chmod(address.path, mode)
+        os.chmod(address.path, UNIX_SOCKET_MODE)
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise

@@ -9,8 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
 
 from pydantic import Field
 
@@ -43,43 +41,15 @@ from shard_node.wire.tls import ReloadingContext
 
 logger = logging.getLogger(__name__)
 
-
-class SpareTime:
-    """A share of the time that passes, saved up to a bound and spent on work that is done where it arrives.
-
-    Handing work to a thread and its result back costs two switches, which take longer than a small batch's rows. A loop
-    that does the work itself answers sooner, but nobody else meanwhile. With this it does so while it has time to
-    spare; under a load that would take more than its share, work goes to the threads, and to all cores.
-
-    Args:
-        share: of the time, within 0..1.
-        saved_s: most that is saved up, in seconds: what may be spent at once after a pause.
-        now: monotonic seconds.
-    """
-
-    def __init__(self, share: float, saved_s: float, now: float) -> None:
-        self._share = share
-        self._most_s = saved_s
-        self._saved_s = saved_s
-        self._as_of = now
-
-    def is_left(self, now: float) -> bool:
-        """Whether any is left at this time, in monotonic seconds."""
-        self._saved_s = min(self._most_s, self._saved_s + (now - self._as_of) * self._share)
-        self._as_of = now
-        return self._saved_s > 0
-
-    def spend(self, seconds: float) -> None:
-        """Counts what work took. It may be more than was left: then the next has to wait for longer."""
-        self._saved_s -= seconds
-
-
 Answer = list[Buffer]
 # Layouts whose limits are kept; a node serves a handful of versions.
 MAX_KEPT_LIMITS = 64
 # Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
 SPARE_SHARE = 0.5
 SPARE_SAVED_S = 0.005
+# What the kernel keeps of a Unix socket's unread bytes, 208 KB by default, is less than the answer to a batch: both
+# ends would wake up for each piece of it. The kernel may allow less; TCP's buffers grow by themselves.
+UNIX_SEND_BUFFER_BYTES = 1 << 20
 
 
 class ServerLimits(Frozen):
@@ -114,21 +84,39 @@ class ServerLimits(Frozen):
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    request_id: int
-    request: PoolRequest
-    deadline: float | None
-    is_wanted: Callable[[], bool]
+class SpareTime:
+    """A share of the event loop's time, for pooling that a thread could do as well.
+
+    Handing work to a thread and back takes longer than a small batch's rows. The loop pools while it has time to spare;
+    under a load that would take more than its share, work goes to the threads, and to all cores.
+
+    Args:
+        share: of the time, within 0..1.
+        saved_s: most that is saved up: what may be spent at once after a pause.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, share: float, saved_s: float, now: float) -> None:
+        self._share = share
+        self._most_s = saved_s
+        self._saved_s = saved_s
+        self._as_of = now
+
+    def is_left(self, now: float) -> bool:
+        """Whether any is left at this time, in monotonic seconds."""
+        self._saved_s = min(self._most_s, self._saved_s + (now - self._as_of) * self._share)
+        self._as_of = now
+        return self._saved_s > 0
+
+    def spend(self, seconds: float) -> None:
+        """Counts what work took. It may be more than was left: then the next has to wait for longer."""
+        self._saved_s -= seconds
 
 
 class RequestHandler:
-    """Answers request frames from one shard node. `handle` runs on the event loop; large requests go to threads.
+    """Answers request frames from one shard node: limits, admission, checks, pooling. Knows no socket.
 
-    Args:
-        node: what pools.
-        limits: what is taken.
-        clock: monotonic seconds.
+    `handle` runs on the event loop; large requests go to threads.
     """
 
     def __init__(self, node: ShardNode, limits: ServerLimits, clock: Callable[[], float]) -> None:
@@ -160,7 +148,7 @@ class RequestHandler:
         request_id = frame.header.request_id
         try:
             if frame.header.frame_type == FrameType.POOL:
-                self._pool(frame, deadline, answer, is_wanted)
+                self._handle_pool(frame, deadline, answer, is_wanted)
             elif frame.header.frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
             else:
@@ -169,16 +157,16 @@ class RequestHandler:
                     f"requests are {FrameType.POOL:d} (POOL) and {FrameType.INFO:d} (INFO)"
                 )
         except Exception as error:
-            answer(encode_failure(request_id, error))
+            answer(_failure(request_id, error))
 
     async def close(self) -> None:
         """Waits for the pooling that has begun, and drops what has not. Idempotent."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
 
-    def _pool(
+    def _handle_pool(
         self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], is_wanted: Callable[[], bool]
     ) -> None:
-        request = decode_pool(frame)
+        request_id, request = frame.header.request_id, decode_pool(frame)
         if request.values.size > self._limits.max_values_per_request:
             raise InvalidBagsError(
                 f"values has {request.values.size} entries, "
@@ -191,17 +179,32 @@ class RequestHandler:
             + limits.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
-        job = _Job(frame.header.request_id, request, deadline, is_wanted)
         longest = max(frame.body.size, answer_bytes)
         if longest <= self._limits.max_inline_bytes:
-            answer(self._answer(job))
+            answer(self._pool(request_id, request, deadline, is_wanted))
         elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun := self._clock()):
-            answer(self._answer(job))
+            answer(self._pool(request_id, request, deadline, is_wanted))
             self._spare_time.spend(self._clock() - begun)
         else:
-            self._submit(job, frame.body.size + answer_bytes, answer)
+            size_bytes = frame.body.size + answer_bytes
+            self._admit(size_bytes)
+            future = asyncio.get_running_loop().run_in_executor(
+                self._executor, self._pool, request_id, request, deadline, is_wanted
+            )
 
-    def _submit(self, job: _Job, size_bytes: int, answer: Callable[[Answer], None]) -> None:
+            def finished(done: asyncio.Future[Answer]) -> None:
+                self.in_flight -= 1
+                self.in_flight_bytes -= size_bytes
+                if done.cancelled():
+                    error = NodeOverloadedError("the node is closing, the request was not started")
+                    answer(encode_error(request_id, error))
+                else:
+                    answer(done.result())
+
+            future.add_done_callback(finished)
+
+    def _admit(self, size_bytes: int) -> None:
+        """Counts a request that goes to a thread. Raises NodeOverloadedError."""
         limits = self._limits
         if self.in_flight >= limits.max_in_flight:
             raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {limits.max_in_flight} are taken")
@@ -213,33 +216,21 @@ class RequestHandler:
             )
         self.in_flight += 1
         self.in_flight_bytes += size_bytes
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._answer, job)
 
-        def finished(done: asyncio.Future[Answer]) -> None:
-            self.in_flight -= 1
-            self.in_flight_bytes -= size_bytes
-            if done.cancelled():
-                error = NodeOverloadedError("the node is closing, the request was not started")
-                answer(encode_error(job.request_id, error))
-            else:
-                answer(done.result())
-
-        future.add_done_callback(finished)
-
-    def _answer(self, job: _Job) -> Answer:
+    def _pool(
+        self, request_id: int, request: PoolRequest, deadline: float | None, is_wanted: Callable[[], bool]
+    ) -> Answer:
         """Pools; what fails becomes an ERROR frame. Runs in any thread."""
         try:
-            if not job.is_wanted():
+            if not is_wanted():
                 raise DeadlineExceededError("the client is gone, the request was not started")
-            late_s = -1.0 if job.deadline is None else self._clock() - job.deadline
+            late_s = -1.0 if deadline is None else self._clock() - deadline
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
-            bags = job.request.bags()
-            return self._fitting(
-                encode_pooled(job.request_id, self._node.pool(job.request.model, job.request.version, bags))
-            )
+            blocks = self._node.pool(request.model, request.version, request.bags())
+            return self._fitting(encode_pooled(request_id, blocks))
         except Exception as error:
-            return encode_failure(job.request_id, error)
+            return _failure(request_id, error)
 
     def _limits_of(self, model: str, version: int) -> TableLimits:
         layout = self._node.table_layout(model, version)
@@ -262,29 +253,12 @@ class RequestHandler:
             )
 
 
-def encode_failure(request_id: int, error: Exception) -> Answer:
+def _failure(request_id: int, error: Exception) -> Answer:
     """The ERROR frame for whatever was raised. What nobody raised on purpose is logged, and is a RemoteError."""
     if isinstance(error, ShardrankError):
         return encode_error(request_id, error)
     logger.error("request %d failed", request_id, exc_info=error)
     return encode_error(request_id, RemoteError(f"the node failed: {type(error).__name__}: {error}"))
-
-
-# What the kernel keeps of a Unix socket's unread bytes, 208 KB by default, is less than the answer to a batch: both
-# ends would wake up for each piece of it. The kernel may allow less; TCP's buffers grow by themselves.
-UNIX_SEND_BUFFER_BYTES = 1 << 20
-
-
-class ConnectionOwner(Protocol):
-    """Who is told about connections: the server."""
-
-    def opened(self, connection: ServerConnection) -> None:
-        """A connection was accepted. May refuse it."""
-        ...
-
-    def ended(self, connection: ServerConnection) -> None:
-        """A connection is gone."""
-        ...
 
 
 class ServerConnection(FrameConnection):
@@ -295,10 +269,10 @@ class ServerConnection(FrameConnection):
     """
 
     def __init__(
-        self, owner: ConnectionOwner, handler: RequestHandler, limits: ServerLimits, clock: Callable[[], float]
+        self, server: NodeServer, handler: RequestHandler, limits: ServerLimits, clock: Callable[[], float]
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
-        self._owner = owner
+        self._server = server
         self._handler = handler
         self._limits = limits
         self._clock = clock
@@ -311,12 +285,12 @@ class ServerConnection(FrameConnection):
         self.send(encode_goaway())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Announces itself to the server."""
+        """Announces itself to the server, which may refuse it."""
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_BYTES)
-        self._owner.opened(self)
+        self._server.opened(self)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Takes frames, and starts the time limit of one that is not whole yet."""
@@ -341,13 +315,13 @@ class ServerConnection(FrameConnection):
         self.refuse(encode_error(request_id, error))
 
     def pause_writing(self) -> None:
-        """The peer does not read: take nothing more from it."""
+        """Takes nothing more from a peer that does not read."""
         self._stop_receive_timer()
         self.hold_reading()
         self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
 
     def resume_writing(self) -> None:
-        """The peer reads again."""
+        """Takes requests again."""
         self._stop_send_timer()
         self._frame_begun_at = self._clock()
         self.release_reading()
@@ -358,9 +332,9 @@ class ServerConnection(FrameConnection):
         del error
         self._stop_receive_timer()
         self._stop_send_timer()
-        self._owner.ended(self)
+        self._server.ended(self)
 
-    def _send_answer(self, buffers: list[Buffer]) -> None:
+    def _send_answer(self, buffers: Answer) -> None:
         # False means that the peer has gone: nobody is left to be told.
         self.send(buffers)
 
@@ -374,9 +348,8 @@ class ServerConnection(FrameConnection):
 
     def _receive_timed_out(self) -> None:
         self._receive_timer = None
-        request_id = self._receiver.request_id
         error = WireError(f"frame was not whole {self._limits.receive_timeout_ms} ms after its first byte")
-        self.stream_broken(error, request_id)
+        self.stream_broken(error, self._receiver.request_id)
 
     def _send_timed_out(self) -> None:
         logger.warning(
@@ -392,7 +365,6 @@ class ServerConnection(FrameConnection):
     def _stop_send_timer(self) -> None:
         if self._send_timer is not None:
             self._send_timer.cancel()
-            self._send_timer = None
 
 
 class NodeServer:
@@ -468,12 +440,8 @@ class NodeServer:
             async with asyncio.timeout(timeout_s):
                 await self._all_ended.wait()
         except TimeoutError:
-            logger.warning(
-                "drain: %d connections and %d requests left after %.1f s",
-                self.num_connections,
-                self.in_flight,
-                timeout_s,
-            )
+            left = self.num_connections, self.in_flight, timeout_s
+            logger.warning("drain: %d connections and %d requests left after %.1f s", *left)
             return False
         return True
 
@@ -489,7 +457,7 @@ class NodeServer:
             await asyncio.wait(ended)
 
     def opened(self, connection: ServerConnection) -> None:
-        """A connection was accepted (called by it)."""
+        """Takes in a connection, or refuses it (called by it)."""
         self._connections.add(connection)
         if len(self._connections) > self._limits.max_connections:
             error = NodeOverloadedError(f"at most {self._limits.max_connections} connections are taken")
@@ -499,7 +467,7 @@ class NodeServer:
             connection.go_away()
 
     def ended(self, connection: ServerConnection) -> None:
-        """A connection is gone (called by it)."""
+        """Forgets a connection that is gone (called by it)."""
         self._connections.discard(connection)
         if not self._connections:
             self._all_ended.set()
