@@ -100,7 +100,7 @@ class CardTableLoad:
         self.pinned_bytes = self.plan.pinned_bytes
 
     def take(self, memory: RowMemory) -> TablesClaim:
-        """As `Load.take`: of the cards, and of this process's RAM."""
+        """As `PreparedLoad.take`: of the cards, and of this process's RAM."""
         with ExitStack() as undo:
             cards = self._card_set.memory.take(self.card_bytes)
             undo.callback(cards.give_back)
@@ -111,7 +111,7 @@ class CardTableLoad:
         return TablesClaim(cards, staging, ram)
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """As `Load.run`."""
+        """As `PreparedLoad.run`."""
         try:
             engine = self._load(progress)
         except BaseException:

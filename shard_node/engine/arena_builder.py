@@ -26,7 +26,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class RowCopy:
-    """Reads one snapshot's row files for one partition.
+    """Reads one snapshot's row files for one partition: rows are checked, then copied or brought into memory.
 
     Args:
         snapshot: whose rows.
@@ -50,7 +50,7 @@ class RowCopy:
         """Copies a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ...
 
         Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf.
+            SnapshotCorruptError: a row decodes to NaN or inf; so in all that reads rows.
         """
         files = self._files[table.name]
         for index in range(len(files.rows)):
@@ -74,7 +74,7 @@ class RowCopy:
         rows_by_arena: Mapping[int, ByteArray],
         here: list[int],
     ) -> None:
-        """Copies some buckets; each is one run of each file and lands behind what it already has.
+        """Copies the buckets `here`; each is one run of each file and lands behind what it already has.
 
         Args:
             table: whose rows.
@@ -82,9 +82,6 @@ class RowCopy:
             starts: int64 [256], the slot at which a bucket begins there.
             rows_by_arena: the arenas' rows.
             here: the buckets to be copied.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf.
         """
         files = self._files[table.name]
         filled = np.zeros(NUM_BUCKETS, np.int64)
@@ -101,16 +98,9 @@ class RowCopy:
         self._tell()
 
     def bring_in(self, table: TableSpec, index: int, source: ByteArray, here: list[int]) -> None:
-        """Checks rows that stay in a mapped file, and has their pages in memory, as far as that holds them.
+        """Checks rows that stay in a mapped file, and brings their pages into memory, as far as that holds them.
 
-        Args:
-            table: whose rows.
-            index: of the file.
-            source: its rows, mapped.
-            here: the buckets that are of interest, ascending.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf, or the file can't be read.
+        `source` is file `index` of the table, mapped; `here` are the buckets of interest, ascending.
         """
         rows_per_file = self._files[table.name].rows_per_file
         for first, end in runs_of(here):
@@ -158,7 +148,7 @@ class RowCopy:
 
 
 def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> SnapshotCorruptError:
-    """The error that says which row, in which file, decodes to NaN or inf."""
+    """Makes the error that says which row, in which file, decodes to NaN or inf."""
     return SnapshotCorruptError(f"{snapshot.path / entry.path}: table {table!r}, row {row}: decodes to NaN or inf")
 
 
@@ -169,7 +159,7 @@ def _pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def runs_of(buckets: list[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as [first, end) of what follows one another."""
+    """Gives ascending numbers as [first, end) of what follows one another."""
     edges = np.flatnonzero(np.diff(buckets) != 1) + 1 if buckets else np.zeros(0, np.int64)
     for part in np.split(np.array(buckets, np.int64), edges):
         if part.size:
@@ -177,7 +167,7 @@ def runs_of(buckets: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
-    """The layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
+    """Returns the layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
     layout = TableLayout.of(snapshot.spec)
     if partition.card_of_bucket.shape[0] != len(layout.tables):
         raise InvalidBagsError(
@@ -198,13 +188,7 @@ class _Filling:
 class ArenaBuilder:
     """Builds the arenas and places of one partition, table by table in layout order.
 
-    Args:
-        snapshot: whose rows.
-        layout: of its spec.
-        partition: the buckets, and the card of each.
-
-    Attributes:
-        table_bytes: of the rows of each table, in layout order.
+    `table_bytes` are those of the rows of each table.
     """
 
     def __init__(self, snapshot: Snapshot, layout: TableLayout, partition: Partition) -> None:
@@ -219,15 +203,7 @@ class ArenaBuilder:
         self._arenas: list[Arena] = []
 
     def build(self, tiers: Sequence[Tier], copy: RowCopy) -> CpuEngine:
-        """Allocates and fills all arenas, once.
-
-        Args:
-            tiers: of each table.
-            copy: reads their rows.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf.
-        """
+        """Allocates and fills all arenas, once; `tiers` are those of the tables."""
         places: list[TablePlace] = []
         group_arenas: list[range] = []
         for group in self._layout.groups:
@@ -309,7 +285,7 @@ class ArenaBuilder:
 
 
 def rows_of_buckets(table: TableSpec) -> Int64Array:
-    """int64 [256], how many rows of a table each bucket has."""
+    """Counts the rows of a table in each bucket, int64 [256]."""
     rows = table.num_embeddings
     buckets = np.arange(NUM_BUCKETS + 1, dtype=np.int64)
     if table.bucketing == "hash":

@@ -117,13 +117,9 @@ class CpuEngine:
         return sum(part_slots.size for _, part_slots, _ in parts)
 
     def touch_rows(self, table: int, rows: Int64Array) -> None:
-        """Has the pages of these rows in memory, so that a `write_rows` that follows is but a copy.
+        """Brings the pages of a table's int64 [n] rows here into memory, so that a `write_rows` is but a copy.
 
         For whoever keeps readers out around `write_rows`. Nobody else may write meanwhile.
-
-        Args:
-            table: its number in the layout.
-            rows: int64 [n], rows of that table, on this engine.
         """
         arena, slots = self._placement.locate_rows(table, rows)
         for number in np.unique(arena).tolist():
@@ -160,14 +156,14 @@ class CpuEngine:
         return add(pooled, bags.num_bags, group.embedding_dim, share_no_bag=share_no_bag)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Bytes held, by card and tier."""
+        """As `Engine.memory`."""
         totals: dict[tuple[int, Tier], int] = {}
         for arena in self._arenas:
             totals[arena.card, arena.tier] = totals.get((arena.card, arena.tier), 0) + arena.size_bytes
         return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
-        """Counters by table and tier."""
+        """As `Engine.rows_looked_up`."""
         with self._counts_lock:
             counts = self._counts.tolist()
         return tuple(
@@ -176,11 +172,11 @@ class CpuEngine:
         )
 
     def cards(self) -> CardsUse | None:
-        """None: it pools on the CPU."""
+        """Returns None: it pools on the CPU."""
         return None
 
     def close(self) -> None:
-        """Gives the arenas' memory back to the system."""
+        """As `Engine.close`."""
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.free()

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, and its control group's if that is less."""
+"""Memory of this process: what it may still take, and what rows take of it, counted before they do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Protocol
 
 from shard_node.errors import MemoryBudgetError
 
+# What is left for everything else.
+MEMORY_RESERVE_BYTES = 512 << 20
+
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken without swapping or being killed for it.
@@ -18,13 +21,13 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     memory.usage_in_bytes). Page cache that a group could drop counts as used, so the answer errs on the small side.
 
     Args:
-        root: of the file system, so that tests can bring their own.
+        root: of the file system.
 
     Raises:
         MemoryBudgetError: if /proc/meminfo has no MemAvailable.
     """
-    groups = (None if limit is None else max(0, limit - usage) for limit, usage in _control_groups(root))
-    return min([_machine_bytes(root, "MemAvailable"), *(left for left in groups if left is not None)])
+    left = (max(0, limit - usage) for limit, usage in _control_groups(root) if limit is not None)
+    return min([_machine_bytes(root, "MemAvailable"), *left])
 
 
 def total_memory_bytes(root: Path = Path("/")) -> int:
@@ -77,15 +80,11 @@ def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | N
     return (None if limit == "max" else int(limit)), int(usage)
 
 
-# What is left for everything else.
-MEMORY_RESERVE_BYTES = 512 << 20
-
-
 class Claim(Protocol):
     """The right to the memory that a version's tables take."""
 
     def filled(self) -> None:
-        """The system counts it as used by now."""
+        """Says that the system counts it as used by now."""
         ...
 
     def give_back(self) -> None:
@@ -101,21 +100,29 @@ class MemoryClaim:
         self.size_bytes = size_bytes
 
     def filled(self) -> None:
-        """The system counts it as used by now."""
-        self._memory.end_filling(self)
+        """As `Claim.filled`."""
+        with self._memory.lock:
+            self._memory.filling.discard(self)
 
     def give_back(self) -> None:
-        """Ends it. Idempotent."""
-        self._memory.forget(self)
+        """As `Claim.give_back`."""
+        with self._memory.lock:
+            self._memory.claims.discard(self)
+            self._memory.filling.discard(self)
 
 
 class RowMemory:
-    """Claims on memory, of several stagings at once. Thread-safe.
+    """Claims on memory, of all versions and of several stagings at once. Thread-safe.
 
     Args:
         cap_bytes: what the rows of all versions together may take; None for what is available.
         available: bytes that the system can still give.
         reserve_bytes: of those, what is left for everything else.
+
+    Attributes:
+        lock: protects the two sets.
+        claims: that were not given back.
+        filling: of those, the ones that the system does not count as used yet.
     """
 
     def __init__(
@@ -127,15 +134,15 @@ class RowMemory:
         self._cap_bytes = cap_bytes
         self._available = available
         self._reserve_bytes = reserve_bytes
-        self._lock = threading.Lock()
-        self._claims: set[MemoryClaim] = set()
-        self._filling: set[MemoryClaim] = set()
+        self.lock = threading.Lock()
+        self.claims: set[MemoryClaim] = set()
+        self.filling: set[MemoryClaim] = set()
 
     @property
     def held_bytes(self) -> int:
         """Of all claims, filled or not."""
-        with self._lock:
-            return sum(claim.size_bytes for claim in self._claims)
+        with self.lock:
+            return _bytes_of(self.claims)
 
     def take(self, size_bytes: int) -> MemoryClaim:
         """Claims memory that is about to be allocated.
@@ -143,15 +150,14 @@ class RowMemory:
         Raises:
             MemoryBudgetError: with the numbers, if there is not as much.
         """
-        with self._lock:
-            held = sum(claim.size_bytes for claim in self._claims)
+        claim = MemoryClaim(self, size_bytes)
+        with self.lock:
+            held, filling, available = _bytes_of(self.claims), _bytes_of(self.filling), self._available()
             if self._cap_bytes is not None and held + size_bytes > self._cap_bytes:
                 raise MemoryBudgetError(
                     f"rows take {size_bytes} bytes beside {held} of the versions that are here, "
                     f"which is {held + size_bytes}, but at most {self._cap_bytes} are allowed"
                 )
-            filling = sum(claim.size_bytes for claim in self._filling)
-            available = self._available()
             if size_bytes and size_bytes + filling > available - self._reserve_bytes:
                 raise MemoryBudgetError(
                     f"rows take {size_bytes} bytes, but {available} are available and {self._reserve_bytes} are kept "
@@ -159,18 +165,10 @@ class RowMemory:
                     "Give a (smaller) memory budget to leave the largest tables in the mapped snapshot, "
                     "or roll replica by replica"
                 )
-            claim = MemoryClaim(self, size_bytes)
-            self._claims.add(claim)
-            self._filling.add(claim)
+            self.claims.add(claim)
+            self.filling.add(claim)
         return claim
 
-    def end_filling(self, claim: MemoryClaim) -> None:
-        """Called by `MemoryClaim.filled`."""
-        with self._lock:
-            self._filling.discard(claim)
 
-    def forget(self, claim: MemoryClaim) -> None:
-        """Called by `MemoryClaim.give_back`."""
-        with self._lock:
-            self._claims.discard(claim)
-            self._filling.discard(claim)
+def _bytes_of(claims: set[MemoryClaim]) -> int:
+    return sum(claim.size_bytes for claim in claims)

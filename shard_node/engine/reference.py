@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -61,12 +62,10 @@ class ReferenceEngine:
         for group in self._layout.groups:
             pooled: list[Float32Array] = []
             for segment, key in enumerate(bags.keys.tolist()):
-                if not group.first_table <= key < group.end_table:
-                    continue
-                for bag in range(int(starts[segment]), int(starts[segment + 1])):
-                    pooled.append(self._pool_bag(bags, key, int(bags.offsets[bag]), int(bags.offsets[bag + 1])))
-            block = np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32)
-            blocks.append(block)
+                if group.first_table <= key < group.end_table:
+                    edges = bags.offsets[starts[segment] : starts[segment + 1] + 1].tolist()
+                    pooled += [self._pool_bag(bags, key, start, end) for start, end in itertools.pairwise(edges)]
+            blocks.append(np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32))
         return blocks
 
     def _pool_bag(self, bags: KeyedBags, key: int, start: int, end: int) -> Float32Array:
