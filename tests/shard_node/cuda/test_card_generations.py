@@ -229,7 +229,7 @@ async def caught_up(registry, snapshot, tables, sequence: int) -> None:
     follower = follow(registry, snapshot, tables, config=FollowerConfig(poll_s=0.002, retry_s=0.002))
     task = asyncio.create_task(follower.run())
     async with asyncio.timeout(TIMEOUT_S):
-        while follower.caught_up_to < sequence:  # noqa: ASYNC110 - it happens in another thread
+        while tables.deltas.sequence < sequence:  # noqa: ASYNC110 - it happens in another thread
             await asyncio.sleep(0.002)
     task.cancel()
     await asyncio.wait([task])
