@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class Remembered:
-    """The highest epoch of what is wanted and of each rollout, and what was published of the versions in use.
+    """What the registry said, as this process last knew it, given back to a registry that has lost it.
+
+    That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use.
 
     Args:
         fleet: the registry.
@@ -42,7 +44,7 @@ class Remembered:
         self._models = models
         self._look_every_s = look_every_s
         self._clock = clock
-        self._looked_at: float | None = None
+        self._looked_at = float("-inf")
         self._division: FleetRecord | None = None
         self._rollouts: dict[str, tuple[int, bytes]] = {}
         self._published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = {}
@@ -55,8 +57,9 @@ class Remembered:
             known = self.wanted.get(model)
             if (self._models is None or model in self._models) and (known is None or record.epoch >= known.epoch):
                 self.wanted[model] = record
-        lost = [known for known in self.wanted.values() if _is_lost(known, found.get(known.model))]
-        due = self._looked_at is None or self._clock() - self._looked_at >= self._look_every_s
+        now = ((known, found.get(known.model)) for known in self.wanted.values())
+        lost = [known for known, there in now if there is None or there.epoch < known.epoch]
+        due = self._clock() - self._looked_at >= self._look_every_s
         try:
             if lost or due:
                 # Before what is wanted: while that is missing nobody starts a rollout, and the plan of one that was
@@ -70,18 +73,15 @@ class Remembered:
                     )
 
     async def _look(self) -> None:
-        await self._remember_division()
-        await self._remember_published()
-        for model in self.wanted:
-            await self._remember_rollout(model)
-        self._looked_at = self._clock()
-
-    async def _remember_division(self) -> None:
         there = await self._fleet.fleet()
         if there is None and self._division is not None:
             there = await self._fleet.join_fleet(self._division)
             logger.warning("the registry had lost how the fleet divides rows: restored")
         self._division = there
+        await self._remember_published()
+        for model in self.wanted:
+            await self._remember_rollout(model)
+        self._looked_at = self._clock()
 
     async def _remember_published(self) -> None:
         """Of versions in use only: others may be dropped on purpose."""
@@ -118,10 +118,6 @@ class Remembered:
             logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
 
 
-def _is_lost(known: WantedModel, now: WantedModel | None) -> bool:
-    return now is None or now.epoch < known.epoch
-
-
 @dataclass(slots=True)
 class _Retirement:
     report: VersionReport
@@ -129,94 +125,18 @@ class _Retirement:
     task: asyncio.Task[None] | None = None
 
 
-class Retirements:
-    """What is being retired, from its announcement until it is freed.
-
-    Args:
-        retire: withdraws a version; returns when it is freed.
-        grace_s: between the announcement and that.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self, retire: Callable[[str, int], Awaitable[None]], grace_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._retire = retire
-        self._grace_s = grace_s
-        self._clock = clock
-        self._going: dict[tuple[str, int], _Retirement] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self._going)
-
-    def versions(self, model: str) -> set[int]:
-        """Of a model, those that go."""
-        return {version for name, version in self._going if name == model}
-
-    def add(self, report: VersionReport) -> None:
-        """Begins with a version, whose last report is given; does nothing if it goes already."""
-        key = (report.model, report.version)
-        if key not in self._going:
-            logger.info("version %d of %s drains", report.version, report.model)
-            self._going[key] = _Retirement(report.model_copy(update={"state": "draining", "reason": ""}))
-
-    def keep(self, model: str, versions: Sequence[int]) -> None:
-        """Calls off what is wanted again and was not withdrawn yet."""
-        for version in versions:
-            going = self._going.get((model, version))
-            if going is not None and going.task is None:
-                del self._going[model, version]
-
-    def announced(self) -> None:
-        """All reports have been announced."""
-        for going in self._going.values():
-            if going.announced_at is None:
-                going.announced_at = self._clock()
-
-    def go_on(self) -> None:
-        """Withdraws what was announced long enough ago."""
-        now = self._clock()
-        for key, going in self._going.items():
-            if going.task is None and going.announced_at is not None and now - going.announced_at >= self._grace_s:
-                going.task = asyncio.create_task(self._withdraw(*key), name=f"retire {key[0]} {key[1]}")
-
-    def reports(self) -> list[VersionReport]:
-        """One for each, in state `draining`."""
-        return [going.report for going in self._going.values()]
-
-    async def close(self) -> None:
-        """Waits for what was withdrawn; the rest stays."""
-        tasks = [going.task for going in self._going.values() if going.task is not None]
-        if tasks:
-            await asyncio.wait(tasks)
-
-    async def _withdraw(self, model: str, version: int) -> None:
-        try:
-            await self._retire(model, version)
-            logger.info("version %d of %s is retired", version, model)
-        except Exception as error:
-            # If it is still held, it is tried again.
-            logger.exception("retiring version %d of %s failed: %s", version, model, cut(error))
-        finally:
-            self._going.pop((model, version), None)
-
-
-Sleep = Callable[[float], Awaitable[None]]
-
-
 class Actions(Protocol):
     """What an agent can have done. Everything runs on the agent's event loop and must not block it."""
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """The versions that this process shall hold, the one to be staged first at the beginning.
+        """Returns the versions that this process shall hold, the one to be staged first at the beginning.
 
         What is held and not named is retired: name what still answers requests, too.
         """
         ...
 
     def held(self) -> Collection[tuple[str, int]]:
-        """(model, version) of all that is staged here in full and not withdrawn."""
+        """Returns (model, version) of all that is staged here in full and not withdrawn."""
         ...
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
@@ -235,11 +155,7 @@ class Actions(Protocol):
         ...
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Sets pointers and followers as far as versions are held. Quick, and repeatable.
-
-        Returns:
-            Whether all of `wanted` is in effect.
-        """
+        """Sets pointers and followers as far as versions are held; repeatable. True if all of `wanted` is in effect."""
         ...
 
     async def retire(self, model: str, version: int) -> None:
@@ -247,11 +163,11 @@ class Actions(Protocol):
         ...
 
     def reports(self) -> Sequence[VersionReport]:
-        """Of each version that is held, in state `ready`."""
+        """Reports each version that is held, in state `ready`."""
         ...
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """What is to be announced."""
+        """Returns what is to be announced."""
         ...
 
 
@@ -287,9 +203,6 @@ class Agent:
         clock: monotonic seconds.
         sleep: waits.
         random: for jitter.
-
-    Attributes:
-        wanted: what is wanted, by model, as last known; a registry that is down or was emptied does not change it.
     """
 
     def __init__(
@@ -298,7 +211,7 @@ class Agent:
         actions: Actions,
         config: AgentConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         random: random_module.Random | None = None,
     ) -> None:
         self._fleet = fleet
@@ -310,13 +223,12 @@ class Agent:
         own = actions.record((), {})
         self._node_id = own.node_id
         self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
-        self._retirements = Retirements(actions.retire, self._config.unannounce_grace_s, clock)
-        owner = f"{own.node_id}:{own.process_id}"
+        self._going: dict[tuple[str, int], _Retirement] = {}
         self._stagings = Stagings(
             fleet,
             actions.stage,
-            lambda: bool(self._retirements),
-            owner,
+            lambda: bool(self._going),
+            f"{own.node_id}:{own.process_id}",
             self._config.staging,
             clock,
             sleep,
@@ -328,13 +240,12 @@ class Agent:
         self._announcing = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
         self._told: object = None
-        self._told_at: float | None = None
-        self._looked_at: float | None = None
+        self._told_at = self._looked_at = float("-inf")
         self._problems: dict[str, str] = {}
 
     @property
     def wanted(self) -> Mapping[str, WantedModel]:
-        """What is wanted, by model, as last known."""
+        """What is wanted, by model, as last known; a registry that is down or was emptied does not change it."""
         return self._remembered.wanted
 
     def problems(self) -> list[str]:
@@ -357,7 +268,7 @@ class Agent:
             await self.close()
 
     async def round(self) -> None:
-        """One round: reads what is wanted, begins what is missing, sets pointers, withdraws, announces."""
+        """Reads what is wanted, begins what is missing, sets pointers, withdraws, announces."""
         await self._tried("registry", self._remembered.refresh())
         if not self._leaving:
             for wanted in self.wanted.values():
@@ -365,8 +276,10 @@ class Agent:
             # All at once: those that hang cost the others, and the heartbeat, one timeout and not one each.
             await asyncio.gather(*map(self._settle, self.wanted.values()))
             # After the pointers: what they leave may go now.
-            self._begin_retiring()
-            await self._look_again()
+            self._retire()
+            if self._clock() - self._looked_at >= self._config.heartbeat_s:
+                self._looked_at = self._clock()
+                await self._tried("looking again at what was refused", self._stagings.look_again())
         await self._tried("announcing", self._announce())
 
     async def leave(self) -> None:
@@ -385,18 +298,21 @@ class Agent:
     async def close(self) -> None:
         """Cancels stagings and waits until they have let go; what is being retired is waited for. Idempotent."""
         await self._stagings.close()
-        await self._retirements.close()
+        if tasks := [going.task for going in self._going.values() if going.task is not None]:
+            await asyncio.wait(tasks)
 
     def _make_so(self, wanted: WantedModel) -> None:
-        versions = self._actions.wanted_versions(wanted)
-        held = {version for model, version in self._actions.held() if model == wanted.model}
-        self._retirements.keep(wanted.model, versions)
-        retiring = self._retirements.versions(wanted.model)
+        model, versions = wanted.model, self._actions.wanted_versions(wanted)
+        held = {version for name, version in self._actions.held() if name == model}
+        for version in versions:
+            # What is wanted again and was not withdrawn yet stays.
+            if (going := self._going.get((model, version))) is not None and going.task is None:
+                del self._going[model, version]
+        retiring = {version for name, version in self._going if name == model}
         missing = [version for version in versions if version not in held or version in retiring]
         # Two versions may not fit: one that goes is gone before another one comes.
-        going = sorted(retiring | (held - set(versions)))
-        waits_for = f"version {', '.join(map(str, going))} is retired first" if going else ""
-        self._stagings.want(wanted, missing, waits_for)
+        goes = sorted(retiring | (held - set(versions)))
+        self._stagings.want(wanted, missing, f"version {', '.join(map(str, goes))} is retired first" if goes else "")
 
     async def _settle(self, wanted: WantedModel) -> None:
         name = f"settling {wanted.model}"
@@ -411,37 +327,45 @@ class Agent:
         else:
             self._problems.pop(name, None)
 
-    def _begin_retiring(self) -> None:
+    def _retire(self) -> None:
+        """Announces what is to go as draining first; withdraws it once nobody can be asking for it any more."""
         reports = {(one.model, one.version): one for one in self._actions.reports()}
         for model, version in self._actions.held():
-            wanted = self.wanted.get(model)
+            wanted, key = self.wanted.get(model), (model, version)
             # Nothing known of a model never means that its versions are to go.
-            if wanted is not None and version not in self._actions.wanted_versions(wanted):
-                fallback = VersionReport(model=model, version=version, state="draining")
-                self._retirements.add(reports.get((model, version), fallback))
-        self._retirements.go_on()
+            if wanted is None or key in self._going or version in self._actions.wanted_versions(wanted):
+                continue
+            logger.info("version %d of %s drains", version, model)
+            report = reports.get(key) or VersionReport(model=model, version=version, state="draining")
+            self._going[key] = _Retirement(report.model_copy(update={"state": "draining", "reason": ""}))
+        until = self._clock() - self._config.unannounce_grace_s
+        for key, going in self._going.items():
+            if going.task is None and going.announced_at is not None and going.announced_at <= until:
+                going.task = asyncio.create_task(self._withdraw(*key), name=f"retire {key[0]} {key[1]}")
 
-    async def _look_again(self) -> None:
-        """Now and then: whether a refused version was published anew."""
-        now = self._clock()
-        if self._looked_at is None or now - self._looked_at >= self._config.heartbeat_s:
-            self._looked_at = now
-            await self._tried("looking again at what was refused", self._stagings.look_again())
+    async def _withdraw(self, model: str, version: int) -> None:
+        try:
+            await self._actions.retire(model, version)
+            logger.info("version %d of %s is retired", version, model)
+        except Exception as error:
+            # If it is still held, it is tried again.
+            logger.exception("retiring version %d of %s failed: %s", version, model, cut(error))
+        finally:
+            self._going.pop((model, version), None)
 
     async def _announce(self) -> None:
         async with self._announcing:
             await self._written()
-            await self._announce_news()
+            if not self._has_left:
+                await self._announce_news()
 
     async def _announce_news(self) -> None:
-        if self._has_left:
-            return
         record = self._actions.record(self._reports(), dict(self._applied))
         record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
         states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
         news = (states, record.applied, record.live, record.draining)
         now = self._clock()
-        if news == self._told and self._told_at is not None and now - self._told_at < self._config.heartbeat_s:
+        if news == self._told and now - self._told_at < self._config.heartbeat_s:
             return
         # Until it is known to be written, nothing of it is.
         self._told = None
@@ -449,17 +373,19 @@ class Agent:
         self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
         await asyncio.shield(self._writing)
         self._told, self._told_at = news, now
-        self._retirements.announced()
+        for going in self._going.values():
+            if going.announced_at is None:
+                going.announced_at = self._clock()
 
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
     def _reports(self) -> list[VersionReport]:
-        going = {(one.model, one.version): one for one in self._retirements.reports()}
-        reports = {(one.model, one.version): one for one in self._stagings.reports()}
-        reports |= {(one.model, one.version): one for one in self._actions.reports()}
-        reports |= going
+        going = (one.report for one in self._going.values())
+        # Of one version, what comes last counts.
+        told = [*self._stagings.reports(), *self._actions.reports(), *going]
+        reports = {(one.model, one.version): one for one in told}
         return [reports[key] for key in sorted(reports)]
 
     async def _tried(self, name: str, work: Awaitable[None]) -> bool:
