@@ -60,9 +60,9 @@ def stage_tables(
 ) -> LoadedTables:
     """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
 
-    Checked are: that it is the version that was published; sizes, headers, shapes and SHA-256 of its row files; that it
-    has every table of its spec; that each row here decodes to finite values. Rows that stay in mapped files are brought
-    into memory.
+    Nothing is taken on trust. Checked are: that it is the version that was published; sizes, headers, shapes and
+    SHA-256
+    of its row files; that it has every table of its spec; that each row here decodes to finite values.
 
     Args:
         folder: of the snapshot.
@@ -70,7 +70,7 @@ def stage_tables(
         plan_of: which rows.
         memory: takes account of RAM, over all versions.
         memory_budget_bytes: as of `prepare_load`.
-        card_set: where rows go; None to pool on the CPU.
+        card_set: as of `prepare_load`.
         observed: as of `prepare_load`.
         verify: compare SHA-256; may be left out for a local store that is trusted.
         pace: rests in between; None for none.
@@ -108,19 +108,19 @@ def stage_tables(
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:
-    """The progress of `stage_tables` as one number, 0 to 1: half of it is checking, half is loading."""
+    """Makes the progress of `stage_tables` one number, 0 to 1: half of it is checking, half is loading."""
+    begins = {"checking SHA-256": 0.0, "load": 0.5}
 
     def told(what: str, done: int, total: int) -> None:
-        share = done / total if total else 1.0
-        if what == "checking SHA-256":
-            tell(share / 2)
-        elif what == "load":
-            tell(0.5 + share / 2)
+        if what in begins:
+            tell(begins[what] + (done / total if total else 1.0) / 2)
 
     return told
 
 
 _LOOK_S = 0.02
+ENOUGH_FAULTS = 2
+"""Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
 
 
 class NodeConfig(Frozen):
@@ -150,12 +150,7 @@ class NodeConfig(Frozen):
 
 
 async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
-    """Makes sure that a node divides rows as its fleet does.
-
-    Raises:
-        FleetMismatchError: it does not.
-        RegistryUnavailableError: nobody knows.
-    """
+    """Makes sure that a node divides rows as its fleet does. Raises FleetMismatchError, RegistryUnavailableError."""
     there = await fleet.join_fleet(record)
     if there != record:
         raise FleetMismatchError(
@@ -166,7 +161,7 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
 
 
 class NodeActions:
-    """Implements `Actions` for a shard node. Belongs to one event loop.
+    """What an agent has done in a shard node. Implements `Actions`; belongs to one event loop.
 
     Args:
         node: what pools.
@@ -203,11 +198,11 @@ class NodeActions:
         self._retiring: set[tuple[str, int]] = set()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """The live one first: without it this node answers nobody."""
+        """As `Actions.wanted_versions`. The live one is first: without it this node answers nobody."""
         return sorted(wanted.held_by(self._config.node_id), key=lambda version: (version != wanted.live, version))
 
     def held(self) -> Collection[tuple[str, int]]:
-        """What the node pools from."""
+        """As `Actions.held`: what the node pools from."""
         return set(self._held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
@@ -270,11 +265,11 @@ class NodeActions:
             await self._sleep(_LOOK_S)
 
     def reports(self) -> Sequence[VersionReport]:
-        """A version that can't take up its deltas is refused before it is live; then it goes on with what it has."""
+        """As `Actions.reports`. A version that can't take up its deltas is refused, unless it is live."""
         return [self._report(model, version, one) for (model, version), one in self._held().items()]
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """What the node is."""
+        """As `Actions.record`."""
         identity = self._node.identity
         return NodeRecord(
             node_id=self._config.node_id,
@@ -302,9 +297,10 @@ class NodeActions:
             return None
         from shard_node.cuda.card_engine import CardEngine
 
-        live = (one for one in self._node.generations.all() if (one.model, one.state) == (model, "live"))
-        engines = (one.payload.engine for one in live)
-        return next((engine.observed_counts() for engine in engines if isinstance(engine, CardEngine)), None)
+        for one in self._node.generations.all():
+            if (one.model, one.state) == (model, "live") and isinstance(one.payload.engine, CardEngine):
+                return one.payload.engine.observed_counts()
+        return None
 
     def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:
         return {(one.model, one.version): one for one in self._node.generations.all() if one.state != "draining"}
@@ -328,24 +324,17 @@ class NodeActions:
         )
 
 
-INTERVAL_S = 1.0
-ENOUGH_FAULTS = 2
-"""In a row: what a card does not get over, it also answers when it is asked again."""
-
-
 async def watch_cards(
     node: ShardNode,
     cards: Cards | None = None,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    interval_s: float = INTERVAL_S,
+    interval_s: float = 1.0,
 ) -> NoReturn:
     """Asks the cards of all versions, time and again, until cancelled. On the CPU there is nothing to ask.
 
-    Args:
-        node: whose cards.
-        cards: asked too, as a node that stages its first version has no other; None for none.
-        sleep: waits.
-        interval_s: between two looks.
+    A node whose cards have failed has to end: until then CUDA answers everything with the first error. `cards` are
+    asked
+    too, as a node that stages its first version has no other.
 
     Raises:
         CardError: they failed, and go on failing.
