@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout, TableLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
 from shard_node.generation import RowLock
@@ -52,7 +52,6 @@ class CpuEngine:
         self._layout = layout
         self._arenas = list(arenas)
         self._placement = placement
-        self._limits = TableLimits(layout)
         self._tiers = tuple(tiers)
         self._groups = tuple(
             _GroupPlace(
@@ -77,7 +76,7 @@ class CpuEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
-        self._limits.check(bags)
+        self._layout.check(bags)
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
@@ -96,7 +95,7 @@ class CpuEngine:
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
-        self._limits.check_rows(table, rows, stored)
+        self._layout.check_rows(table, rows, stored)
         arena, slots = self._placement.locate_rows(table, rows)
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
         for number in np.unique(arena).tolist():

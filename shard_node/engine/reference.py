@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout, TableLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.generation import RowLock
 
@@ -27,7 +27,6 @@ class ReferenceEngine:
         self._layout = TableLayout.of(spec)
         self._tables = [tables[table.name].copy() for table in self._layout.tables]
         self._lock = RowLock()
-        self._limits = TableLimits(self._layout)
         self._counts = [0] * len(self._tables)
 
     @property
@@ -37,7 +36,7 @@ class ReferenceEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`: sum over the bag of weight * row."""
-        self._limits.check(bags)
+        self._layout.check(bags)
         self._lock.begin_read()
         try:
             return self._pool(bags)
@@ -46,7 +45,7 @@ class ReferenceEngine:
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`: every row is here."""
-        self._limits.check_rows(table, rows, stored)
+        self._layout.check_rows(table, rows, stored)
         spec = self._layout.tables[table]
         values = codec_for(spec.dtype, spec.embedding_dim).decode(stored)
         self._lock.begin_write()

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.snapshot.manifest import Frozen
-from shard_node.bags import TableLimits
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -42,8 +41,6 @@ from shard_node.wire.tls import ReloadingContext
 logger = logging.getLogger(__name__)
 
 Answer = list[Buffer]
-# Layouts whose limits are kept; a node serves a handful of versions.
-MAX_KEPT_LIMITS = 64
 # Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
 SPARE_SHARE = 0.5
 SPARE_SAVED_S = 0.005
@@ -124,7 +121,6 @@ class RequestHandler:
         self._limits = limits
         self._clock = clock
         self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
-        self._kept_limits: dict[tuple[str, int], TableLimits] = {}
         self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
         self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
         self.in_flight = 0
@@ -172,11 +168,11 @@ class RequestHandler:
                 f"values has {request.values.size} entries, "
                 f"a request may have at most {self._limits.max_values_per_request}"
             )
-        limits = self._limits_of(request.model, request.version)
+        layout = self._node.table_layout(request.model, request.version)
         answer_bytes = (
             HEADER.size
-            + array_section_bytes(len(limits.layout.groups))
-            + limits.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
+            + array_section_bytes(len(layout.groups))
+            + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
         longest = max(frame.body.size, answer_bytes)
@@ -231,16 +227,6 @@ class RequestHandler:
             return self._fitting(encode_pooled(request_id, blocks))
         except Exception as error:
             return _failure(request_id, error)
-
-    def _limits_of(self, model: str, version: int) -> TableLimits:
-        layout = self._node.table_layout(model, version)
-        kept = self._kept_limits.get((model, version))
-        if kept is None or kept.layout is not layout:
-            if len(self._kept_limits) >= MAX_KEPT_LIMITS:
-                self._kept_limits.clear()
-            kept = TableLimits(layout)
-            self._kept_limits[model, version] = kept
-        return kept
 
     def _fitting(self, answer: Answer) -> Answer:
         self._refuse_large_answer(sum(map(len, answer)))
