@@ -233,12 +233,13 @@ class TableLayout:
         return np.array([table.num_embeddings for table in self.tables], np.uint64)
 
     @cached_property
-    def _row_bytes(self) -> Int64Array:
+    def row_bytes(self) -> Int64Array:
+        """int64 [tables], bytes of one pooled row of each."""
         return np.array([4 * table.embedding_dim for table in self.tables], np.int64)
 
     @cached_property
     def _common_row_bytes(self) -> int | None:
-        return int(self._row_bytes[0]) if (self._row_bytes == self._row_bytes[0]).all() else None
+        return int(self.row_bytes[0]) if (self.row_bytes == self.row_bytes[0]).all() else None
 
     @cached_property
     def _equals(self) -> list[TableLayout]:
@@ -268,7 +269,7 @@ class TableLayout:
         # A negative count is a huge unsigned one.
         if int(np.maximum.reduce(counts.view(np.uint64))) > max(num_bags, 0):
             raise InvalidBagsError(f"bags_per_key must be within 0..{num_bags}, the bags that offsets describes")
-        return int(np.dot(self._row_bytes[keys], counts))
+        return int(np.dot(self.row_bytes[keys], counts))
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
         """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
