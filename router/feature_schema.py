@@ -20,13 +20,7 @@ from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """A model's features in flat order.
-
-    Attributes:
-        spec: the model.
-        layout: its tables in layout order.
-        features: its features in flat order.
-    """
+    """A model's features in flat order, and its tables in layout order."""
 
     spec: ModelSpec
     layout: TableLayout
@@ -85,7 +79,8 @@ class FeatureSchema:
         """32 hex digits that change with everything that the layout of a packed request depends on.
 
         The first half of the SHA-256 of a JSON document: name, side, id type and weights of each feature in flat order,
-        and the widths of the dense inputs.
+        and
+        the widths of the dense inputs.
         """
         features = [[one.name, one.side, one.name in self.string_features, one.weighted] for one in self.features]
         widths = [self.spec.dense_inputs.context, self.spec.dense_inputs.candidate]

@@ -18,7 +18,7 @@ _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), uint64 [n] to uint64 [n], a bijection."""
+    """Applies the finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), a bijection of uint64."""
     mixed = values + _GAMMA
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIER_1
@@ -31,18 +31,10 @@ def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def hashed_rows(
     ids: npt.NDArray[np.int64], seed: npt.NDArray[np.uint64], num_embeddings: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.int64]:
-    """The row of each hashed id: floor(top 32 bits of splitmix64(id + seed) * num_embeddings / 2^32).
+    """Maps each id to the row floor(top 32 bits of splitmix64(id + seed) * num_embeddings / 2^32).
 
-    A multiplication and a shift in place of a division (Lemire, "Fast Random Integer Generation in an Interval",
-    2019); num_embeddings is below 2^32, so the product fits in 64 bits.
-
-    Args:
-        ids: int64 [n].
-        seed: uint64 [n] or [1].
-        num_embeddings: uint64 [n] or [1].
-
-    Returns:
-        int64 [n], each in 0..num_embeddings - 1.
+    A multiplication and a shift in place of a division (Lemire, "Fast Random Integer Generation in an Interval", 2019);
+    num_embeddings is below 2^32, so the product fits in 64 bits. `seed` and `num_embeddings` are [n] or [1].
     """
     mixed = splitmix64(ids.view(np.uint64) + seed)
     mixed >>= np.uint64(32)
@@ -55,10 +47,13 @@ UNKNOWN = -1
 
 
 class VocabularyIndex:
-    """Finds the row of (table, id).
+    """All vocabularies of a model in one flat index, so that a batch's ids are looked up together.
 
-    Args:
-        ids: table number to its ids, int64 [V], all different; an id's position is its row.
+    Entries (table, id) are sorted by a 64-bit mix; the top bits of the mix pick a short run of them, which is compared
+    step by step for all ids at once. With about one entry to a run, a few steps find every id or show that it is
+    unknown.
+
+    `ids` gives the ids of each table number, int64 [V], all different; an id's position is its row.
     """
 
     def __init__(self, ids: Mapping[int, Int64Array]) -> None:
@@ -76,15 +71,7 @@ class VocabularyIndex:
         self._run_starts = np.searchsorted(mix[order] >> self._run_shift, np.arange((1 << run_bits) + 1))
 
     def rows(self, table: npt.NDArray[np.int32], ids: Int64Array) -> Int64Array:
-        """Finds rows.
-
-        Args:
-            table: int32 [n], the table of each id.
-            ids: int64 [n].
-
-        Returns:
-            int64 [n], the row, or `UNKNOWN`.
-        """
+        """Finds the row, int64 [n], of each id in its table (int32 [n]); `UNKNOWN` for one that has none."""
         run = _mix(table, ids) >> self._run_shift
         position, end = self._run_starts[run], self._run_starts[run + np.uint64(1)]
         rows = np.full(ids.size, UNKNOWN, np.int64)
@@ -138,9 +125,7 @@ class MappedBags:
 class IdMapper:
     """Maps the raw ids of one model version.
 
-    Args:
-        schema: the model's features.
-        vocabularies: ids by table name, int64 [V], for tables with the vocabulary mapping; a position is a row.
+    `vocabularies` has int64 [V] ids by table name, for tables with the vocabulary mapping; a position is a row.
     """
 
     def __init__(self, schema: FeatureSchema, vocabularies: Mapping[str, Int64Array]) -> None:
@@ -162,13 +147,9 @@ class IdMapper:
         self._vocabulary = VocabularyIndex({schema.layout.index[name]: vocabularies[name] for name in wanted})
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps raw ids to rows: every value of the answer is a row of its feature's table.
+        """Maps raw ids, keyed by flat feature index, to rows of their features' tables.
 
-        Args:
-            bags: keys are flat feature indices, values raw ids.
-
-        Returns:
-            The same bags with rows for values; ids unknown under `skip` are left out of their bags.
+        Ids unknown under `skip` are left out of their bags.
         """
         keys = bags.keys
         if keys.size == 0 or not bags.values.size:

@@ -70,8 +70,12 @@ class Plan:
         Raises:
             PlanError: for numbers out of range, or a table stored with another bucketing than `sharding` needs.
         """
-        _check_range("num_shards", num_shards, MAX_SHARDS)
-        _check_range("cards_per_shard", cards_per_shard, MAX_CARDS_PER_SHARD)
+        for name, count, most in (
+            ("num_shards", num_shards, MAX_SHARDS),
+            ("cards_per_shard", cards_per_shard, MAX_CARDS_PER_SHARD),
+        ):
+            if not 1 <= count <= most:
+                raise PlanError(f"{name} is {count}, allowed is 1..{most}")
         layout = TableLayout.of(spec)
         owners = np.zeros((len(layout.tables), NUM_BUCKETS), np.int16)
         small = [num_shards > 1 and table_bytes(table) <= replicate_bytes for table in layout.tables]
@@ -104,7 +108,7 @@ class Plan:
         return digest.hexdigest()
 
     def identity(self, shard_index: int) -> NodeIdentity:
-        """The identity of the node that serves a shard."""
+        """Returns the identity of the node that serves a shard."""
         _check_index(shard_index, self.num_shards)
         return NodeIdentity(
             shard_index=shard_index,
@@ -114,7 +118,7 @@ class Plan:
         )
 
     def partition(self, shard_index: int) -> Partition:
-        """The buckets that a shard holds, and the card of each.
+        """Returns the buckets that a shard holds, and the card of each.
 
         A table divided over shards is divided over the shard's cards as well, in runs of its buckets; one that the
         shard holds whole because it is small or because tables are placed whole goes to the emptiest card.
@@ -141,7 +145,7 @@ class Plan:
 
 
 def table_bytes(table: TableSpec) -> int:
-    """Bytes that a table's rows take as stored."""
+    """Counts the bytes that a table's rows take as stored."""
     return table.num_embeddings * row_bytes_of(table.dtype, table.embedding_dim)
 
 
@@ -149,11 +153,6 @@ def _spread_buckets(table: TableSpec, num_shards: int) -> npt.NDArray[np.int16]:
     # Contiguous runs of the buckets that hold rows, so that each shard reads one run of every row file.
     used = num_buckets_used(table)
     return np.minimum(np.arange(NUM_BUCKETS) * num_shards // used, num_shards - 1).astype(np.int16)
-
-
-def _check_range(name: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise PlanError(f"{name} is {value}, allowed is 1..{most}")
 
 
 def _check_index(shard_index: int, num_shards: int) -> None:
@@ -171,9 +170,6 @@ class BucketOwners:
 
     Most plans divide all large tables alike, in runs of buckets: then a row's owner follows from its bucket without
     knowing its table.
-
-    Args:
-        plan: who owns what.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -183,7 +179,8 @@ class BucketOwners:
         is_replicated = plan.shard_of_bucket[:, 0] == REPLICATED
         self._has_replicated = bool(is_replicated.any())
         divided = np.flatnonzero(~is_replicated)
-        self._alike = _alike(plan.shard_of_bucket[divided], self._shift[divided])
+        owners, shifts = plan.shard_of_bucket[divided], self._shift[divided]
+        self._alike = bool(divided.size and (owners == owners[0]).all() and (shifts == shifts[0]).all())
         # Shard s has the buckets from the s-th of these on; only if each has a run of them.
         self._run_begins: tuple[int, ...] = ()
         if self._alike:
@@ -194,16 +191,13 @@ class BucketOwners:
                 self._run_begins = tuple(begins) if all(begin < 256 for begin in begins) else ()
 
     def of(self, bags: KeyedBags, up: Callable[[], npt.NDArray[np.int16]], turn: int) -> Owners:
-        """The shard of each value.
+        """Finds the shard of each value, uint8 [n], or uint16 [n] if there are more than 256 shards.
 
         Args:
             bags: keys are tables, values rows of them.
             up: gives the shards (int16, at least one) that may stand in as owners of what every shard has; not asked
                 if there is no such table.
             turn: with which of them to begin; the tables of a batch take turns from there on.
-
-        Returns:
-            uint8 [n], or uint16 [n] if there are more than 256 shards.
         """
         if self._alike and not self._has_replicated:
             return self._of_alike(bags.values)
@@ -229,7 +223,3 @@ class BucketOwners:
         for begin in self._run_begins[1:]:
             owner += bucket >= begin
         return owner
-
-
-def _alike(owners: npt.NDArray[np.int16], shifts: Int64Array) -> bool:
-    return bool(len(owners)) and bool((owners == owners[0]).all()) and bool((shifts == shifts[0]).all())
