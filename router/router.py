@@ -65,10 +65,9 @@ class Embeddings:
     times: LookupTimes = field(default_factory=LookupTimes)
 
     def feature(self, index: int) -> Float32Array:
-        """A view of one feature, float32 [bags, embedding_dim], or [ids, embedding_dim] with pooling `none`.
+        """Returns a view of one feature by its flat index, float32 [bags, embedding_dim].
 
-        Args:
-            index: the feature's flat index. KeyError if it was not asked for.
+        With pooling `none` it is [ids, embedding_dim]. KeyError if it was not asked for.
         """
         segment = self._segment(index)
         group = int(np.searchsorted(self.schema.group_starts, index, side="right")) - 1
@@ -76,7 +75,7 @@ class Embeddings:
         return self.blocks[group][start : start + int(self.num_rows[segment])]
 
     def lengths(self, index: int) -> Int64Array:
-        """int64 [bags], how many ids each bag of a feature had. KeyError if the feature was not asked for."""
+        """Counts the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
         segment = self._segment(index)
         starts = self.bags.bag_starts()
         return np.diff(self.bags.offsets[int(starts[segment]) : int(starts[segment + 1]) + 1])
@@ -102,15 +101,7 @@ class _ShardDownError(Exception):
 
 
 class Router:
-    """Looks up batches of one model version over its shards.
-
-    Args:
-        schema: the model's features.
-        mapper: its id mapping.
-        plan: who owns what.
-        shards: one for each shard of the plan, in order.
-        clock: monotonic seconds.
-    """
+    """Looks up batches of one model version over its shards, one for each shard of the plan, in order."""
 
     def __init__(
         self,
@@ -142,11 +133,7 @@ class Router:
         self._rests_until = [float("-inf")] * len(self._shards)
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps ids to rows and asks no shard: for who has the rows at hand and pools them itself.
-
-        Args:
-            bags: keys are flat feature indices, values raw ids.
-        """
+        """Maps ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
     async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
@@ -269,11 +256,7 @@ class Router:
         return blocks
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:
-        """Joins neighbouring features of one table into one segment. No value moves.
-
-        Args:
-            bags: whose values the id mapping has made rows: that is what checks them.
-        """
+        """Joins neighbouring features of one table, whose values the id mapping checked, into one segment."""
         if bags.keys.size == len(self.schema.features):
             firsts, tables = self._firsts, self._tables
         else:
