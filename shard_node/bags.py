@@ -150,11 +150,7 @@ class KeyedBags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedBags(KeyedBags):
-    """Bags of tables whose values this process has just checked against `layout`, every one of them.
-
-    An engine of the same layout need not look at them again (`TableLayout.check`). The router makes them, of what its
-    id mapping gives. What came over a socket is never of this type: decoding makes `KeyedBags`.
-    """
+    """Bags of tables whose values this process has just checked against `layout`, as `TableLayout.check` would."""
 
     layout: TableLayout = field(kw_only=True)
 

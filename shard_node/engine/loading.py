@@ -25,14 +25,9 @@ class PreparedLoad(Protocol):
         ...
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """Loads, once.
+        """Loads, once. Raises SnapshotCorruptError.
 
-        Args:
-            claim: what `take` gave; belongs to the tables, and is given back if there will be none.
-            progress: told bytes copied.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
+        `claim` is what `take` gave; it belongs to the tables, and is given back if there will be none.
         """
         ...
 
