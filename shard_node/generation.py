@@ -82,9 +82,9 @@ class Lease(Generic[Payload]):
 class Generations(Generic[Payload]):
     """All generations of a process. Thread-safe; taking and releasing a lease is a few instructions under one lock.
 
-    Args:
-        free: frees a payload after its last lease; called in a thread of its own.
-        low_priority: lower that thread's priority; as for `loader.progress.in_background`, wrong for work in Python.
+    `free` frees a payload after its last lease, in a thread of its own, of low priority unless the work is in Python
+    (see
+    `loader.progress.in_background`).
     """
 
     def __init__(self, free: Callable[[Payload], None], *, low_priority: bool = True) -> None:

@@ -28,13 +28,8 @@ logger = logging.getLogger(__name__)
 class Remembered:
     """What the registry said, as this process last knew it, given back to a registry that has lost it.
 
-    That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use.
-
-    Args:
-        fleet: the registry.
-        models: only these; None for all that the registry names.
-        look_every_s: how often all but what is wanted is looked at.
-        clock: monotonic seconds.
+    That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use. Only
+    `models` are remembered, if given; all but what is wanted is looked at every `look_every_s`.
     """
 
     def __init__(
@@ -194,16 +189,7 @@ class AgentConfig(Frozen):
 
 
 class Agent:
-    """Makes this process what is wanted, round by round. Belongs to one event loop.
-
-    Args:
-        fleet: the registry.
-        actions: what does it.
-        config: intervals and limits.
-        clock: monotonic seconds.
-        sleep: waits.
-        random: for jitter.
-    """
+    """Makes this process what is wanted, round by round. Belongs to one event loop; `clock` gives monotonic seconds."""
 
     def __init__(
         self,

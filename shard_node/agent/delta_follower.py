@@ -64,14 +64,7 @@ DEFAULT_CONFIG: Final = FollowerConfig()
 class DeltaFollower:
     """Follows one stream for one generation. How far it is, and what holds it up, is told by `tables.deltas`.
 
-    Args:
-        registry: where the stream is.
-        model: whose tables.
-        version: of the generation; for messages.
-        tables: the generation's. They must not be closed before `run` has ended.
-        clock: seconds since the epoch.
-        sleep: waits between looks.
-        config: how the stream is followed.
+    `tables` must not be closed before `run` has ended; `clock` gives seconds since the epoch.
     """
 
     def __init__(

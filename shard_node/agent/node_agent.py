@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.02
+ENOUGH_FAULTS = 2
+"""Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
 PlanOf = Callable[[ModelSpec], tuple[Partition, str]]
 """The buckets of a model that a shard holds, and the digest of the plan that says so."""
 
@@ -61,8 +64,8 @@ def stage_tables(
     """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
 
     Nothing is taken on trust. Checked are: that it is the version that was published; sizes, headers, shapes and
-    SHA-256
-    of its row files; that it has every table of its spec; that each row here decodes to finite values.
+    SHA-256 of
+    its row files; that it has every table of its spec; that each row here decodes to finite values.
 
     Args:
         folder: of the snapshot.
@@ -118,11 +121,6 @@ def share_of(tell: Callable[[float], None]) -> Progress:
     return told
 
 
-_LOOK_S = 0.02
-ENOUGH_FAULTS = 2
-"""Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
-
-
 class NodeConfig(Frozen):
     """What a shard node is told of itself.
 
@@ -161,18 +159,7 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
 
 
 class NodeActions:
-    """What an agent has done in a shard node. Implements `Actions`; belongs to one event loop.
-
-    Args:
-        node: what pools.
-        fleet: the registry.
-        plan_of: which rows of a model this node holds.
-        config: what it is told of itself.
-        memory: takes account of RAM.
-        sleep: waits.
-        clock: monotonic seconds.
-        card_set: where rows go; None to pool on the CPU.
-    """
+    """What an agent has done in a shard node. Implements `Actions`; belongs to one event loop."""
 
     def __init__(
         self,
@@ -206,11 +193,9 @@ class NodeActions:
         return set(self._held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads this shard's rows, in a thread of its own; a version that is followed already catches up on deltas.
+        """Loads this shard's rows in a thread of its own; one that is followed catches up on deltas.
 
-        Raises:
-            SnapshotNotFoundError: the version was not published, or is not in the store.
-            ShardrankError: as `stage_tables`.
+        Raises as `stage_tables`.
         """
         published = await self._fleet.version(model, version)
         if published is None:
@@ -241,7 +226,7 @@ class NodeActions:
             raise
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Starts and stops followers, and marks the live version."""
+        """As `Actions.settle`: starts and stops followers, and marks the live version."""
         self._live[wanted.model] = wanted.live
         held = self._held()
         here = {version: one for (model, version), one in held.items() if model == wanted.model}
@@ -254,7 +239,7 @@ class NodeActions:
         return set(self.wanted_versions(wanted)) == set(here)
 
     async def retire(self, model: str, version: int) -> None:
-        """Stops following, withdraws, and waits until the last lease has ended and the rows are freed."""
+        """As `Actions.retire`: stops following, and waits until the last lease has ended and the rows are freed."""
         self._retiring.add((model, version))
         try:
             await self._followers.stop(model, version)

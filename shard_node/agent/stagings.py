@@ -66,9 +66,7 @@ class Stagings:
         is_room_coming: whether memory is being freed, so that a lack of it passes by itself.
         owner: of this process, for locks.
         config: limits and intervals.
-        clock: monotonic seconds.
-        sleep: waits.
-        random: for jitter.
+        clock, sleep, random: of the agent.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from shard_node.cuda.card_memory import CardClaim
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.placer import Placer
 from shard_node.cuda.places import owner_bits
-from shard_node.engine.arena_builder import ArenaBuilder, RowCopy, layout_for
+from shard_node.engine.arena_builder import ArenaBuilder, layout_for
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.node import DeltaPosition, LoadedTables, Partition
@@ -168,8 +168,7 @@ class CardTableLoad:
             if what != "load":  # of which there is nothing more
                 progress(what, done, total)
 
-        copy = RowCopy(self._snapshot, 0, sum(builder.table_bytes), brought_in)
-        return builder.build(["mapped"] * len(self.plan.layout.tables), copy)
+        return builder.build(["mapped"] * len(self.plan.layout.tables), brought_in)
 
 
 def _budget(card_set: CardSet, memory_budget_bytes: int | None) -> CardBudget:

@@ -33,12 +33,8 @@ class CpuEngine:
     Each pooling call runs in the caller's thread with one intra-op thread; several may run at once, since torch lets
     go of the interpreter lock while it reads rows. Rows are written while no call pools.
 
-    Args:
-        layout: the model's tables.
-        arenas: all arenas, numbered by position.
-        group_arenas: for each group of the layout, the numbers of the arenas that hold its rows.
-        placement: where each row lies.
-        tiers: the tier of each table, in layout order.
+    `group_arenas` has, for each group of the layout, the numbers of the arenas that hold its rows; `tiers` are those of
+    the tables.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
-from shard_node.engine.arena_builder import ArenaBuilder, RowCopy, layout_for
+from shard_node.engine.arena_builder import ArenaBuilder, layout_for
 from shard_node.engine.base import Tier
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.node import DeltaPosition, LoadedTables, Partition
@@ -52,9 +52,7 @@ class TableLoad:
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
         """As `PreparedLoad.run`."""
         try:
-            mapped_bytes = sum(self._builder.table_bytes) - self.ram_bytes
-            copy = RowCopy(self._snapshot, self.ram_bytes, mapped_bytes, progress)
-            engine = self._builder.build(self._tiers, copy)
+            engine = self._builder.build(self._tiers, progress)
         except BaseException:
             claim.give_back()
             raise

@@ -19,23 +19,13 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     The smallest of MemAvailable (proc_meminfo(5)) and, for every control group from this process's own up to the root,
     its limit less its usage (cgroup v2 memory.max and memory.current, v1 memory.limit_in_bytes and
     memory.usage_in_bytes). Page cache that a group could drop counts as used, so the answer errs on the small side.
-
-    Args:
-        root: of the file system.
-
-    Raises:
-        MemoryBudgetError: if /proc/meminfo has no MemAvailable.
     """
     left = (max(0, limit - usage) for limit, usage in _control_groups(root) if limit is not None)
     return min([_machine_bytes(root, "MemAvailable"), *left])
 
 
 def total_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes that there are: the machine's, or the smallest limit of a control group of this process.
-
-    Raises:
-        MemoryBudgetError: if /proc/meminfo has no MemTotal.
-    """
+    """Bytes that there are: the machine's, or the smallest limit of a control group of this process."""
     limits = (limit for limit, _ in _control_groups(root) if limit is not None)
     return min([_machine_bytes(root, "MemTotal"), *limits])
 
@@ -118,11 +108,6 @@ class RowMemory:
         cap_bytes: what the rows of all versions together may take; None for what is available.
         available: bytes that the system can still give.
         reserve_bytes: of those, what is left for everything else.
-
-    Attributes:
-        lock: protects the two sets.
-        claims: that were not given back.
-        filling: of those, the ones that the system does not count as used yet.
     """
 
     def __init__(

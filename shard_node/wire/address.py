@@ -83,19 +83,13 @@ def _unix_path(text: str) -> str:
 
 
 class Listener:
-    """Accepts connections on listening sockets.
+    """Accepts connections on listening sockets, its own from now on, under asyncio or uvloop.
 
-    At most 256 TLS handshakes are under way; one more ends the oldest: honest ones take milliseconds. The running event
-    loop is asyncio's or uvloop's.
-
-    Args:
-        sockets: bound and listening; the listener's from now on.
-        address: of a Unix socket, whose file is removed at the end if it is still ours.
-        protocol: makes the protocol of each connection, which is told of it after its handshake.
-        tls: of the server, takes note of handshakes that fail; None for plain text.
-
-    Attributes:
-        addresses: what is bound, one for each socket, with real ports.
+    At most 256 TLS handshakes are under way; one more ends the oldest: honest ones take milliseconds. `protocol` makes
+    the
+    protocol of each connection, which is told of it after its handshake. The file of a Unix socket is removed at the
+    end
+    if it is still ours. `addresses` is what is bound, one for each socket, with real ports.
     """
 
     def __init__(
@@ -175,15 +169,10 @@ class Listener:
 async def listen(
     address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ReloadingContext | None = None
 ) -> Listener:
-    """Binds an address and accepts connections.
-
-    Args:
-        address: port 0 takes any free port.
-        protocol: makes the protocol of each connection.
-        tls: what TCP connections must speak; a Unix socket never does.
+    """Binds an address, port 0 for any free one, and accepts connections; TCP ones must speak `tls`, if given.
 
     Raises:
-        AddressError: if it can't be bound, naming the address and the reason.
+        AddressError: it can't be bound, naming the address and the reason.
     """
     try:
         if address.is_unix:

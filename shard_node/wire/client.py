@@ -65,11 +65,8 @@ class ClientLimits(Frozen):
 class ClientConnection(FrameConnection):
     """Sends requests and hands each answer to whoever waits for it. Answers that nobody waits for are dropped.
 
-    Args:
-        address: of the node, for messages.
-        limits: of frames and unsent bytes.
-        going_away: told when the node wants no new requests on this connection.
-        ended: told once when the connection is gone, as what kind of error, and why.
+    `going_away` is told when the node wants no new requests on this connection; `ended` once when the connection is
+    gone, as what kind of error, and why.
     """
 
     def __init__(
@@ -248,13 +245,13 @@ class ShardClient:
     async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
         """As `Shard.pool`. The blocks are views into the received frame.
 
-        The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be
-        on their way out.
+        The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be on
+        their
+        way out.
 
         Raises:
-            DeadlineExceededError: when the deadline passes, wherever the request is then.
-            NodeUnavailableError: there is no connection, or it was lost. Another replica may be asked. If TLS is why,
-                it is a TlsHandshakeError, whose subclasses say more.
+            DeadlineExceededError: the deadline passed, wherever the request was then.
+            NodeUnavailableError: there is no connection, or it was lost; a TlsHandshakeError if TLS is why.
             NodeOverloadedError: the node, or this client, has too many requests in flight.
             FrameTooLargeError: request or answer is longer than `max_frame_bytes`.
             RemoteError: the node failed, or its answer does not fit the request.

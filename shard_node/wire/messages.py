@@ -86,14 +86,11 @@ class PoolRequest:
 
 
 def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags) -> list[Buffer]:
-    """Encodes a POOL frame as buffers to be written one after the other. They look into the bags: don't change those.
+    """Encodes a POOL frame as buffers to be written one after the other.
 
-    Args:
-        request_id: not 0, not in flight on this connection.
-        budget_us: microseconds until the answer is of no use; 0 for no limit. More than 71 minutes is cut to that.
-        model: the model's name.
-        version: the version whose rows are wanted.
-        bags: keys are tables, values are rows.
+    They look into the bags: don't change those.
+
+    `budget_us` is how long the answer is of use; 0 for no limit, and more than 71 minutes is cut to that.
 
     Raises:
         WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text.

@@ -85,12 +85,9 @@ class SpareTime:
     """A share of the event loop's time, for pooling that a thread could do as well.
 
     Handing work to a thread and back takes longer than a small batch's rows. The loop pools while it has time to spare;
-    under a load that would take more than its share, work goes to the threads, and to all cores.
-
-    Args:
-        share: of the time, within 0..1.
-        saved_s: most that is saved up: what may be spent at once after a pause.
-        now: monotonic seconds.
+    under a load that would take more than its `share`, work goes to the threads. `saved_s` is the most that is saved
+    up:
+    what may be spent at once after a pause.
     """
 
     def __init__(self, share: float, saved_s: float, now: float) -> None:
@@ -356,11 +353,8 @@ class ServerConnection(FrameConnection):
 class NodeServer:
     """Serves a shard node over the wire protocol on the running event loop, asyncio's or uvloop's.
 
-    Args:
-        node: what pools. Stays open when the server closes: it belongs to whoever made it.
-        limits: what peers may ask for.
-        clock: monotonic seconds.
-        tls: what TCP connections must speak; None for plain text. Unix sockets never speak it.
+    The node stays open when the server closes. `tls` is what TCP connections must speak, None for plain text; Unix
+    sockets never speak it.
     """
 
     def __init__(
@@ -395,11 +389,7 @@ class NodeServer:
         return len(self._connections)
 
     async def start(self, addresses: Sequence[Address]) -> None:
-        """Listens on every address, or on none.
-
-        Raises:
-            AddressError: naming the address that can't be bound, and why.
-        """
+        """Listens on every address, or on none. Raises AddressError."""
         try:
             for address in addresses:
                 self._listeners.append(await listen(address, self._make_connection, tls=self._tls))
@@ -410,10 +400,9 @@ class NodeServer:
     async def drain(self, timeout_s: float) -> bool:
         """Stops accepting, asks every peer to go elsewhere, and waits until all have their answers and are gone.
 
-        Requests that cross the wire with the GOAWAY frame are still answered.
-
-        Returns:
-            Whether all connections ended within the time; `close` ends the others.
+        Requests that cross the wire with the GOAWAY frame are still answered. Returns whether all connections ended
+        within
+        the time; `close` ends the others.
         """
         self._is_draining = True
         self._stop_listening()

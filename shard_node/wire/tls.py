@@ -219,16 +219,10 @@ def server_context(
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
 ) -> ReloadingContext:
-    """A server's context, TLS 1.2 and later, which follows its files.
+    """A server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
 
-    Args:
-        config: the files.
-        alpn: protocols that are offered, such as `("h2",)`.
-        clock: monotonic seconds.
-        interval_s: files are looked at no more often than this.
-
-    Raises:
-        TlsConfigError: a file can't be read or does not fit; it is named.
+    The files are looked at no more often than every `interval_s`. Raises TlsConfigError, naming a file that can't be
+    read or does not fit.
     """
 
     def make() -> ssl.SSLContext:
@@ -257,10 +251,7 @@ def client_context(
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
 ) -> ReloadingContext:
-    """A client's context, TLS 1.2 and later: servers are verified, their host names too. It follows its files.
-
-    Arguments and errors are those of `server_context`.
-    """
+    """A client's context, as `server_context`: servers are verified, their host names too."""
 
     def make() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
