@@ -79,8 +79,7 @@ class FeatureSchema:
         """32 hex digits that change with everything that the layout of a packed request depends on.
 
         The first half of the SHA-256 of a JSON document: name, side, id type and weights of each feature in flat order,
-        and
-        the widths of the dense inputs.
+        and the widths of the dense inputs.
         """
         features = [[one.name, one.side, one.name in self.string_features, one.weighted] for one in self.features]
         widths = [self.spec.dense_inputs.context, self.spec.dense_inputs.candidate]

@@ -1,4 +1,4 @@
-"""From raw ids to rows, for all features of a batch at once."""
+"""From raw ids to rows, for all features of a batch at once: hashes, vocabularies, and rows as they are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from loader.snapshot.manifest import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 
+UNKNOWN = -1
+_IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
+_REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
@@ -41,9 +44,6 @@ def hashed_rows(
     mixed *= num_embeddings
     mixed >>= np.uint64(32)
     return mixed.view(np.int64)
-
-
-UNKNOWN = -1
 
 
 class VocabularyIndex:
@@ -87,10 +87,6 @@ class VocabularyIndex:
 
 def _mix(table: npt.NDArray[np.int32], ids: Int64Array) -> npt.NDArray[np.uint64]:
     return splitmix64(ids.view(np.uint64) ^ splitmix64(table.astype(np.uint64)))
-
-
-_IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
-_REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

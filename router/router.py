@@ -21,6 +21,9 @@ from shard_node.errors import NodeUnavailableError
 from shard_node.node import Shard
 from shard_node.split import Part, add, split
 
+# For how long a shard that was down is not asked for rows that others have too.
+REST_S = 1.0
+
 
 @dataclass(slots=True, eq=False)
 class LookupTimes:
@@ -87,10 +90,6 @@ class Embeddings:
         return segment
 
 
-# For how long a shard that was down is not asked for rows that others have too.
-REST_S = 1.0
-
-
 class _ShardDownError(Exception):
     """Carries which shard failed to whoever splits; never leaves this file."""
 
@@ -139,11 +138,9 @@ class Router:
     async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
         """Maps, splits, fans out and adds.
 
-        Args:
-            model: the model's name.
-            version: the version that every shard must answer with.
-            bags: keys are flat feature indices, values raw ids.
-            deadline: absolute time on the monotonic clock, in seconds.
+        Keys of `bags` are flat feature indices, values raw ids. Every shard must answer with this version; `deadline`
+        is
+        as of `Shard.pool`.
 
         Raises:
             RouterError, ShardNodeError: if a shard can't answer.

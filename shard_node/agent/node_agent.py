@@ -64,8 +64,7 @@ def stage_tables(
     """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
 
     Nothing is taken on trust. Checked are: that it is the version that was published; sizes, headers, shapes and
-    SHA-256 of
-    its row files; that it has every table of its spec; that each row here decodes to finite values.
+    SHA-256 of its row files; that it has every table of its spec; that each row here decodes to finite values.
 
     Args:
         folder: of the snapshot.
@@ -318,8 +317,7 @@ async def watch_cards(
     """Asks the cards of all versions, time and again, until cancelled. On the CPU there is nothing to ask.
 
     A node whose cards have failed has to end: until then CUDA answers everything with the first error. `cards` are
-    asked
-    too, as a node that stages its first version has no other.
+    asked too, as a node that stages its first version has no other.
 
     Raises:
         CardError: they failed, and go on failing.

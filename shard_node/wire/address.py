@@ -86,10 +86,8 @@ class Listener:
     """Accepts connections on listening sockets, its own from now on, under asyncio or uvloop.
 
     At most 256 TLS handshakes are under way; one more ends the oldest: honest ones take milliseconds. `protocol` makes
-    the
-    protocol of each connection, which is told of it after its handshake. The file of a Unix socket is removed at the
-    end
-    if it is still ours. `addresses` is what is bound, one for each socket, with real ports.
+    the protocol of each connection, which is told of it after its handshake. The file of a Unix socket is removed at
+    the end if it is still ours. `addresses` is what is bound, one for each socket, with real ports.
     """
 
     def __init__(

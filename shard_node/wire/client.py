@@ -246,8 +246,7 @@ class ShardClient:
         """As `Shard.pool`. The blocks are views into the received frame.
 
         The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be on
-        their
-        way out.
+        their way out.
 
         Raises:
             DeadlineExceededError: the deadline passed, wherever the request was then.

@@ -86,8 +86,7 @@ class SpareTime:
 
     Handing work to a thread and back takes longer than a small batch's rows. The loop pools while it has time to spare;
     under a load that would take more than its `share`, work goes to the threads. `saved_s` is the most that is saved
-    up:
-    what may be spent at once after a pause.
+    up: what may be spent at once after a pause.
     """
 
     def __init__(self, share: float, saved_s: float, now: float) -> None:
@@ -401,8 +400,7 @@ class NodeServer:
         """Stops accepting, asks every peer to go elsewhere, and waits until all have their answers and are gone.
 
         Requests that cross the wire with the GOAWAY frame are still answered. Returns whether all connections ended
-        within
-        the time; `close` ends the others.
+        within the time; `close` ends the others.
         """
         self._is_draining = True
         self._stop_listening()
