@@ -30,7 +30,7 @@ class _Run(NamedTuple):
     """Rows [begin, end) of a table's row file: those of one bucket."""
 
     table: TableSpec
-    index: int
+    file: int
     source: ByteArray
     is_checked: bool
     bucket: int
@@ -133,7 +133,7 @@ class ArenaBuilder:
         """Copies a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ..."""
         rows_per_file = self._files[table.name].rows_per_file
         for run in self._runs(table, range(NUM_BUCKETS)):
-            part = target[run.index * rows_per_file :][: run.source.shape[0]]
+            part = target[run.file * rows_per_file :][: run.source.shape[0]]
             self._copy(run, part[run.bucket :: NUM_BUCKETS] if table.bucketing == "hash" else part[run.begin : run.end])
         self._tell()
 
@@ -198,7 +198,7 @@ class ArenaBuilder:
     def _copy(self, run: _Run, target: ByteArray) -> None:
         for begin, end in _pieces(run.begin, run.end, run.source.shape[1]):
             if not run.is_checked:
-                self._check(run.table, run.index, run.source, begin, end)
+                self._check(run.table, run.file, run.source, begin, end)
             target[begin - run.begin : end - run.begin] = run.source[begin:end]
             self._done_bytes += (end - begin) * run.source.shape[1]
             if self._done_bytes - self._told_bytes >= PIECE_BYTES:
