@@ -68,7 +68,13 @@ class KeyedBags:
         """Builds offsets from the length of each bag (any integer dtype, [B])."""
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        return cls(keys, bags_per_key, offsets, values, weights)
+        bags = cls(keys, bags_per_key, offsets, values, weights)
+        # Every bag that is made is asked for both, more than once.
+        bag_starts = np.zeros(keys.size + 1, dtype=np.int64)
+        np.add.accumulate(bags_per_key, out=bag_starts[1:])
+        object.__setattr__(bags, "_bag_starts", bag_starts)
+        object.__setattr__(bags, "_value_starts", offsets[bag_starts])
+        return bags
 
     @property
     def num_bags(self) -> int:
