@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from loader.snapshot.row_source import SafetensorsRows as SafetensorsRows
     from loader.snapshot.row_source import TensorRows as TensorRows
     from loader.snapshot.writer import export_snapshot as export_snapshot
-    from router.hashing import hashed_rows as hashed_rows
+    from router.id_mapping import hashed_rows as hashed_rows
     from serving.client.client import AsyncClient as AsyncClient
     from serving.client.client import Client as Client
     from serving.client.client import RetryPolicy as RetryPolicy
@@ -79,7 +79,7 @@ _NAMES = {
     "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows TensorRows",
     "loader.snapshot.reader": "verify_snapshot",
     "loader.snapshot.writer": "export_snapshot",
-    "router.hashing": "hashed_rows",
+    "router.id_mapping": "hashed_rows",
     "serving.client.client": "AsyncClient Client RetryPolicy",
     "serving.client.errors": (
         "ClientConfigError ClientError DeadlineExceededError InternalError InvalidRequestError NotFoundError "

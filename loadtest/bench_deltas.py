@@ -96,7 +96,7 @@ def _following(url: str, snapshot: Snapshot, tables: LoadedTables) -> Iterator[N
 
     async def follow() -> None:
         registry = open_registry(url)
-        follower = DeltaFollower(registry, MODEL, snapshot.version, tables, *snapshot.manifest.delta_start)
+        follower = DeltaFollower(registry, MODEL, snapshot.version, tables)
         following, end = asyncio.create_task(follower.run()), asyncio.create_task(ended.wait())
         try:
             await asyncio.wait([following, end], return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,4 @@
-"""The router's branch of the error tree.
-
-```
-RouterError
-├── PlanError                 422 FAILED_PRECONDITION   tables that can't be divided as asked
-├── PlanMismatchError         503 UNAVAILABLE           a shard node was loaded by another plan or snapshot
-└── ShardUnavailableError     503 UNAVAILABLE           no replica of a shard answered
-```
-"""
+"""The router's branch of the error tree."""
 
 from __future__ import annotations
 

@@ -15,19 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
-from shard_node.bags import Int32Array, Int64Array
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """A model's features in flat order.
-
-    Attributes:
-        spec: the model.
-        layout: its tables in layout order.
-        features: its features in flat order.
-    """
+    """A model's features in flat order, and its tables in layout order."""
 
     spec: ModelSpec
     layout: TableLayout

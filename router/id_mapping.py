@@ -1,4 +1,4 @@
-"""From raw ids to rows, for all features of a batch at once."""
+"""From raw ids to rows, for all features of a batch at once: hashes, vocabularies, and rows as they are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,83 @@ import numpy.typing as npt
 
 from loader.snapshot.manifest import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
-from router.hashing import hashed_rows
-from router.vocabulary import VocabularyIndex
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 
+UNKNOWN = -1
 _IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
 _REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+
+def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Applies the finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), a bijection of uint64."""
+    mixed = values + _GAMMA
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= _MULTIPLIER_1
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _MULTIPLIER_2
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def hashed_rows(
+    ids: npt.NDArray[np.int64], seed: npt.NDArray[np.uint64], num_embeddings: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.int64]:
+    """Maps each id to the row floor(top 32 bits of splitmix64(id + seed) * num_embeddings / 2^32).
+
+    A multiplication and a shift in place of a division (Lemire, "Fast Random Integer Generation in an Interval", 2019);
+    num_embeddings is below 2^32, so the product fits in 64 bits. `seed` and `num_embeddings` are [n] or [1].
+    """
+    mixed = splitmix64(ids.view(np.uint64) + seed)
+    mixed >>= np.uint64(32)
+    mixed *= num_embeddings
+    mixed >>= np.uint64(32)
+    return mixed.view(np.int64)
+
+
+class VocabularyIndex:
+    """All vocabularies of a model in one flat index, so that a batch's ids are looked up together.
+
+    Entries (table, id) are sorted by a 64-bit mix; the top bits of the mix pick a short run of them, which is compared
+    step by step for all ids at once. With about one entry to a run, a few steps find every id or show that it is
+    unknown.
+
+    `ids` gives the ids of each table number, int64 [V], all different; an id's position is its row.
+    """
+
+    def __init__(self, ids: Mapping[int, Int64Array]) -> None:
+        tables = [np.full(entry.size, table, np.int32) for table, entry in ids.items()]
+        rows = [np.arange(entry.size, dtype=np.int64) for entry in ids.values()]
+        table = np.concatenate(tables) if tables else np.zeros(0, np.int32)
+        flat_ids = np.concatenate(list(ids.values())) if ids else np.zeros(0, np.int64)
+        mix = _mix(table, flat_ids)
+        order = np.argsort(mix)
+        self._ids = flat_ids[order]
+        self._table = table[order]
+        self._rows = (np.concatenate(rows) if rows else np.zeros(0, np.int64))[order]
+        run_bits = max(1, int(flat_ids.size).bit_length())
+        self._run_shift = np.uint64(64 - run_bits)
+        self._run_starts = np.searchsorted(mix[order] >> self._run_shift, np.arange((1 << run_bits) + 1))
+
+    def rows(self, table: npt.NDArray[np.int32], ids: Int64Array) -> Int64Array:
+        """Finds the row, int64 [n], of each id in its table (int32 [n]); `UNKNOWN` for one that has none."""
+        run = _mix(table, ids) >> self._run_shift
+        position, end = self._run_starts[run], self._run_starts[run + np.uint64(1)]
+        rows = np.full(ids.size, UNKNOWN, np.int64)
+        pending = np.flatnonzero(position < end)
+        while pending.size:
+            at = position[pending]
+            found = (self._ids[at] == ids[pending]) & (self._table[at] == table[pending])
+            rows[pending[found]] = self._rows[at[found]]
+            position[pending] += 1
+            pending = pending[~found & (at + 1 < end[pending])]
+        return rows
+
+
+def _mix(table: npt.NDArray[np.int32], ids: Int64Array) -> npt.NDArray[np.uint64]:
+    return splitmix64(ids.view(np.uint64) ^ splitmix64(table.astype(np.uint64)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +121,7 @@ class MappedBags:
 class IdMapper:
     """Maps the raw ids of one model version.
 
-    Args:
-        schema: the model's features.
-        vocabularies: ids by table name, int64 [V], for tables with the vocabulary mapping; a position is a row.
+    `vocabularies` has int64 [V] ids by table name, for tables with the vocabulary mapping; a position is a row.
     """
 
     def __init__(self, schema: FeatureSchema, vocabularies: Mapping[str, Int64Array]) -> None:
@@ -74,13 +143,9 @@ class IdMapper:
         self._vocabulary = VocabularyIndex({schema.layout.index[name]: vocabularies[name] for name in wanted})
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps raw ids to rows: every value of the answer is a row of its feature's table.
+        """Maps raw ids, keyed by flat feature index, to rows of their features' tables.
 
-        Args:
-            bags: keys are flat feature indices, values raw ids.
-
-        Returns:
-            The same bags with rows for values; ids unknown under `skip` are left out of their bags.
+        Ids unknown under `skip` are left out of their bags.
         """
         keys = bags.keys
         if keys.size == 0 or not bags.values.size:

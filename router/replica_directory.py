@@ -45,10 +45,6 @@ class ReplicaDirectory:
     A node that is not announced any more is still asked for `forget_after_s`: its lease may have run out because the
     registry lost it, not because it is gone, and a node that is gone costs a router one refused connection. For the
     same reason a shard's last known nodes are never forgotten.
-
-    Args:
-        clock: monotonic seconds.
-        forget_after_s: how long a node is kept that is not announced any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, forget_after_s: float = FORGET_AFTER_S) -> None:
@@ -88,22 +84,17 @@ class ReplicaDirectory:
             if (replicas, topology) != (self._view.replicas, self._view.topology):
                 self._view = _View(self._view.epoch + 1, replicas, topology)
 
-    @property
-    def epoch(self) -> int:
-        """Counts up whenever an answer of `replicas` changes."""
-        return self._view.epoch
-
     def replicas(self, model: str, version: int, shard_index: int) -> tuple[Address, ...]:
-        """Where nodes are that report this version of this shard `ready`, and do not drain."""
-        return self._view.replicas.get((model, version, shard_index), ())
+        """Returns where nodes are that report this version of this shard `ready`, and do not drain."""
+        return self.current(model, version, shard_index)[1]
 
-    def current(self, model: str, version: int, shard_index: int) -> tuple[int, Sequence[Address]]:
-        """The epoch together with `replicas` of the same moment."""
+    def current(self, model: str, version: int, shard_index: int) -> tuple[int, tuple[Address, ...]]:
+        """Returns `replicas` with the epoch of the same moment, which counts up whenever any of them change."""
         view = self._view
         return view.epoch, view.replicas.get((model, version, shard_index), ())
 
     def topology(self) -> FleetRecord | None:
-        """How the announced nodes divide rows; None if there are none, or they do not agree."""
+        """Returns how the announced nodes divide rows; None if there are none, or they do not agree."""
         return self._view.topology
 
     def _forget(self, now: float) -> None:

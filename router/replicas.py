@@ -1,18 +1,22 @@
-"""A shard served by several nodes: which replica is asked, and who is asked next if it fails."""
+"""A shard served by several nodes, which come and go: which replica is asked, and who is asked next if it fails."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
 
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ShardUnavailableError
-from router.pieces import Cutter, join
 from router.plan import Plan
-from router.replica_set import Member, Replica, ReplicaSet, ReplicaSource
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.errors import (
     CardError,
     DeadlineExceededError,
@@ -22,10 +26,22 @@ from shard_node.errors import (
     RemoteError,
     ShardNodeError,
 )
-from shard_node.node import NodeInfo
+from shard_node.node import NodeInfo, Shard
+from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
 
+# Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
+# the next one travels, and no single request takes much of its memory.
+PIECE_BYTES = 16 << 20
+VALUE_BYTES = 16
+REST_S = 1.0
+# Longer than any healthy lookup of a batch, shorter than a user's patience.
+HEDGE_AFTER_S = 0.1
+INFO_TIMEOUT_S = 1.0
+CHECK_TIMEOUT_S = 2.0
+# A replica's own deadline ends its call first; this is only for one that overlooks it.
+GRACE_S = 0.1
 # A lookup changes nothing, so after any of these it may be asked again elsewhere.
 _ASK_ANOTHER = (
     NodeUnavailableError,
@@ -37,12 +53,108 @@ _ASK_ANOTHER = (
     DeadlineExceededError,
 )
 _RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError, CardError)
-# Longer than any healthy lookup of a batch, shorter than a user's patience.
-HEDGE_AFTER_S = 0.1
-INFO_TIMEOUT_S = 1.0
-CHECK_TIMEOUT_S = 2.0
-# A replica's own deadline ends its call first; this is only for one that overlooks it.
-GRACE_S = 0.1
+
+Blocks: TypeAlias = list[Float32Array]
+
+
+class Cutter:
+    """Cuts bags of one model into pieces that fit the wire: contiguous runs of bags.
+
+    `piece_bytes` is about what ids out and sums back of one piece take; a single bag may exceed it.
+    """
+
+    def __init__(self, layout: TableLayout, piece_bytes: int = PIECE_BYTES) -> None:
+        self._row_bytes = layout.row_bytes
+        self._most_row_bytes = int(layout.row_bytes.max())
+        self._piece_bytes = piece_bytes
+
+    def cut(self, bags: KeyedBags) -> list[KeyedBags]:
+        """Returns the pieces, in order; the bags themselves if they fit in one."""
+        if bags.num_bags * self._most_row_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
+            return [bags]
+        bag_cost = np.repeat(self._row_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
+        end_cost = np.cumsum(bag_cost)
+        edges: list[int] = [0]
+        while edges[-1] < bags.num_bags:
+            spent = int(end_cost[edges[-1] - 1]) if edges[-1] else 0
+            edges.append(max(edges[-1] + 1, int(np.searchsorted(end_cost, spent + self._piece_bytes, side="right"))))
+        return [_slice(bags, first, end) for first, end in itertools.pairwise(edges)]
+
+
+def join(pieces: list[Blocks]) -> Blocks:
+    """Joins the blocks of all pieces: for each group, one after the other."""
+    return pieces[0] if len(pieces) == 1 else [np.concatenate(blocks) for blocks in zip(*pieces, strict=True)]
+
+
+def _slice(bags: KeyedBags, first: int, end: int) -> KeyedBags:
+    starts: Int64Array = np.clip(bags.bag_starts(), first, end)
+    counts = np.diff(starts)
+    has_bags = counts > 0
+    value_first, value_end = int(bags.offsets[first]), int(bags.offsets[end])
+    return KeyedBags(
+        bags.keys[has_bags],
+        counts[has_bags],
+        bags.offsets[first : end + 1] - value_first,
+        bags.values[value_first:value_end],
+        None if bags.weights is None else bags.weights[value_first:value_end],
+    )
+
+
+class ShardReplica(Shard, Protocol):
+    """A connection to one node, as `ShardClient`.
+
+    Attributes:
+        address: where the node is.
+        in_flight: calls that have not returned.
+        connections: made so far; a change means that another process may answer now.
+    """
+
+    address: Address
+    in_flight: int
+    connections: int
+
+    @property
+    def available(self) -> bool:
+        """Whether a call now would be sent, or at least try to connect."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSource:
+    """Replicas that come and go.
+
+    Attributes:
+        current: an epoch, and where the nodes are now. As long as the epoch is the same, so are the addresses. Called
+            for every lookup: it must be cheap.
+        connect: makes a client of one node; it connects when it is first asked.
+    """
+
+    current: Callable[[], tuple[int, Sequence[Address]]]
+    connect: Callable[[Address], ShardReplica]
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A replica with what is known of it.
+
+    Attributes:
+        replica: its client.
+        checked: the number of connections when it was last found to hold the right thing; -1 for never.
+        rests_until: it is asked after the others until then, in monotonic seconds.
+        calls: how many of this shard's calls use it now.
+        leaves: whether it is closed when they have ended.
+    """
+
+    replica: ShardReplica
+    checked: int = -1
+    rests_until: float = float("-inf")
+    calls: int = 0
+    leaves: bool = False
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether whoever answers on the present connection was found to hold the right thing."""
+        return self.checked == self.replica.connections
 
 
 class ReplicatedShard:
@@ -55,7 +167,8 @@ class ReplicatedShard:
 
     A node is asked what it holds before its first answer is used and after every reconnect: a node of another shard,
     plan or snapshot is refused, since its sums would be wrong without being an error. Where replicas come and go this
-    is done beside the requests: a newcomer is connected to and asked while the others go on answering.
+    is done beside the requests: a newcomer is connected to and asked while the others go on answering. One that leaves
+    ends its calls first.
 
     Args:
         plan: who owns what.
@@ -72,33 +185,36 @@ class ReplicatedShard:
         plan: Plan,
         shard_index: int,
         manifest_identity: str,
-        replicas: Sequence[Replica] | ReplicaSource,
+        replicas: Sequence[ShardReplica] | ReplicaSource,
         on_retry: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
         hedge_after_s: float = HEDGE_AFTER_S,
     ) -> None:
-        if not isinstance(replicas, ReplicaSource) and not replicas:
+        self._source = replicas if isinstance(replicas, ReplicaSource) else None
+        self._members = [] if isinstance(replicas, ReplicaSource) else [_Member(replica) for replica in replicas]
+        if self._source is None and not self._members:
             raise ShardUnavailableError(f"shard {shard_index} has no replica")
         self._identity = plan.identity(shard_index)
         self._plan_digest = plan.digest
         self._manifest_identity = manifest_identity
-        self._replicas = ReplicaSet(replicas, clock)
-        self._comes_and_goes = isinstance(replicas, ReplicaSource)
-        self._introductions: dict[Member, asyncio.Task[None]] = {}
+        self._epoch = -1
+        self._turn = itertools.count()
+        self._introductions: dict[_Member, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._on_retry = on_retry
         self._clock = clock
         self._hedge_after_s = hedge_after_s
         self._cutter = Cutter(plan.layout)
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Blocks:
         """As `Shard.pool`. What is too large for a frame travels in pieces.
 
         Raises:
             ShardUnavailableError: if every replica failed; the message says what each one said.
             ShardNodeError: if a replica refused the request itself, or the deadline passed.
         """
-        if self._comes_and_goes:
-            self._replicas.follow()
+        if self._source is not None:
+            self._follow()
             self._introduce_newcomers(model, version)
         pieces = [await self._pool(model, version, piece, deadline) for piece in self._cutter.cut(bags)]
         return join(pieces)
@@ -109,8 +225,8 @@ class ReplicatedShard:
         Raises:
             ShardUnavailableError: if none can be used; the message says what each one said.
         """
-        self._replicas.follow()
-        members = list(self._replicas.members)
+        self._follow()
+        members = list(self._members)
         checks = (self._check(member, model, version, deadline) for member in members)
         outcomes = await asyncio.gather(*checks, return_exceptions=True)
         failures: list[str] = []
@@ -124,93 +240,6 @@ class ReplicatedShard:
         for failure in failures:
             logger.warning("shard %d of %s %d: %s", self._identity.shard_index, model, version, failure)
 
-    async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
-        waiting = self._replicas.order()
-        asked: dict[asyncio.Task[list[Float32Array]], Member] = {}
-        failures: list[str] = []
-        try:
-            while True:
-                if waiting:
-                    member = waiting.pop(0)
-                    attempt = self._ask(member, model, version, bags, deadline)
-                    if not waiting and not asked:
-                        # The only one left needs no watching: its own deadline ends it.
-                        return await self._last(attempt, failures)
-                    asked[asyncio.create_task(attempt)] = member
-                if not asked:
-                    raise self._unavailable(failures)
-                left_s = max(0.0, deadline - self._clock())
-                patience_s = min(self._hedge_after_s, left_s / 2) if waiting else left_s + GRACE_S
-                done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-                answer = self._first_answer(done, asked, failures)
-                if answer is not None:
-                    return answer
-                if not waiting and self._clock() >= deadline:
-                    raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
-                if not done:
-                    # Whoever keeps us waiting goes on, but another one is asked beside it, and it comes last for now.
-                    for late in asked.values():
-                        self._replicas.rest(late)
-                    self._on_retry("late")
-                if not asked and not waiting:
-                    raise self._unavailable(failures)
-        finally:
-            for task in asked:
-                _drop(task)
-
-    def _first_answer(
-        self,
-        done: set[asyncio.Task[list[Float32Array]]],
-        asked: dict[asyncio.Task[list[Float32Array]], Member],
-        failures: list[str],
-    ) -> list[Float32Array] | None:
-        """The answer of a replica that is done, if one has it; what failed is put on record and forgotten."""
-        for task in done:
-            member = asked.pop(task)
-            try:
-                return task.result()
-            except _ASK_ANOTHER as error:
-                self._failed(member, error, failures)
-        return None
-
-    async def _last(
-        self, attempt: Coroutine[None, None, list[Float32Array]], failures: list[str]
-    ) -> list[Float32Array]:
-        try:
-            return await attempt
-        except DeadlineExceededError:
-            raise
-        except _ASK_ANOTHER as error:
-            failures.append(f"{error.kind}: {error}")
-            self._on_retry(error.kind)
-            raise self._unavailable(failures) from error
-
-    def _failed(self, member: Member, error: ShardrankError, failures: list[str]) -> None:
-        if isinstance(error, _RESTS):
-            self._replicas.rest(member)
-        failures.append(f"{error.kind}: {error}")
-        self._on_retry(error.kind)
-
-    def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
-        index, count = self._identity.shard_index, self._identity.num_shards
-        said = "; ".join(failures) or "no node has told that this version is ready there"
-        return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
-
-    async def _ask(
-        self, member: Member, model: str, version: int, bags: KeyedBags, deadline: float
-    ) -> list[Float32Array]:
-        with self._replicas.use(member) as replica:
-            await self._check(member, model, version, deadline)
-            try:
-                blocks = await replica.pool(model, version, bags, deadline)
-            except GenerationNotFoundError:
-                # What comes back under this number may be another snapshot.
-                member.checked = -1
-                raise
-            if not member.is_checked:
-                raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
-            return blocks
-
     async def info(self) -> NodeInfo:
         """What the first replica that answers serves. Raises ShardUnavailableError if none does."""
         return (await self.infos())[0][1]
@@ -221,16 +250,13 @@ class ReplicatedShard:
         Raises:
             ShardUnavailableError: if none answers.
         """
-        self._replicas.follow()
-        asked = {
-            asyncio.create_task(self._told(member)): str(member.replica.address) for member in self._replicas.members
-        }
+        self._follow()
+        asked = {asyncio.create_task(self._told(member)): str(member.replica.address) for member in self._members}
         failures: list[str] = []
         found: list[tuple[str, NodeInfo]] = []
-        if not asked:
-            raise self._unavailable(failures)
         try:
-            await asyncio.wait(asked, timeout=INFO_TIMEOUT_S)
+            if asked:
+                await asyncio.wait(asked, timeout=INFO_TIMEOUT_S)
             for task, address in asked.items():
                 if not task.done():
                     failures.append(f"{address}: no answer within {INFO_TIMEOUT_S} s")
@@ -247,38 +273,170 @@ class ReplicatedShard:
         return found
 
     async def close(self) -> None:
-        """Closes the connections to all replicas."""
-        introductions = list(self._introductions.values())
-        for task in introductions:
-            task.cancel()
-        if introductions:
+        """Closes the connections to all replicas, to those that were leaving as well."""
+        if introductions := list(self._introductions.values()):
+            for task in introductions:
+                task.cancel()
             # A newcomer that has left meanwhile is closed by the last one who uses it.
             await asyncio.wait(introductions)
-        await self._replicas.close()
+        self._source = None
+        for member in self._members:
+            await member.replica.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
 
-    async def _told(self, member: Member) -> NodeInfo:
-        with self._replicas.use(member) as replica:
+    def _follow(self) -> None:
+        """Takes in who has joined and who has left since the last call."""
+        if self._source is None:
+            return
+        epoch, addresses = self._source.current()
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        for gone in [member for member in self._members if member.replica.address not in addresses]:
+            self._members.remove(gone)
+            gone.leaves = True
+            self._close_if_left(gone)
+        here = {member.replica.address for member in self._members}
+        joined = [address for address in dict.fromkeys(addresses) if address not in here]
+        self._members += [_Member(self._source.connect(address)) for address in joined]
+
+    def _order(self) -> list[_Member]:
+        """Whom to ask first: who does not rest, is connected, was checked, and has the fewest calls in flight."""
+        count = len(self._members)
+        # Rotating the start spreads calls over replicas that are equally busy.
+        start = next(self._turn) % max(1, count)
+        rotated = self._members[start:] + self._members[:start]
+        if count < 2:
+            return rotated
+        now = self._clock()
+
+        def rank(member: _Member) -> tuple[bool, bool, bool, int]:
+            replica = member.replica
+            # One that nobody has asked yet comes after those that are known; of a fixed list all are asked in turn.
+            is_new = self._source is not None and not member.is_checked
+            return member.rests_until > now, not replica.available, is_new, replica.in_flight
+
+        return sorted(rotated, key=rank)
+
+    def _rest(self, member: _Member) -> None:
+        member.rests_until = self._clock() + REST_S
+
+    @contextlib.contextmanager
+    def _use(self, member: _Member) -> Iterator[ShardReplica]:
+        """Keeps a replica open while the block runs, even if it leaves meanwhile."""
+        member.calls += 1
+        try:
+            yield member.replica
+        finally:
+            member.calls -= 1
+            self._close_if_left(member)
+
+    def _close_if_left(self, member: _Member) -> None:
+        if member.leaves and not member.calls:
+            task = asyncio.get_running_loop().create_task(member.replica.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Blocks:
+        waiting = self._order()
+        asked: dict[asyncio.Task[Blocks], _Member] = {}
+        failures: list[str] = []
+        try:
+            while True:
+                if waiting:
+                    member = waiting.pop(0)
+                    attempt = self._ask(member, model, version, bags, deadline)
+                    if not waiting and not asked:
+                        # The only one left needs no watching: its own deadline ends it.
+                        return await self._last(attempt, failures)
+                    asked[asyncio.create_task(attempt)] = member
+                if not asked:
+                    raise self._unavailable(failures)
+                left_s = max(0.0, deadline - self._clock())
+                patience_s = min(self._hedge_after_s, left_s / 2) if waiting else left_s + GRACE_S
+                done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    member = asked.pop(task)
+                    try:
+                        return task.result()
+                    except _ASK_ANOTHER as error:
+                        self._failed(member, error, failures)
+                if not waiting and self._clock() >= deadline:
+                    raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
+                if not done:
+                    # Whoever keeps us waiting goes on, but another one is asked beside it, and it comes last for now.
+                    for late in asked.values():
+                        self._rest(late)
+                    self._on_retry("late")
+        finally:
+            for task in asked:
+                if not task.done():
+                    task.cancel()
+                elif not task.cancelled():
+                    # Looked at, so that asyncio does not report it as forgotten.
+                    task.exception()
+
+    async def _last(self, attempt: Coroutine[None, None, Blocks], failures: list[str]) -> Blocks:
+        try:
+            return await attempt
+        except DeadlineExceededError:
+            raise
+        except _ASK_ANOTHER as error:
+            failures.append(f"{error.kind}: {error}")
+            self._on_retry(error.kind)
+            raise self._unavailable(failures) from error
+
+    def _failed(self, member: _Member, error: ShardrankError, failures: list[str]) -> None:
+        if isinstance(error, _RESTS):
+            self._rest(member)
+        failures.append(f"{error.kind}: {error}")
+        self._on_retry(error.kind)
+
+    def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
+        index, count = self._identity.shard_index, self._identity.num_shards
+        said = "; ".join(failures) or "no node has told that this version is ready there"
+        return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
+
+    async def _ask(self, member: _Member, model: str, version: int, bags: KeyedBags, deadline: float) -> Blocks:
+        with self._use(member) as replica:
+            await self._check(member, model, version, deadline)
+            try:
+                blocks = await replica.pool(model, version, bags, deadline)
+            except GenerationNotFoundError:
+                # What comes back under this number may be another snapshot.
+                member.checked = -1
+                raise
+            if not member.is_checked:
+                raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
+            return blocks
+
+    async def _told(self, member: _Member) -> NodeInfo:
+        with self._use(member) as replica:
             return await replica.info()
 
     def _introduce_newcomers(self, model: str, version: int) -> None:
         """Begins to check whoever has joined or reconnected, so that it can be asked like the others."""
-        for member in self._replicas.members:
-            if member.is_checked or member in self._introductions or not self._replicas.is_awake(member):
+        for member in self._members:
+            if member.is_checked or member in self._introductions:
+                continue
+            if member.rests_until > self._clock() or not member.replica.available:
                 continue
             task = asyncio.get_running_loop().create_task(self._introduce(member, model, version))
             self._introductions[member] = task
             task.add_done_callback(lambda _, member=member: self._introductions.pop(member))  # type: ignore[misc]
 
-    async def _introduce(self, member: Member, model: str, version: int) -> None:
+    async def _introduce(self, member: _Member, model: str, version: int) -> None:
         try:
-            with self._replicas.use(member):
+            with self._use(member):
                 await self._check(member, model, version, self._clock() + CHECK_TIMEOUT_S)
         except _ASK_ANOTHER as error:
             # It rests, and is tried again after that, or by a request that finds nobody else.
-            self._replicas.rest(member)
+            self._rest(member)
             logger.info("%s can't be asked yet: %s", member.replica.address, error)
 
-    async def _check(self, member: Member, model: str, version: int, deadline: float) -> None:
+    async def _check(self, member: _Member, model: str, version: int, deadline: float) -> None:
+        """Makes sure, once a connection, that a node holds what this shard is."""
         replica = member.replica
         if member.is_checked:
             return
@@ -316,12 +474,3 @@ class ReplicatedShard:
                 f"the node divides model {model!r} by another plan: {served.plan_digest[:12]}…, wanted is "
                 f"{self._plan_digest[:12]}…"
             )
-
-
-def _drop(task: asyncio.Task[list[Float32Array]]) -> None:
-    """Ends a call whose answer is not needed any more."""
-    if not task.done():
-        task.cancel()
-    elif not task.cancelled():
-        # Looked at, so that asyncio does not report it as forgotten.
-        task.exception()

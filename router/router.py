@@ -6,17 +6,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ShardrankError
-from router.bucket_owners import BucketOwners
-from router.embeddings import Embeddings, LookupTimes
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper, MappedBags
-from router.plan import Plan
+from router.id_mapping import IdMapper, MappedBags, RejectedIds
+from router.plan import BucketOwners, Plan
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import NodeUnavailableError
 from shard_node.node import Shard
@@ -24,6 +23,71 @@ from shard_node.split import Part, add, split
 
 # For how long a shard that was down is not asked for rows that others have too.
 REST_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class LookupTimes:
+    """Where the time of one lookup went, in seconds.
+
+    Attributes:
+        map_s: ids to rows, features to tables.
+        split_s: whose rows they are, and the bags that each shard is asked for.
+        shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
+        add_s: the shards' sums added, means divided.
+    """
+
+    map_s: float = 0.0
+    split_s: float = 0.0
+    shard_wait_s: float = 0.0
+    add_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """Pooled embeddings of the features that were asked for.
+
+    Attributes:
+        schema: the model's features.
+        keys: int32 [S], flat indices of the features, ascending.
+        blocks: one for each group of the table layout, float32 [rows, embedding_dim]: the rows of the group's
+            features in flat order. A pooled feature has one row for each bag, one with pooling `none` one for each id.
+        row_starts: int64 [S], the row, in its group's block, at which each feature begins.
+        num_rows: int64 [S], how many rows each feature has.
+        bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
+        rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
+        times: where the time went.
+    """
+
+    schema: FeatureSchema
+    keys: Int32Array
+    blocks: list[Float32Array]
+    row_starts: Int64Array
+    num_rows: Int64Array
+    bags: KeyedBags
+    rejected: RejectedIds
+    times: LookupTimes = field(default_factory=LookupTimes)
+
+    def feature(self, index: int) -> Float32Array:
+        """Returns a view of one feature by its flat index, float32 [bags, embedding_dim].
+
+        With pooling `none` it is [ids, embedding_dim]. KeyError if it was not asked for.
+        """
+        segment = self._segment(index)
+        group = int(np.searchsorted(self.schema.group_starts, index, side="right")) - 1
+        start = int(self.row_starts[segment])
+        return self.blocks[group][start : start + int(self.num_rows[segment])]
+
+    def lengths(self, index: int) -> Int64Array:
+        """Counts the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
+        segment = self._segment(index)
+        starts = self.bags.bag_starts()
+        return np.diff(self.bags.offsets[int(starts[segment]) : int(starts[segment + 1]) + 1])
+
+    def _segment(self, index: int) -> int:
+        segment = int(np.searchsorted(self.keys, index))
+        if segment == self.keys.size or int(self.keys[segment]) != index:
+            raise KeyError(self.schema.features[index].name)
+        return segment
 
 
 class _ShardDownError(Exception):
@@ -36,15 +100,7 @@ class _ShardDownError(Exception):
 
 
 class Router:
-    """Looks up batches of one model version over its shards.
-
-    Args:
-        schema: the model's features.
-        mapper: its id mapping.
-        plan: who owns what.
-        shards: one for each shard of the plan, in order.
-        clock: monotonic seconds.
-    """
+    """Looks up batches of one model version over its shards, one for each shard of the plan, in order."""
 
     def __init__(
         self,
@@ -76,21 +132,15 @@ class Router:
         self._rests_until = [float("-inf")] * len(self._shards)
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps ids to rows and asks no shard: for who has the rows at hand and pools them itself.
-
-        Args:
-            bags: keys are flat feature indices, values raw ids.
-        """
+        """Maps ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
     async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
         """Maps, splits, fans out and adds.
 
-        Args:
-            model: the model's name.
-            version: the version that every shard must answer with.
-            bags: keys are flat feature indices, values raw ids.
-            deadline: absolute time on the monotonic clock, in seconds.
+        Keys of `bags` are flat feature indices, values raw ids. Every shard must answer with this version; `deadline`
+        is
+        as of `Shard.pool`.
 
         Raises:
             RouterError, ShardNodeError: if a shard can't answer.
@@ -203,11 +253,7 @@ class Router:
         return blocks
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:
-        """Joins neighbouring features of one table into one segment. No value moves.
-
-        Args:
-            bags: whose values the id mapping has made rows: that is what checks them.
-        """
+        """Joins neighbouring features of one table, whose values the id mapping checked, into one segment."""
         if bags.keys.size == len(self.schema.features):
             firsts, tables = self._firsts, self._tables
         else:

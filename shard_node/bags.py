@@ -1,23 +1,35 @@
 """Keyed bags: all bags of a batch in flat arrays, the form in which ids travel through shardrank; and their checks.
 
-Engines check bags and rows against the tables that they name before they read or write a row.
+Tables have one order, which router and shard nodes derive from the model and never send. Engines check bags and rows
+against it before they read or write a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
-from shard_node.engine.table_layout import TableLayout
+from loader.snapshot.manifest import ModelSpec, RowDtype, TableSpec
 from shard_node.errors import InvalidBagsError
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
+
+_INT64 = np.dtype(np.int64)
+_FORM = (
+    ("keys", np.dtype(np.int32)),
+    ("bags_per_key", _INT64),
+    ("offsets", _INT64),
+    ("values", _INT64),
+    ("weights", np.dtype(np.float32)),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,8 +53,8 @@ class KeyedBags:
     values: Int64Array
     weights: Float32Array | None = None
     # Both are asked for at every step from parsing to pooling, so they are worked out once.
-    _bag_starts: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
-    _value_starts: Int64Array | None = field(default=None, init=False, repr=False, compare=False)
+    _bag_starts: Int64Array | None = field(default=None, init=False, repr=False)
+    _value_starts: Int64Array | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def from_lengths(
@@ -107,7 +119,7 @@ class KeyedBags:
         return counts
 
     def with_values(self, values: Int64Array, weights: Float32Array | None) -> KeyedBags:
-        """Bags of the same shape with other contents, int64 [n] and float32 [n]: what was worked out is kept."""
+        """Returns bags of the same shape with other contents, int64 [n] and float32 [n]."""
         bags = KeyedBags(self.keys, self.bags_per_key, self.offsets, values, weights)
         object.__setattr__(bags, "_bag_starts", self._bag_starts)
         object.__setattr__(bags, "_value_starts", self._value_starts)
@@ -144,22 +156,9 @@ class KeyedBags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedBags(KeyedBags):
-    """Bags of tables whose values somebody in this process has just checked against a layout, every one of them.
-
-    An engine of the same layout need not look at them again (`TableLimits.check`). The router makes them, of what its
-    id mapping gives: each of those is a row of its table. What came over a socket is never of this type: decoding makes
-    `KeyedBags`.
-
-    Attributes:
-        layout: the tables that keys number, and whose rows values are.
-    """
+    """Bags of tables whose values this process has just checked against `layout`, as `TableLayout.check` would."""
 
     layout: TableLayout = field(kw_only=True)
-
-
-_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
-# Of keys, bags_per_key, offsets, values and weights.
-_DTYPES = (_INT32, _INT64, _INT64, _INT64, _FLOAT32)
 
 
 def first_outside(
@@ -194,19 +193,60 @@ def first_outside(
     return int(np.flatnonzero(filled)[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
 
 
-class TableLimits:
-    """What a layout allows, in arrays that are made once per layout and used for every request.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tables [first_table, end_table) of one embedding_dim and dtype. A pooled answer has one block per group."""
 
-    Attributes:
-        layout: the tables.
+    embedding_dim: int
+    dtype: RowDtype
+    first_table: int
+    end_table: int
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """All tables of a model in layout order, and their groups; a table's place is its number on the wire.
+
+    Tables of one (embedding_dim, dtype) are neighbours, so that all their bags are one contiguous run of a batch, are
+    pooled in one call per arena, and come back as one block.
     """
 
-    def __init__(self, layout: TableLayout) -> None:
-        self.layout = layout
-        self._num_embeddings = np.array([table.num_embeddings for table in layout.tables], np.uint64)
-        self._row_bytes = np.array([4 * table.embedding_dim for table in layout.tables], np.int64)
-        self._common_row_bytes = int(self._row_bytes[0]) if (self._row_bytes == self._row_bytes[0]).all() else None
-        self._equal_layout = layout
+    tables: tuple[TableSpec, ...]
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> TableLayout:
+        """Sorts the model's tables by (embedding_dim, dtype); within a group they keep the model's order."""
+        tables = tuple(sorted(spec.tables, key=lambda table: (table.embedding_dim, table.dtype)))
+        edges = [
+            0,
+            *(end for end in range(1, len(tables)) if _kind(tables[end]) != _kind(tables[end - 1])),
+            len(tables),
+        ]
+        return cls(tables, tuple(Group(*_kind(tables[first]), first, end) for first, end in pairwise(edges)))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Table name to its number in layout order."""
+        return {table.name: number for number, table in enumerate(self.tables)}
+
+    @cached_property
+    def _num_embeddings(self) -> npt.NDArray[np.uint64]:
+        return np.array([table.num_embeddings for table in self.tables], np.uint64)
+
+    @cached_property
+    def row_bytes(self) -> Int64Array:
+        """int64 [tables], bytes of one pooled row of each."""
+        return np.array([4 * table.embedding_dim for table in self.tables], np.int64)
+
+    @cached_property
+    def _common_row_bytes(self) -> int | None:
+        return int(self.row_bytes[0]) if (self.row_bytes == self.row_bytes[0]).all() else None
+
+    @cached_property
+    def _equals(self) -> list[TableLayout]:
+        """The layout that was found equal to this one last: one process has few of a model, so it is compared once."""
+        return [self]
 
     def answer_bytes(self, keys: Int32Array, bags_per_key: npt.NDArray[np.integer[Any]], num_bags: int) -> int:
         """Bytes of the blocks that answer a request, from its two short arrays alone: before any memory is taken.
@@ -231,7 +271,7 @@ class TableLimits:
         # A negative count is a huge unsigned one.
         if int(np.maximum.reduce(counts.view(np.uint64))) > max(num_bags, 0):
             raise InvalidBagsError(f"bags_per_key must be within 0..{num_bags}, the bags that offsets describes")
-        return int(np.dot(self._row_bytes[keys], counts))
+        return int(np.dot(self.row_bytes[keys], counts))
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
         """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
@@ -251,15 +291,15 @@ class TableLimits:
         if bags.weights is not None:
             arrays = (*arrays, bags.weights)
         # The torch ops read flat memory of these dtypes without asking.
-        for array, dtype in zip(arrays, _DTYPES, strict=False):
+        for array, (name, dtype) in zip(arrays, _FORM, strict=False):
             if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-                raise _not_flat(bags)
+                told = f"{array.dtype} {list(array.shape)}"
+                raise InvalidBagsError(f"{name} must be flat and contiguous {dtype}, got {told}")
         if tables is None and isinstance(bags, CheckedBags) and bags.offsets.size:
-            # One process has few layouts of a model, and mostly asks for the same one again: it is compared once.
-            is_equal = bags.layout is self._equal_layout or bags.layout == self.layout
+            is_equal = bags.layout is self._equals[0] or bags.layout == self
             ends = int(bags.offsets[-1]), int(bags.bag_starts()[-1])
             if is_equal and ends == (bags.values.size, bags.offsets.size - 1):
-                self._equal_layout = bags.layout
+                self._equals[0] = bags.layout
                 return
         if tables is not None and tables.size != bags.keys.size:
             raise InvalidBagsError(f"the batch has {bags.keys.size} keys, there must be {tables.size}")
@@ -273,21 +313,20 @@ class TableLimits:
         if outside is None:
             raise InvalidBagsError("the arrays do not describe bags of this model's tables")
         segment, position = outside
-        table = self.layout.tables[int(tables[segment])]
+        table = self.tables[int(tables[segment])]
         raise InvalidBagsError(
             f"row {int(bags.values[position])} (value {position}) is not in 0..{table.num_embeddings - 1} "
             f"of table {table.name!r}"
         )
 
     def check_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
-        """Everything that `Engine.write_rows` asks of its arguments.
+        """Checks what `Engine.write_rows` is given.
 
-        Raises:
-            InvalidBagsError: naming the table, and the row and the limit, or the array.
+        Raises InvalidBagsError, naming table, row and limit, or the array.
         """
-        if not 0 <= table < len(self.layout.tables):
-            raise InvalidBagsError(f"{table} is no table, tables are 0..{len(self.layout.tables) - 1}")
-        spec = self.layout.tables[table]
+        if not 0 <= table < len(self.tables):
+            raise InvalidBagsError(f"{table} is no table, tables are 0..{len(self.tables) - 1}")
+        spec = self.tables[table]
         where = f"table {spec.name!r}"
         if rows.ndim != 1 or rows.dtype != np.int64:
             raise InvalidBagsError(f"{where}: rows must be flat int64, got {rows.dtype} {list(rows.shape)}")
@@ -316,7 +355,7 @@ class TableLimits:
             return False
         if keys[0] < 0 or (keys[1:] <= keys[:-1]).any():
             return False
-        if tables is None and keys[-1] >= len(self.layout.tables):
+        if tables is None and keys[-1] >= len(self.tables):
             return False
         if bags.bag_starts()[-1] != num_bags:
             return False
@@ -327,22 +366,11 @@ class TableLimits:
         return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _check_keys(self, keys: Int32Array) -> None:
-        num_tables = len(self.layout.tables)
+        num_tables = len(self.tables)
         if keys.size and int(np.maximum.reduce(keys.view(np.uint32))) >= num_tables:
             wrong = keys[(keys < 0) | (keys >= num_tables)]
             raise InvalidBagsError(f"key {int(wrong[0])} is no table, tables are 0..{num_tables - 1}")
 
 
-def _not_flat(bags: KeyedBags) -> InvalidBagsError:
-    wrong = [
-        f"{name} must be flat and contiguous {dtype}, got {array.dtype} {list(array.shape)}"
-        for name, array, dtype in (
-            ("keys", bags.keys, _INT32),
-            ("bags_per_key", bags.bags_per_key, _INT64),
-            ("offsets", bags.offsets, _INT64),
-            ("values", bags.values, _INT64),
-            ("weights", bags.weights, _FLOAT32),
-        )
-        if array is not None and (array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous)
-    ]
-    return InvalidBagsError("; ".join(wrong))
+def _kind(table: TableSpec) -> tuple[int, RowDtype]:
+    return table.embedding_dim, table.dtype

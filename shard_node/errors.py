@@ -1,32 +1,4 @@
-"""The shard node's branch of the error tree.
-
-```
-ShardNodeError
-├── AddressError              400 INVALID_ARGUMENT   an address that can't be read, or can't be listened on
-├── TlsConfigError            400 INVALID_ARGUMENT   a certificate, key or CA that can't be read or does not fit
-├── InvalidBagsError          400 INVALID_ARGUMENT   flat arrays that do not describe bags, or a row outside its table
-├── WireError                 400 INVALID_ARGUMENT   a frame that breaks the protocol
-│   └── FrameTooLargeError    413 RESOURCE_EXHAUSTED
-├── GenerationNotFoundError   404 NOT_FOUND          no such model or version on this node
-├── GenerationStateError      409 FAILED_PRECONDITION  stage, flip or retire out of order
-├── NodeUnavailableError      503 UNAVAILABLE        no connection to the node
-│   └── TlsHandshakeError     503                    no TLS connection between the two sides
-│       ├── PlainTextError                           the other side does not speak TLS
-│       ├── UntrustedCertificateError                of another CA, or for another host
-│       ├── ExpiredCertificateError                  outside its time
-│       └── MissingCertificateError                  a client without a certificate, where one is needed
-├── NodeOverloadedError       503 RESOURCE_EXHAUSTED the node's queue is full
-├── StagingBusyError          503 UNAVAILABLE        as many stagings run in the fleet as may
-├── DeadlineExceededError     504 DEADLINE_EXCEEDED
-├── FleetMismatchError        409 FAILED_PRECONDITION  a node that divides rows otherwise than its fleet
-├── PeerAccessError           409 FAILED_PRECONDITION  cards that can't read each other's memory, where that is required
-├── MemoryBudgetError         507 RESOURCE_EXHAUSTED the rows do not fit
-├── DeviceChoiceError         400 INVALID_ARGUMENT   devices that can't be read, or do not fit the number of cards
-├── CardsUnavailableError     503 UNAVAILABLE        CuPy, a driver or a device is missing
-├── CardError                 500 INTERNAL           CUDA refused or failed at something
-└── RemoteError               500 INTERNAL           the node failed; its own message is carried
-```
-"""
+"""The shard node's branch of the error tree."""
 
 from __future__ import annotations
 

@@ -64,11 +64,7 @@ class Lease(Generic[Payload]):
         return self.generation.version
 
     def release(self) -> None:
-        """Gives the lease back. The last one of a draining generation lets it be retired.
-
-        Raises:
-            GenerationStateError: if it was released before.
-        """
+        """Gives the lease back. The last one of a draining generation lets it be retired."""
         if self._released:
             raise GenerationStateError(f"a lease on {self.generation.model!r} {self.version} was released twice")
         self._released = True
@@ -86,9 +82,9 @@ class Lease(Generic[Payload]):
 class Generations(Generic[Payload]):
     """All generations of a process. Thread-safe; taking and releasing a lease is a few instructions under one lock.
 
-    Args:
-        free: frees a payload after its last lease; called in a thread of its own.
-        low_priority: lower that thread's priority; as for `loader.progress.in_background`, wrong for work in Python.
+    `free` frees a payload after its last lease, in a thread of its own, of low priority unless the work is in Python
+    (see
+    `loader.progress.in_background`).
     """
 
     def __init__(self, free: Callable[[Payload], None], *, low_priority: bool = True) -> None:
@@ -99,11 +95,7 @@ class Generations(Generic[Payload]):
         self._live: dict[str, Generation[Payload]] = {}
 
     def stage(self, model: str, version: int, payload: Payload) -> Generation[Payload]:
-        """Puts a loaded version beside the live one.
-
-        Raises:
-            GenerationStateError: if that version is already here, or still drains.
-        """
+        """Puts a loaded version beside the live one. Raises GenerationStateError if it is here, or still drains."""
         generation = Generation(model, version, payload)
         with self._lock:
             before = self._by_key.get((model, version))
@@ -116,7 +108,7 @@ class Generations(Generic[Payload]):
         """Makes a staged version the live one; the one that was live is staged again.
 
         Raises:
-            GenerationNotFoundError: if that version is not here, or drains.
+            GenerationNotFoundError: if that version is not here, or drains; so in all that name a version.
         """
         with self._lock:
             generation = self._find(model, version)
@@ -128,19 +120,11 @@ class Generations(Generic[Payload]):
             self._live[model] = generation
 
     def lease(self, model: str, version: int | None = None) -> Lease[Payload]:
-        """A lease on the live generation, or on the given version, live or staged.
-
-        Raises:
-            GenerationNotFoundError: naming what is here instead.
-        """
+        """Leases the live generation, or the given version, live or staged."""
         return Lease(self, self.take(model, version))
 
     def take(self, model: str, version: int | None = None) -> Generation[Payload]:
-        """The generation itself, counted as leased: `release` must follow, once.
-
-        Raises:
-            GenerationNotFoundError: as `lease`.
-        """
+        """Returns the generation itself, counted as leased: `release` must follow, once."""
         with self._lock:
             generation = self._live.get(model) if version is None else self._by_key.get((model, version))
             if generation is None or generation.state == "draining":
@@ -149,11 +133,7 @@ class Generations(Generic[Payload]):
         return generation
 
     def payload(self, model: str, version: int) -> Payload:
-        """What a version serves with, live or staged, without a lease: only for what outlasts its being freed.
-
-        Raises:
-            GenerationNotFoundError: naming what is here instead.
-        """
+        """Returns what a version serves with, without a lease: only for what outlasts its being freed."""
         with self._lock:
             return self._find(model, version).payload
 
@@ -170,9 +150,6 @@ class Generations(Generic[Payload]):
 
         Returns:
             The generation; wait for its `retired` event.
-
-        Raises:
-            GenerationNotFoundError: if that version is not here, or was withdrawn before.
         """
         with self._lock:
             generation = self._find(model, version)
@@ -197,12 +174,12 @@ class Generations(Generic[Payload]):
         return generations
 
     def models(self) -> list[str]:
-        """Models that have a live version, sorted."""
+        """Returns the models that have a live version, sorted."""
         with self._lock:
             return sorted(self._live)
 
     def live_versions(self) -> dict[str, int]:
-        """The live version of every model that has one, all as of one moment."""
+        """Returns the live version of every model that has one, all as of one moment."""
         with self._lock:
             return {model: one.version for model, one in sorted(self._live.items())}
 
@@ -212,7 +189,7 @@ class Generations(Generic[Payload]):
             return (model, version) in self._by_key
 
     def all(self) -> list[Generation[Payload]]:
-        """Every generation that is here, by model and version."""
+        """Returns every generation that is here, by model and version."""
         with self._lock:
             return [self._by_key[key] for key in sorted(self._by_key)]
 
@@ -259,9 +236,6 @@ class RowLock:
     who wait are let in before the next writer, so neither side starves.
 
     Begin and end must be paired, by try and finally. A reader's pair takes less than a microsecond if none writes.
-
-    Args:
-        patience_s: how long a writer waits before it keeps new readers out.
     """
 
     def __init__(self, patience_s: float = DEFAULT_PATIENCE_S) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -10,11 +10,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from loader.snapshot.manifest import NUM_BUCKETS
-from shard_node.agent.delta_position import DeltaPosition
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array, KeyedBags, TableLayout
 from shard_node.engine.base import Engine
-from shard_node.engine.row_memory import Claim
-from shard_node.engine.table_layout import TableLayout
+from shard_node.engine.memory import Claim
 from shard_node.errors import InvalidBagsError
 from shard_node.generation import Generation, Generations
 
@@ -26,9 +24,7 @@ CLOSE_TIMEOUT_S = 10.0
 class Partition:
     """The rows that one node holds, by bucket.
 
-    Attributes:
-        num_cards: cards of the node.
-        card_of_bucket: int16 [tables in layout order, 256]; the card that holds a bucket, -1 for another node's.
+    `card_of_bucket`, int16 [tables in layout order, 256], is the card that holds a bucket, -1 for another node's.
     """
 
     num_cards: int
@@ -57,15 +53,9 @@ class NodeIdentity(Message):
 
 
 class ServedVersion(Message):
-    """One version that a node can answer for. `plan_digest` ties it to the router's idea of who owns what.
+    """One version that a node can answer for, with the fields of `DeltaProgress`.
 
-    Attributes:
-        delta_base: the version that the stream which it follows began with; 0 if it follows none.
-        last_delta: the last delta that its snapshot contains.
-        delta_sequence: the last delta that is applied, contained ones included.
-        delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
-        delta_fresh_at: every delta that was published before this moment is applied; None before the first look.
-        delta_lag: deltas of the stream that were not applied when it was last looked at.
+    `plan_digest` ties it to the router's idea of who owns what.
     """
 
     model: str
@@ -102,14 +92,7 @@ class LookupReport(Message):
 
 
 class CardsReport(Message):
-    """The cards that the rows of a model version lie on.
-
-    Attributes:
-        name: what they are, for people.
-        num_cards: how many.
-        peer_access: whether each reads every other's memory.
-        outside_table, not_here: values that kernels found to name no row of their table, or one that is on no card.
-    """
+    """The cards that the rows of a model version lie on; fields are those of `CardsUse`."""
 
     model: str
     version: int
@@ -132,6 +115,92 @@ class NodeInfo(Message):
     def has(self, model: str, version: int) -> bool:
         """Whether it answers for a version."""
         return any((one.model, one.version, one.state != "draining") == (model, version, True) for one in self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaProgress:
+    """How far rows are along their stream of deltas, at one moment. Times are seconds since the epoch.
+
+    Attributes:
+        delta_base: the version that the stream began with; 0 if the tables follow no stream.
+        last_delta: the last delta that the snapshot itself contains; 0 for none.
+        sequence: the last delta whose rows are here, contained ones included.
+        published_at: when that was published; None if none was applied here.
+        stream_last: the last delta of the stream, as far as it is known.
+        fresh_at: every delta that was published before this moment is applied; None before the first look.
+        batches, rows: applied here. `rows` counts those that are on this node.
+        refused: batches that were not what they should be.
+        reason: what keeps the next delta from being applied; "" if nothing does.
+    """
+
+    delta_base: int = 0
+    last_delta: int = 0
+    sequence: int = 0
+    published_at: float | None = None
+    stream_last: int = 0
+    fresh_at: float | None = None
+    batches: int = 0
+    rows: int = 0
+    refused: int = 0
+    reason: str = ""
+
+    @property
+    def lag(self) -> int:
+        """Deltas of the stream that are not applied yet, as last seen."""
+        return max(0, self.stream_last - self.sequence)
+
+    def staleness_s(self, now: float) -> float | None:
+        """How old the newest change may be that is missing here; None before the first look at the stream.
+
+        It grows while the registry can't be reached, since then nobody knows what is missing.
+        """
+        return None if self.fresh_at is None else max(0.0, now - self.fresh_at)
+
+
+class DeltaPosition:
+    """The current `DeltaProgress` of one generation: written by one follower, read by any thread."""
+
+    def __init__(self, delta_base: int = 0, last_delta: int = 0) -> None:
+        self._now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
+
+    def snapshot(self) -> DeltaProgress:
+        """Returns all fields as of one moment."""
+        return self._now
+
+    @property
+    def sequence(self) -> int:
+        """The last delta whose rows are here, contained ones included."""
+        return self._now.sequence
+
+    def applied(self, sequence: int, published_at: float, rows: int, now: float) -> None:
+        """Moves past one delta: all of its rows are in place."""
+        before, published = self._now, min(published_at, now)
+        self._now = replace(
+            before,
+            sequence=sequence,
+            published_at=published_at,
+            stream_last=max(before.stream_last, sequence),
+            fresh_at=published if before.fresh_at is None else max(before.fresh_at, published),
+            batches=before.batches + 1,
+            rows=before.rows + rows,
+            reason="",
+        )
+
+    def seen(self, stream_last: int, looked_at: float) -> None:
+        """Notes where the stream ended at `looked_at`. If that is applied, all that came before is.
+
+        A stream that was seen to be longer is not forgotten: what was there once and is not applied is missing.
+        """
+        before = self._now
+        stream_last = max(stream_last, before.stream_last)
+        if stream_last > before.sequence:
+            self._now = replace(before, stream_last=stream_last)
+        else:
+            self._now = replace(before, stream_last=stream_last, fresh_at=looked_at, reason="")
+
+    def refused(self, reason: str) -> None:
+        """Notes why the next delta can't be applied."""
+        self._now = replace(self._now, refused=self._now.refused + 1, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,27 +259,23 @@ class ShardNode:
 
     def info(self) -> NodeInfo:
         """What this node serves, and the memory it takes."""
+        memory: list[MemoryReport] = []
+        lookups: list[LookupReport] = []
+        cards: list[CardsReport] = []
         generations = self.generations.all()
+        for one in generations:
+            engine = one.payload.engine
+            version = {"model": one.model, "version": one.version}
+            memory += [MemoryReport(**version, **asdict(use)) for use in engine.memory()]
+            lookups += [LookupReport(**version, **asdict(count)) for count in engine.rows_looked_up()]
+            if (use := engine.cards()) is not None:
+                cards.append(CardsReport(**version, **asdict(use)))
         return NodeInfo(
             identity=self.identity,
             versions=tuple(map(_served_version, generations)),
-            memory=tuple(
-                MemoryReport(
-                    model=one.model,
-                    version=one.version,
-                    card=use.card,
-                    tier=use.tier,
-                    size_bytes=use.size_bytes,
-                )
-                for one in generations
-                for use in one.payload.engine.memory()
-            ),
-            lookups=tuple(
-                LookupReport(model=one.model, version=one.version, table=count.table, tier=count.tier, rows=count.rows)
-                for one in generations
-                for count in one.payload.engine.rows_looked_up()
-            ),
-            cards=tuple(report for one in generations if (report := _cards_report(one)) is not None),
+            memory=tuple(memory),
+            lookups=tuple(lookups),
+            cards=tuple(cards),
         )
 
     def retire(self, model: str, version: int) -> Generation[LoadedTables]:
@@ -239,21 +304,6 @@ def _served_version(generation: Generation[LoadedTables]) -> ServedVersion:
         delta_published_at=deltas.published_at,
         delta_fresh_at=deltas.fresh_at,
         delta_lag=deltas.lag,
-    )
-
-
-def _cards_report(generation: Generation[LoadedTables]) -> CardsReport | None:
-    use = generation.payload.engine.cards()
-    if use is None:
-        return None
-    return CardsReport(
-        model=generation.model,
-        version=generation.version,
-        name=use.name,
-        num_cards=use.num_cards,
-        peer_access=use.peer_access,
-        outside_table=use.outside_table,
-        not_here=use.not_here,
     )
 
 

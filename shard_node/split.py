@@ -1,8 +1,7 @@
 """Split bags by who owns each value, and add the parts: the one operation that shardrank is made of.
 
 Sum pooling is additive over any split of the rows. `split` gives each owner (a shard, or an arena of a card) only the
-bags that have a value there, so an owner neither receives nor returns empty bags; `add` puts the pooled parts back.
-Used by the router over shards and by the CPU engine over arenas.
+bags that have a value there; `add` puts the pooled parts back. Used by the router and by the CPU engine.
 """
 
 from __future__ import annotations
@@ -41,15 +40,9 @@ class Part:
 
 
 def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
-    """Splits bags by the owner of each value.
+    """Splits bags by the owner of each value (uint8 or uint16 [n], each in `owners`).
 
-    Args:
-        bags: the whole.
-        owner: uint8 or uint16 [n], who owns each value; each is in `owners`.
-        owners: all there are.
-
-    Returns:
-        One part for each owner that has a value, by owner. Within a bag values keep their order.
+    Returns one part for each owner that has a value, by owner. Within a bag values keep their order.
     """
     filled = bags.lengths.nonzero()[0]
     if not filled.size:
@@ -137,7 +130,7 @@ def add(
     *,
     share_no_bag: bool = False,
 ) -> Float32Array:
-    """Adds pooled parts into one block.
+    """Adds pooled parts into one block, float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
 
     Args:
         parts: for each part the bags of the whole that it has (int64 [b], strictly ascending) and their sums
@@ -146,9 +139,6 @@ def add(
         embedding_dim: width of the block.
         first_bag: number, in the whole, of the block's first bag.
         share_no_bag: whether it is known that no bag is in two parts; if not, it is found out.
-
-    Returns:
-        float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
     """
     covered = sum(index.size for index, _ in parts)
     out: Float32Array | None = None

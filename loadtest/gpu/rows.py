@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from shard_node.bags import TableLayout
 from shard_node.cuda.batch import BatchShapes
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import (
@@ -33,7 +34,6 @@ from shard_node.cuda.kernel_params import (
     owner_bits,
     pinned_owner,
 )
-from shard_node.engine.table_layout import TableLayout
 from shard_node.planning.cost_model import SECTOR_BYTES, sector_bytes
 
 Ids = Literal["uniform", "zipf"]

@@ -18,8 +18,8 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError
+from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.engine.table_layout import TableLayout
 from shard_node.node import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes

@@ -198,7 +198,7 @@ def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: Tls
         CardError: the cards have failed; only a new process can use them.
     """
     from loader.memory import settle_heap
-    from shard_node.agent.card_watch import watch_cards
+    from shard_node.agent.node_agent import watch_cards
     from shard_node.wire.server import NodeServer
     from shard_node.wire.tls import server_context
 
@@ -323,8 +323,7 @@ async def _program(
     from loader.registry.fleet import FleetRegistry
     from loader.registry.opening import open_registry
     from shard_node.agent.agent import Agent
-    from shard_node.agent.card_watch import watch_cards
-    from shard_node.agent.node_agent import NodeActions
+    from shard_node.agent.node_agent import NodeActions, watch_cards
     from shard_node.wire.server import NodeServer, ServerLimits
     from shard_node.wire.tls import server_context
 

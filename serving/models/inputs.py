@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from loader.snapshot.manifest import ModelSpec, Side
-from router.embeddings import Embeddings
 from router.feature_schema import FeatureSchema
+from router.router import Embeddings
 from shard_node.bags import Float32Array, Int64Array
 
 COLUMN_MULTIPLE = 32

@@ -14,7 +14,7 @@ import numpy as np
 
 from loader.errors import ShardrankError
 from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
-from router.embeddings import LookupTimes
+from router.router import LookupTimes
 from serving.errors import (
     CountMismatchError,
     InvalidIdError,

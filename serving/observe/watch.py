@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from loader.errors import ShardrankError
 from serving.versions.served_versions import ServedVersions
-from shard_node.agent.card_watch import ENOUGH_FAULTS
+from shard_node.agent.node_agent import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
 from shard_node.node import NodeInfo, ServedVersion
 

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from loader.snapshot.golden import GoldenRequests
-from router.embeddings import Embeddings
 from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
-from router.router import Router
+from router.router import Embeddings, Router
 from serving.errors import ModelOutputError, UnknownIdError
 from serving.formats.checks import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest

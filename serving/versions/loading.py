@@ -17,8 +17,7 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from router.replica_set import ReplicaSource
-from router.replicas import ReplicatedShard
+from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import ServingError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService

@@ -36,7 +36,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
-from router.replica_set import ReplicaSource
+from router.replicas import ReplicaSource
 from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
@@ -44,7 +44,7 @@ from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
-from shard_node.engine.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import TlsClientConfig, client_context

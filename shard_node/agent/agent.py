@@ -11,34 +11,135 @@ import logging
 import random as random_module
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pydantic import Field
 
-from loader.errors import RegistryError, cut
-from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
+from loader.errors import RegistryConflictError, RegistryError, cut
+from loader.registry.fleet import (
+    FleetRecord,
+    FleetRegistry,
+    NodeRecord,
+    PublishedVersion,
+    VersionReport,
+    WantedModel,
+    epoch_of,
+    rollout_key,
+)
 from loader.snapshot.manifest import Frozen, Name
-from shard_node.agent.remembered import Remembered
-from shard_node.agent.retirements import Retirements
 from shard_node.agent.stagings import StagingConfig, Stagings
 
 logger = logging.getLogger(__name__)
 
-Sleep = Callable[[float], Awaitable[None]]
+
+class Remembered:
+    """What the registry said, as this process last knew it, given back to a registry that has lost it.
+
+    That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use. Only
+    `models` are remembered, if given; all but what is wanted is looked at every `look_every_s`.
+    """
+
+    def __init__(
+        self, fleet: FleetRegistry, models: tuple[str, ...] | None, look_every_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
+        self._models = models
+        self._look_every_s = look_every_s
+        self._clock = clock
+        self._looked_at = float("-inf")
+        self._division: FleetRecord | None = None
+        self._rollouts: dict[str, tuple[int, bytes]] = {}
+        self._published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = {}
+        self.wanted: dict[str, WantedModel] = {}
+
+    async def refresh(self) -> None:
+        """Reads what is wanted; writes back what is missing, or older than what is known. Raises RegistryError."""
+        found = await self._fleet.wanted()
+        for model, record in found.items():
+            known = self.wanted.get(model)
+            if (self._models is None or model in self._models) and (known is None or record.epoch >= known.epoch):
+                self.wanted[model] = record
+        now = ((known, found.get(known.model)) for known in self.wanted.values())
+        lost = [known for known, there in now if there is None or there.epoch < known.epoch]
+        due = self._clock() - self._looked_at >= self._look_every_s
+        try:
+            if lost or due:
+                # Before what is wanted: while that is missing nobody starts a rollout, and the plan of one that was
+                # started would be overwritten by an older one that is given back after it.
+                await self._look()
+        finally:
+            for known in lost:
+                if await self._fleet.restore_wanted(known):
+                    logger.warning(
+                        "the registry had lost what is wanted of %s: epoch %d restored", known.model, known.epoch
+                    )
+
+    async def _look(self) -> None:
+        there = await self._fleet.fleet()
+        if there is None and self._division is not None:
+            there = await self._fleet.join_fleet(self._division)
+            logger.warning("the registry had lost how the fleet divides rows: restored")
+        self._division = there
+        await self._remember_published()
+        for model in self.wanted:
+            await self._remember_rollout(model)
+        self._looked_at = self._clock()
+
+    async def _remember_published(self) -> None:
+        """Of versions in use only: others may be dropped on purpose."""
+        used = {(model, version) for model, wanted in self.wanted.items() for version in wanted.named()}
+        self._published = {key: record for key, record in self._published.items() if key in used}
+        published = {(record.model, record.version): record for record in await self._fleet.versions()}
+        for key in sorted(used):
+            if key in published:
+                if key not in self._published:
+                    self._published[key] = (published[key], await self._fleet.spec(*key))
+            elif key in self._published:
+                await self._restore_published(*self._published[key])
+
+    async def _restore_published(self, record: PublishedVersion, spec_json: str | None) -> None:
+        try:
+            if spec_json is not None:
+                await self._fleet.put_spec(record.model, record.version, spec_json)
+            await self._fleet.put_version(record)
+        except RegistryConflictError as error:
+            # Published anew meanwhile, as something else: what is there counts.
+            logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
+        else:
+            logger.warning("the registry had lost version %d of %s: restored", record.version, record.model)
+
+    async def _remember_rollout(self, model: str) -> None:
+        """Its steps are the coordinator's; here it is a text with an epoch."""
+        key = rollout_key(model)
+        entry = await self._fleet.raw(key)
+        epoch = 0 if entry is None else epoch_of(key, entry.value)
+        known_epoch, known = self._rollouts.get(model, (0, b""))
+        if entry is not None and epoch >= known_epoch:
+            self._rollouts[model] = (epoch, entry.value)
+        elif epoch < known_epoch and await self._fleet.restore_raw(key, known, known_epoch):
+            logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
+
+
+@dataclass(slots=True)
+class _Retirement:
+    report: VersionReport
+    announced_at: float | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class Actions(Protocol):
     """What an agent can have done. Everything runs on the agent's event loop and must not block it."""
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """The versions that this process shall hold, the one to be staged first at the beginning.
+        """Returns the versions that this process shall hold, the one to be staged first at the beginning.
 
         What is held and not named is retired: name what still answers requests, too.
         """
         ...
 
     def held(self) -> Collection[tuple[str, int]]:
-        """(model, version) of all that is staged here in full and not withdrawn."""
+        """Returns (model, version) of all that is staged here in full and not withdrawn."""
         ...
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
@@ -57,11 +158,7 @@ class Actions(Protocol):
         ...
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Sets pointers and followers as far as versions are held. Quick, and repeatable.
-
-        Returns:
-            Whether all of `wanted` is in effect.
-        """
+        """Sets pointers and followers as far as versions are held; repeatable. True if all of `wanted` is in effect."""
         ...
 
     async def retire(self, model: str, version: int) -> None:
@@ -69,11 +166,11 @@ class Actions(Protocol):
         ...
 
     def reports(self) -> Sequence[VersionReport]:
-        """Of each version that is held, in state `ready`."""
+        """Reports each version that is held, in state `ready`."""
         ...
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """What is to be announced."""
+        """Returns what is to be announced."""
         ...
 
 
@@ -100,19 +197,7 @@ class AgentConfig(Frozen):
 
 
 class Agent:
-    """Makes this process what is wanted, round by round. Belongs to one event loop.
-
-    Args:
-        fleet: the registry.
-        actions: what does it.
-        config: intervals and limits.
-        clock: monotonic seconds.
-        sleep: waits.
-        random: for jitter.
-
-    Attributes:
-        wanted: what is wanted, by model, as last known; a registry that is down or was emptied does not change it.
-    """
+    """Makes this process what is wanted, round by round. Belongs to one event loop; `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -120,7 +205,7 @@ class Agent:
         actions: Actions,
         config: AgentConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         random: random_module.Random | None = None,
     ) -> None:
         self._fleet = fleet
@@ -132,13 +217,12 @@ class Agent:
         own = actions.record((), {})
         self._node_id = own.node_id
         self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
-        self._retirements = Retirements(actions.retire, self._config.unannounce_grace_s, clock)
-        owner = f"{own.node_id}:{own.process_id}"
+        self._going: dict[tuple[str, int], _Retirement] = {}
         self._stagings = Stagings(
             fleet,
             actions.stage,
-            lambda: bool(self._retirements),
-            owner,
+            lambda: bool(self._going),
+            f"{own.node_id}:{own.process_id}",
             self._config.staging,
             clock,
             sleep,
@@ -150,13 +234,12 @@ class Agent:
         self._announcing = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
         self._told: object = None
-        self._told_at: float | None = None
-        self._looked_at: float | None = None
+        self._told_at = self._looked_at = float("-inf")
         self._problems: dict[str, str] = {}
 
     @property
     def wanted(self) -> Mapping[str, WantedModel]:
-        """What is wanted, by model, as last known."""
+        """What is wanted, by model, as last known; a registry that is down or was emptied does not change it."""
         return self._remembered.wanted
 
     def problems(self) -> list[str]:
@@ -179,7 +262,7 @@ class Agent:
             await self.close()
 
     async def round(self) -> None:
-        """One round: reads what is wanted, begins what is missing, sets pointers, withdraws, announces."""
+        """Reads what is wanted, begins what is missing, sets pointers, withdraws, announces."""
         await self._tried("registry", self._remembered.refresh())
         if not self._leaving:
             for wanted in self.wanted.values():
@@ -187,8 +270,10 @@ class Agent:
             # All at once: those that hang cost the others, and the heartbeat, one timeout and not one each.
             await asyncio.gather(*map(self._settle, self.wanted.values()))
             # After the pointers: what they leave may go now.
-            self._begin_retiring()
-            await self._look_again()
+            self._retire()
+            if self._clock() - self._looked_at >= self._config.heartbeat_s:
+                self._looked_at = self._clock()
+                await self._tried("looking again at what was refused", self._stagings.look_again())
         await self._tried("announcing", self._announce())
 
     async def leave(self) -> None:
@@ -207,18 +292,21 @@ class Agent:
     async def close(self) -> None:
         """Cancels stagings and waits until they have let go; what is being retired is waited for. Idempotent."""
         await self._stagings.close()
-        await self._retirements.close()
+        if tasks := [going.task for going in self._going.values() if going.task is not None]:
+            await asyncio.wait(tasks)
 
     def _make_so(self, wanted: WantedModel) -> None:
-        versions = self._actions.wanted_versions(wanted)
-        held = {version for model, version in self._actions.held() if model == wanted.model}
-        self._retirements.keep(wanted.model, versions)
-        retiring = self._retirements.versions(wanted.model)
+        model, versions = wanted.model, self._actions.wanted_versions(wanted)
+        held = {version for name, version in self._actions.held() if name == model}
+        for version in versions:
+            # What is wanted again and was not withdrawn yet stays.
+            if (going := self._going.get((model, version))) is not None and going.task is None:
+                del self._going[model, version]
+        retiring = {version for name, version in self._going if name == model}
         missing = [version for version in versions if version not in held or version in retiring]
         # Two versions may not fit: one that goes is gone before another one comes.
-        going = sorted(retiring | (held - set(versions)))
-        waits_for = f"version {', '.join(map(str, going))} is retired first" if going else ""
-        self._stagings.want(wanted, missing, waits_for)
+        goes = sorted(retiring | (held - set(versions)))
+        self._stagings.want(wanted, missing, f"version {', '.join(map(str, goes))} is retired first" if goes else "")
 
     async def _settle(self, wanted: WantedModel) -> None:
         name = f"settling {wanted.model}"
@@ -233,37 +321,45 @@ class Agent:
         else:
             self._problems.pop(name, None)
 
-    def _begin_retiring(self) -> None:
+    def _retire(self) -> None:
+        """Announces what is to go as draining first; withdraws it once nobody can be asking for it any more."""
         reports = {(one.model, one.version): one for one in self._actions.reports()}
         for model, version in self._actions.held():
-            wanted = self.wanted.get(model)
+            wanted, key = self.wanted.get(model), (model, version)
             # Nothing known of a model never means that its versions are to go.
-            if wanted is not None and version not in self._actions.wanted_versions(wanted):
-                fallback = VersionReport(model=model, version=version, state="draining")
-                self._retirements.add(reports.get((model, version), fallback))
-        self._retirements.go_on()
+            if wanted is None or key in self._going or version in self._actions.wanted_versions(wanted):
+                continue
+            logger.info("version %d of %s drains", version, model)
+            report = reports.get(key) or VersionReport(model=model, version=version, state="draining")
+            self._going[key] = _Retirement(report.model_copy(update={"state": "draining", "reason": ""}))
+        until = self._clock() - self._config.unannounce_grace_s
+        for key, going in self._going.items():
+            if going.task is None and going.announced_at is not None and going.announced_at <= until:
+                going.task = asyncio.create_task(self._withdraw(*key), name=f"retire {key[0]} {key[1]}")
 
-    async def _look_again(self) -> None:
-        """Now and then: whether a refused version was published anew."""
-        now = self._clock()
-        if self._looked_at is None or now - self._looked_at >= self._config.heartbeat_s:
-            self._looked_at = now
-            await self._tried("looking again at what was refused", self._stagings.look_again())
+    async def _withdraw(self, model: str, version: int) -> None:
+        try:
+            await self._actions.retire(model, version)
+            logger.info("version %d of %s is retired", version, model)
+        except Exception as error:
+            # If it is still held, it is tried again.
+            logger.exception("retiring version %d of %s failed: %s", version, model, cut(error))
+        finally:
+            self._going.pop((model, version), None)
 
     async def _announce(self) -> None:
         async with self._announcing:
             await self._written()
-            await self._announce_news()
+            if not self._has_left:
+                await self._announce_news()
 
     async def _announce_news(self) -> None:
-        if self._has_left:
-            return
         record = self._actions.record(self._reports(), dict(self._applied))
         record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
         states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
         news = (states, record.applied, record.live, record.draining)
         now = self._clock()
-        if news == self._told and self._told_at is not None and now - self._told_at < self._config.heartbeat_s:
+        if news == self._told and now - self._told_at < self._config.heartbeat_s:
             return
         # Until it is known to be written, nothing of it is.
         self._told = None
@@ -271,17 +367,19 @@ class Agent:
         self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
         await asyncio.shield(self._writing)
         self._told, self._told_at = news, now
-        self._retirements.announced()
+        for going in self._going.values():
+            if going.announced_at is None:
+                going.announced_at = self._clock()
 
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
     def _reports(self) -> list[VersionReport]:
-        going = {(one.model, one.version): one for one in self._retirements.reports()}
-        reports = {(one.model, one.version): one for one in self._stagings.reports()}
-        reports |= {(one.model, one.version): one for one in self._actions.reports()}
-        reports |= going
+        going = (one.report for one in self._going.values())
+        # Of one version, what comes last counts.
+        told = [*self._stagings.reports(), *self._actions.reports(), *going]
+        reports = {(one.model, one.version): one for one in told}
         return [reports[key] for key in sorted(reports)]
 
     async def _tried(self, name: str, work: Awaitable[None]) -> bool:

@@ -1,31 +1,45 @@
-"""Applies a stream of deltas to one generation's rows, in order and each once, while lookups go on."""
+"""Follow streams of deltas: apply each to a generation's rows, in order and once, while lookups go on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from loader.deltas.batch import DeltaBatch
-from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.errors import (
+    DeltaBaseError,
+    DeltaError,
+    DeltaFormatError,
+    DeltaGapError,
+    RegistryError,
+    RegistryUnavailableError,
+    ShardrankError,
+)
 from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
-from shard_node.agent.delta_position import DeltaPosition
+from loader.snapshot.manifest import Frozen
 from shard_node.node import LoadedTables
 
 logger = logging.getLogger(__name__)
 
-# Copied while lookups wait: some tenths of a millisecond.
 WRITE_BYTES: Final = 512 << 10
+"""Copied while lookups wait: some tenths of a millisecond."""
+RETRY_S: Final = 10.0
+"""After a follower that could not go on; its stream may be whole again."""
+CATCH_UP_LIMIT_S: Final = 60.0
+"""How long a version that is staged while it is followed may take to catch up before it is asked for as it is."""
+_LOOK_S: Final = 0.02
 
 
-class FollowerConfig(BaseModel):
+class FollowerConfig(Frozen):
     """How a stream is followed.
 
     Attributes:
@@ -35,8 +49,6 @@ class FollowerConfig(BaseModel):
         max_entries, max_bytes: read at once.
         busy_share: of the time, at most, that is spent on applying: a long replay leaves lookups their processor.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     poll_s: float = Field(default=0.05, gt=0)
     retry_s: float = Field(default=0.5, gt=0)
@@ -52,19 +64,7 @@ DEFAULT_CONFIG: Final = FollowerConfig()
 class DeltaFollower:
     """Follows one stream for one generation. How far it is, and what holds it up, is told by `tables.deltas`.
 
-    Args:
-        registry: where the stream is.
-        model: whose tables.
-        version: of the generation; for messages.
-        tables: the generation's. They must not be closed before `run` has ended.
-        delta_base: the version that the stream began with.
-        last_delta: the last delta that the snapshot contains.
-        clock: seconds since the epoch.
-        sleep: waits between looks.
-        config: how the stream is followed.
-
-    Raises:
-        DeltaBaseError: these tables follow another stream already.
+    `tables` must not be closed before `run` has ended; `clock` gives seconds since the epoch.
     """
 
     def __init__(
@@ -73,8 +73,6 @@ class DeltaFollower:
         model: str,
         version: int,
         tables: LoadedTables,
-        delta_base: int,
-        last_delta: int,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         config: FollowerConfig = DEFAULT_CONFIG,
@@ -83,21 +81,15 @@ class DeltaFollower:
         self._model = model
         self._where = f"version {version} of model {model!r}"
         self._engine = tables.engine
-        self._position: DeltaPosition = tables.deltas
-        self._position.begin(delta_base, last_delta)
-        self._delta_base = delta_base
-        self._stream = delta_stream(model, delta_base)
+        self._position = tables.deltas
+        self._delta_base = tables.deltas.snapshot().delta_base
+        self._stream = delta_stream(model, self._delta_base)
         self._clock = clock
         self._sleep = sleep
         self._config = config
         self._looked_at_end: float | None = None
         self._stopping = False
         self._silent = False
-
-    @property
-    def caught_up_to(self) -> int:
-        """The last delta whose rows are in place, contained ones included."""
-        return self._position.sequence
 
     async def run(self) -> None:
         """Follows the stream until it is cancelled; nothing writes rows any more when it ends.
@@ -140,7 +132,7 @@ class DeltaFollower:
             self._position.applied(batch.sequence, batch.published_at, written, self._clock())
 
     def _check(self, batch: DeltaBatch, sequence: int) -> int:
-        """The number of the table that it is for."""
+        """Returns the number of the table that it is for."""
         if (batch.model, batch.delta_base) != (self._model, self._delta_base):
             raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
         if batch.sequence != sequence:
@@ -153,33 +145,32 @@ class DeltaFollower:
         return table
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
-        """One look at the stream. Returns the pause after it, in seconds."""
+        """Looks at the stream once. Returns the pause after it, in seconds."""
+        config = self._config
         try:
             if not await self._look_at_end():
-                return self._config.retry_s
-            looked_at = self._clock()
-            after = self._position.sequence
-            entries = await self._registry.read(self._stream, after, self._config.max_entries, self._config.max_bytes)
+                return config.retry_s
+            looked_at, after = self._clock(), self._position.sequence
+            entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
         except RegistryUnavailableError as error:
             if not self._silent:
                 logger.warning("%s: deltas wait until the registry answers: %s", self._where, error)
             self._silent = True
-            return self._config.retry_s
+            return config.retry_s
         if self._silent:
             logger.info("%s: the registry answers again", self._where)
             self._silent = False
+        self._position.seen(entries[-1].sequence if entries else after, looked_at)
         if not entries:
-            self._position.seen(max(after, self._position.snapshot().stream_last), looked_at)
-            return self._config.poll_s
-        self._position.seen(max(entries[-1].sequence, self._position.snapshot().stream_last), looked_at)
+            return config.poll_s
         began = time.perf_counter()
         try:
             await self._in_thread(executor, entries)
         except DeltaError as error:
             self._refuse(str(error))
             self._looked_at_end = None  # is it lost, or only late?
-            return self._config.retry_s
-        return (time.perf_counter() - began) * (1 / self._config.busy_share - 1)
+            return config.retry_s
+        return (time.perf_counter() - began) * (1 / config.busy_share - 1)
 
     async def _look_at_end(self) -> bool:
         """Compares, once in a while, where the stream begins and ends. False if it is not the one that was applied."""
@@ -198,8 +189,7 @@ class DeltaFollower:
             self._refuse(f"{self._where} has delta {sequence}, but {self._stream} ends with {bounds.last}")
             self._looked_at_end = None
             return False
-        # What was there once and is not applied is missing, whatever a registry that was emptied says now.
-        self._position.seen(max(bounds.last, self._position.snapshot().stream_last), now)
+        self._position.seen(bounds.last, now)
         return True
 
     def _refuse(self, reason: str) -> None:
@@ -216,3 +206,109 @@ class DeltaFollower:
             self._stopping = True
             await ended(work)
             raise
+
+
+async def catch_up(
+    registry: Registry,
+    model: str,
+    version: int,
+    tables: LoadedTables,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    limit_s: float = CATCH_UP_LIMIT_S,
+) -> None:
+    """Applies what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
+
+    What can't be applied, or not within `limit_s`, is logged and left to whoever follows the stream from then on: old
+    rows are better than none.
+    """
+    deltas = tables.deltas
+    try:
+        until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+    except RegistryError as error:
+        logger.warning("version %d of %s is staged without a look at its deltas: %s", version, model, error)
+        return
+    if until <= deltas.sequence:
+        return
+    follower = DeltaFollower(registry, model, version, tables)
+    following = asyncio.create_task(follower.run(), name=f"catch up {model} {version}")
+    reason = ""
+    try:
+        async with asyncio.timeout(limit_s):
+            while deltas.sequence < until and not following.done() and not deltas.snapshot().reason:
+                await sleep(_LOOK_S)
+    except TimeoutError:
+        reason = f"not applied within {limit_s:g} s"
+    finally:
+        following.cancel()
+        await ended(following)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        # It was called off while it waited for the follower to end.
+        raise asyncio.CancelledError
+    if (applied := deltas.sequence) < until:
+        if not following.cancelled() and (failure := following.exception()) is not None:
+            reason = f"{type(failure).__name__}: {failure}"
+        reason = reason or deltas.snapshot().reason
+        logger.error(
+            "version %d of %s is staged without deltas %d to %d: %s", version, model, applied + 1, until, reason
+        )
+
+
+@dataclass(slots=True)
+class _Following:
+    task: asyncio.Task[None]
+    gap: str = ""
+    ended_at: float = float("-inf")
+
+
+class Followers:
+    """Starts and stops the followers of a process, one for each version; `clock` gives monotonic seconds."""
+
+    def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._following: dict[tuple[str, int], _Following] = {}
+
+    async def settle(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
+        """Has exactly these versions of a model follow."""
+        for name, version in list(self._following):
+            if name == model and version not in versions:
+                await self.stop(model, version)
+        for version, tables in versions.items():
+            before = self._following.get((model, version))
+            # One whose stopping was cut short has no gap, and ends nevertheless.
+            if before is None or (before.task.done() and self._clock() - before.ended_at >= RETRY_S):
+                follower = DeltaFollower(self._registry, model, version, tables)
+                task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
+                self._following[model, version] = _Following(task)
+
+    def gap(self, model: str, version: int) -> str:
+        """Why a version that shall follow can't; "" if it can, or does not follow."""
+        following = self._following.get((model, version))
+        return "" if following is None else following.gap
+
+    async def stop(self, model: str, version: int) -> None:
+        """Stops a follower, if there is one: nothing writes rows of the version any more afterwards."""
+        following = self._following.get((model, version))
+        if following is None:
+            return
+        following.task.cancel()
+        # It stays known until it has ended: a wait that is cancelled must not let another one begin beside it.
+        await asyncio.wait([following.task])
+        if self._following.get((model, version)) is following:
+            del self._following[model, version]
+
+    async def close(self) -> None:
+        """Stops all."""
+        for model, version in list(self._following):
+            await self.stop(model, version)
+
+    async def _follow(self, model: str, version: int, follower: DeltaFollower) -> None:
+        try:
+            await follower.run()
+        except Exception as error:
+            following = self._following.get((model, version))
+            if following is not None:
+                following.gap, following.ended_at = f"{type(error).__name__}: {error}", self._clock()
+            unforeseen = None if isinstance(error, ShardrankError) else error
+            logger.error("version %d of %s follows no deltas: %s", version, model, error, exc_info=unforeseen)

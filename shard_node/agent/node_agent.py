@@ -3,40 +3,121 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import SnapshotNotFoundError
-from loader.progress import Pace, Wish, in_background
+from loader.errors import SnapshotCorruptError, SnapshotNotFoundError
+from loader.progress import Pace, Progress, Wish, in_background, no_progress
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
     NodeId,
     NodeRecord,
+    PublishedVersion,
     VersionReport,
     WantedModel,
     cut_reason,
 )
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from shard_node.agent.followers import Followers, catch_up
-from shard_node.agent.stager import PlanOf, share_of, stage_tables
-from shard_node.engine.available_memory import available_memory_bytes, total_memory_bytes
-from shard_node.engine.row_memory import RowMemory
-from shard_node.errors import FleetMismatchError
+from shard_node.agent.delta_follower import Followers, catch_up
+from shard_node.engine.loading import prepare_load
+from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
+from shard_node.errors import CardError, FleetMismatchError
 from shard_node.generation import Generation
-from shard_node.node import LoadedTables, ShardNode
+from shard_node.node import LoadedTables, Partition, ShardNode
 from shard_node.planning.hotness import ObservedCounts
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
+    from shard_node.cuda.cards import Cards
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
+ENOUGH_FAULTS = 2
+"""Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
+PlanOf = Callable[[ModelSpec], tuple[Partition, str]]
+"""The buckets of a model that a shard holds, and the digest of the plan that says so."""
+
+
+def stage_tables(
+    folder: Path,
+    published: PublishedVersion,
+    plan_of: PlanOf,
+    *,
+    memory: RowMemory,
+    memory_budget_bytes: int | None = None,
+    card_set: CardSet | None = None,
+    observed: ObservedCounts | None = None,
+    verify: bool = True,
+    pace: Pace | None = None,
+    progress: Progress = no_progress,
+) -> LoadedTables:
+    """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
+
+    Nothing is taken on trust. Checked are: that it is the version that was published; sizes, headers, shapes and
+    SHA-256 of its row files; that it has every table of its spec; that each row here decodes to finite values.
+
+    Args:
+        folder: of the snapshot.
+        published: what it must be.
+        plan_of: which rows.
+        memory: takes account of RAM, over all versions.
+        memory_budget_bytes: as of `prepare_load`.
+        card_set: as of `prepare_load`.
+        observed: as of `prepare_load`.
+        verify: compare SHA-256; may be left out for a local store that is trusted.
+        pace: rests in between; None for none.
+        progress: told bytes.
+
+    Raises:
+        MemoryBudgetError: there is no room, with the numbers.
+        SnapshotError: as `Snapshot.open`; and for a version of another identity, or with a row that is not finite.
+        PlanError: as `plan_of`.
+    """
+    paced = (pace or Pace()).over(progress)
+    snapshot = Snapshot.open(folder, verify=False, files="rows")
+    if snapshot.identity != published.identity:
+        raise SnapshotCorruptError(
+            f"{folder}: identity (SHA-256 of its manifest) is {snapshot.identity}, published was {published.identity}"
+        )
+    partition, plan_digest = plan_of(snapshot.spec)
+    load = prepare_load(
+        snapshot,
+        partition,
+        plan_digest,
+        memory_budget_bytes=memory_budget_bytes,
+        card_set=card_set,
+        observed=observed,
+    )
+    claim = load.take(memory)
+    try:
+        # One thread: it is background work, and shares a budget.
+        if verify:
+            snapshot.check_content("rows", threads=1, progress=paced)
+    except BaseException:
+        claim.give_back()
+        raise
+    return load.run(claim, paced)
+
+
+def share_of(tell: Callable[[float], None]) -> Progress:
+    """Makes the progress of `stage_tables` one number, 0 to 1: half of it is checking, half is loading."""
+    begins = {"checking SHA-256": 0.0, "load": 0.5}
+
+    def told(what: str, done: int, total: int) -> None:
+        if what in begins:
+            tell(begins[what] + (done / total if total else 1.0) / 2)
+
+    return told
 
 
 class NodeConfig(Frozen):
@@ -66,12 +147,7 @@ class NodeConfig(Frozen):
 
 
 async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
-    """Makes sure that a node divides rows as its fleet does.
-
-    Raises:
-        FleetMismatchError: it does not.
-        RegistryUnavailableError: nobody knows.
-    """
+    """Makes sure that a node divides rows as its fleet does. Raises FleetMismatchError, RegistryUnavailableError."""
     there = await fleet.join_fleet(record)
     if there != record:
         raise FleetMismatchError(
@@ -82,18 +158,7 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
 
 
 class NodeActions:
-    """Implements `Actions` for a shard node. Belongs to one event loop.
-
-    Args:
-        node: what pools.
-        fleet: the registry.
-        plan_of: which rows of a model this node holds.
-        config: what it is told of itself.
-        memory: takes account of RAM.
-        sleep: waits.
-        clock: monotonic seconds.
-        card_set: where rows go; None to pool on the CPU.
-    """
+    """What an agent has done in a shard node. Implements `Actions`; belongs to one event loop."""
 
     def __init__(
         self,
@@ -119,19 +184,17 @@ class NodeActions:
         self._retiring: set[tuple[str, int]] = set()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """The live one first: without it this node answers nobody."""
+        """As `Actions.wanted_versions`. The live one is first: without it this node answers nobody."""
         return sorted(wanted.held_by(self._config.node_id), key=lambda version: (version != wanted.live, version))
 
     def held(self) -> Collection[tuple[str, int]]:
-        """What the node pools from."""
+        """As `Actions.held`: what the node pools from."""
         return set(self._held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads this shard's rows, in a thread of its own; a version that is followed already catches up on deltas.
+        """Loads this shard's rows in a thread of its own; one that is followed catches up on deltas.
 
-        Raises:
-            SnapshotNotFoundError: the version was not published, or is not in the store.
-            ShardrankError: as `stage_tables`.
+        Raises as `stage_tables`.
         """
         published = await self._fleet.version(model, version)
         if published is None:
@@ -162,7 +225,7 @@ class NodeActions:
             raise
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Starts and stops followers, and marks the live version."""
+        """As `Actions.settle`: starts and stops followers, and marks the live version."""
         self._live[wanted.model] = wanted.live
         held = self._held()
         here = {version: one for (model, version), one in held.items() if model == wanted.model}
@@ -175,7 +238,7 @@ class NodeActions:
         return set(self.wanted_versions(wanted)) == set(here)
 
     async def retire(self, model: str, version: int) -> None:
-        """Stops following, withdraws, and waits until the last lease has ended and the rows are freed."""
+        """As `Actions.retire`: stops following, and waits until the last lease has ended and the rows are freed."""
         self._retiring.add((model, version))
         try:
             await self._followers.stop(model, version)
@@ -186,11 +249,11 @@ class NodeActions:
             await self._sleep(_LOOK_S)
 
     def reports(self) -> Sequence[VersionReport]:
-        """A version that can't take up its deltas is refused before it is live; then it goes on with what it has."""
+        """As `Actions.reports`. A version that can't take up its deltas is refused, unless it is live."""
         return [self._report(model, version, one) for (model, version), one in self._held().items()]
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """What the node is."""
+        """As `Actions.record`."""
         identity = self._node.identity
         return NodeRecord(
             node_id=self._config.node_id,
@@ -218,9 +281,10 @@ class NodeActions:
             return None
         from shard_node.cuda.card_engine import CardEngine
 
-        live = (one for one in self._node.generations.all() if (one.model, one.state) == (model, "live"))
-        engines = (one.payload.engine for one in live)
-        return next((engine.observed_counts() for engine in engines if isinstance(engine, CardEngine)), None)
+        for one in self._node.generations.all():
+            if (one.model, one.state) == (model, "live") and isinstance(one.payload.engine, CardEngine):
+                return one.payload.engine.observed_counts()
+        return None
 
     def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:
         return {(one.model, one.version): one for one in self._node.generations.all() if one.state != "draining"}
@@ -242,3 +306,38 @@ class NodeActions:
             delta_sequence=deltas.sequence,
             delta_published_at=deltas.published_at,
         )
+
+
+async def watch_cards(
+    node: ShardNode,
+    cards: Cards | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    interval_s: float = 1.0,
+) -> NoReturn:
+    """Asks the cards of all versions, time and again, until cancelled. On the CPU there is nothing to ask.
+
+    A node whose cards have failed has to end: until then CUDA answers everything with the first error. `cards` are
+    asked too, as a node that stages its first version has no other.
+
+    Raises:
+        CardError: they failed, and go on failing.
+    """
+    faults = 0
+    while True:
+        try:
+            await asyncio.to_thread(_ask, node, cards)
+        except CardError as error:
+            faults += 1
+            logger.critical("the cards fail: %s", error)
+            if faults >= ENOUGH_FAULTS:
+                raise
+        else:
+            faults = 0
+        await sleep(interval_s)
+
+
+def _ask(node: ShardNode, cards: Cards | None) -> None:
+    for card in cards.cards if cards is not None else ():
+        card.free_bytes()
+    for generation in node.generations.all():
+        generation.payload.engine.cards()

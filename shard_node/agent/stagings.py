@@ -65,9 +65,7 @@ class Stagings:
         is_room_coming: whether memory is being freed, so that a lack of it passes by itself.
         owner: of this process, for locks.
         config: limits and intervals.
-        clock: monotonic seconds.
-        sleep: waits.
-        random: for jitter.
+        clock, sleep, random: of the agent.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Stagings:
         self._attempts: dict[str, dict[int, _Attempt]] = {}
 
     def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
-        """Says which versions of a model are missing. Begins with the first that is due; ends what is not missing.
+        """Takes in which versions of a model are missing. Begins with the first that is due; ends what is not missing.
 
         Args:
             wanted: what is wanted now.
@@ -100,12 +98,13 @@ class Stagings:
             waits_for: why none may begin yet; "" if one may.
         """
         attempts = self._attempts.setdefault(wanted.model, {})
-        for version in [version for version in attempts if version not in missing]:
-            task = attempts[version].task
-            if task is None:
+        for version, attempt in list(attempts.items()):
+            if version in missing:
+                continue
+            if attempt.task is None:
                 del attempts[version]
             else:
-                task.cancel()
+                attempt.task.cancel()
         for version in missing:
             attempts.setdefault(version, _Attempt())
         if any(attempt.task is not None for attempt in attempts.values()):
@@ -121,7 +120,7 @@ class Stagings:
                 return
 
     def reports(self) -> Iterator[VersionReport]:
-        """One for each version that is not held, but is to be."""
+        """Reports each version that is not held, but is to be."""
         for model, attempts in self._attempts.items():
             for version, attempt in attempts.items():
                 yield VersionReport(
@@ -192,7 +191,7 @@ class Stagings:
 
     @contextlib.asynccontextmanager
     async def _place(self, model: str) -> AsyncIterator[None]:
-        """One of the fleet's places, kept until the block ends. Raises StagingBusyError if all are taken."""
+        """Keeps one of the fleet's places until the block ends. Raises StagingBusyError if all are taken."""
         registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
         owner = f"{self._owner}:{model}"
         numbers = list(range(self._config.fleet_limit))

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import safetensors.numpy
 
 from loader.snapshot.per_row import COUNTS_SUFFIX, ROWS_SUFFIX
-from shard_node.bags import Int64Array
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.hotness import RowCounts
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
-from shard_node.bags import Int64Array, KeyedBags, TableLimits
+from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
     MODES,
@@ -31,7 +31,6 @@ from shard_node.cuda.kernel_params import (
     UInt32Array,
     round_up,
 )
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.node import Partition
 
@@ -368,7 +367,6 @@ class RowChecks:
     """
 
     def __init__(self, layout: TableLayout, partition: Partition) -> None:
-        self.limits = TableLimits(layout)
         self._layout = layout
         self._is_here: BoolArray = np.asarray(partition.card_of_bucket >= 0)
         self._is_divided: BoolArray = np.asarray(~self._is_here.all(axis=1))
@@ -376,12 +374,12 @@ class RowChecks:
         self._shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables], np.int64)
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
-        """Checks a batch, as `TableLimits.check`, and that each row is on this node.
+        """Checks a batch, as `TableLayout.check`, and that each row is on this node.
 
         Raises:
             InvalidBagsError: naming what is wrong, with table and row.
         """
-        self.limits.check(bags, tables)
+        self._layout.check(bags, tables)
         if not self._any_divided:
             return
         if tables is None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
@@ -18,7 +18,6 @@ from shard_node.cuda.cards import Cards, Memory
 from shard_node.cuda.lane import HostPool, Lane
 from shard_node.cuda.uploads import RowWriter
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.hotness import RowCounts

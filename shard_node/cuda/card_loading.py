@@ -15,8 +15,7 @@ from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.codecs import bucket_start_in_file, codec_for, rows_at_positions, rows_in_file
 from loader.snapshot.manifest import TableFiles, TableSpec
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.delta_position import DeltaPosition
-from shard_node.bags import Int64Array
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_set import CardClaim, CardSet
@@ -24,12 +23,10 @@ from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, RowFormat, UInt32Array, owners_of, round_up
 from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Upload
-from shard_node.engine.arena_builder import layout_for
-from shard_node.engine.row_copy import not_finite, runs_of
-from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
-from shard_node.engine.table_layout import TableLayout
+from shard_node.engine.arena_builder import layout_for, not_finite, runs_of
+from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
-from shard_node.node import LoadedTables, Partition
+from shard_node.node import DeltaPosition, LoadedTables, Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
@@ -116,7 +113,7 @@ class CardTableLoad:
         self.pinned_bytes = self.plan.pinned_bytes
 
     def take(self, memory: RowMemory) -> TablesClaim:
-        """As `Load.take`: of the cards, and of this process's RAM."""
+        """As `PreparedLoad.take`: of the cards, and of this process's RAM."""
         with ExitStack() as undo:
             cards = self._card_set.memory.take(self.card_bytes)
             undo.callback(cards.give_back)
@@ -127,7 +124,7 @@ class CardTableLoad:
         return TablesClaim(cards, staging, ram)
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """As `Load.run`."""
+        """As `PreparedLoad.run`."""
         try:
             engine = self._load(progress)
         except BaseException:

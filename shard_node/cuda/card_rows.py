@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_node.bags import Int64Array, KeyedBags
+from shard_node.bags import Group, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.access_counts import AccessCounts
 from shard_node.cuda.batch import BatchShapes, RowChecks
 from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, Stream
@@ -31,7 +31,6 @@ from shard_node.cuda.kernel_params import (
     owner_bits,
 )
 from shard_node.cuda.places import Placer
-from shard_node.engine.table_layout import Group, TableLayout
 from shard_node.generation import RowLock
 
 

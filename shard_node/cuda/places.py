@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS
-from shard_node.bags import Int64Array
+from shard_node.bags import Group, Int64Array
 from shard_node.cuda.kernel_params import (
     NOT_HERE,
     RowFormat,
@@ -21,7 +21,6 @@ from shard_node.cuda.kernel_params import (
     hot_owner,
     pinned_owner,
 )
-from shard_node.engine.table_layout import Group
 from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, CardPlan
 from shard_node.planning.hotness import RowHotness
 

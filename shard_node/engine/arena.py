@@ -29,9 +29,8 @@ import torch
 from loader.memory import give_back
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import RowDtype
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import Tier
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 
 logger = logging.getLogger(__name__)
@@ -50,12 +49,8 @@ Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 class Arena:
     """Rows of one width and dtype, and the call that pools them.
 
-    Args:
-        dtype: the rows' dtype.
-        embedding_dim: the rows' width in elements.
-        rows: uint8 [slots, row_bytes], contiguous; kept, not copied. Read-only ones can't be written later.
-        card: the card that it belongs to.
-        tier: where the rows are.
+    `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied; read-only ones can't be written later. `card`
+    is the card that the arena belongs to.
     """
 
     def __init__(self, dtype: RowDtype, embedding_dim: int, rows: npt.NDArray[np.uint8], card: int, tier: Tier) -> None:
@@ -73,15 +68,12 @@ class Arena:
         self._rows = tensor
 
     def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
-        """Sums the rows of each bag.
+        """Sums the rows of each bag, float32 [b, embedding_dim].
 
         Args:
             slots: int64 [n], positions in this arena; the caller has checked them.
             offsets: int64 [b + 1], beginning with 0.
             weights: float32 [n] or None.
-
-        Returns:
-            float32 [b, embedding_dim].
         """
         if offsets.size == 1:
             return np.zeros((0, self._embedding_dim), np.float32)
@@ -97,7 +89,7 @@ class Arena:
         return out
 
     def touch(self, slots: Int64Array) -> None:
-        """Has the pages of these slots in memory, as this arena's own, so that `write` is but a copy.
+        """Brings the pages of these slots into memory, as this arena's own, so that `write` is but a copy.
 
         Every row's first and last byte is written as it is: no reader sees a difference, but another writer might.
         """
@@ -107,12 +99,7 @@ class Arena:
                 edge[slots] = edge[slots]
 
     def write(self, slots: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
-        """Replaces rows. Nobody may pool meanwhile.
-
-        Args:
-            slots: int64 [n], positions in this arena; the caller has checked them.
-            stored: uint8 [n, row_bytes], contiguous.
-        """
+        """Replaces the rows at int64 [n] slots by uint8 [n, row_bytes], contiguous. Nobody may pool meanwhile."""
         self._items[slots] = stored.view(self._items.dtype).reshape(-1)
 
     def free(self) -> None:
@@ -122,7 +109,7 @@ class Arena:
 
 
 def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
+    """Allocates zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
 
     It is private anonymous memory, given back to the system when the last view of it is gone.
     """
@@ -214,7 +201,7 @@ class TablePlace:
 
     @property
     def whole(self) -> bool:
-        """True if one arena holds all rows in row order."""
+        """Whether one arena holds all rows in row order."""
         return (
             self.slot_shift == 0
             and self.cell_arena[0] != NOT_HERE
@@ -224,12 +211,7 @@ class TablePlace:
 
 
 class Placement:
-    """The places of all tables of a node, merged into flat arrays.
-
-    Args:
-        layout: the tables.
-        places: one for each table, in layout order.
-    """
+    """The places of all tables of a node, one for each in layout order, merged into flat arrays."""
 
     def __init__(self, layout: TableLayout, places: list[TablePlace]) -> None:
         self._layout = layout
@@ -249,11 +231,11 @@ class Placement:
         self._whole_tables_begin_at_0 = not self._whole_base.any()
 
     def is_whole(self, first_table: int, end_table: int) -> bool:
-        """True if each of these tables lies in row order in one arena."""
+        """Whether each of these tables lies in row order in one arena."""
         return bool(self._whole[first_table:end_table].all())
 
     def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """int64 [n], the slots of rows whose tables lie whole in their group's arena."""
+        """Finds the slots (int64 [n]) of rows whose tables lie whole in their group's arena."""
         if self._whole_tables_begin_at_0:
             return bags.values
         base = self._whole_base[bags.keys]
@@ -262,11 +244,7 @@ class Placement:
         return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
 
     def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
-        """Finds the arena (uint16 [n]) and the slot (int64 [n]) of each row.
-
-        Raises:
-            InvalidBagsError: for a row that another node holds.
-        """
+        """Finds each row's arena (uint16 [n]) and slot (int64 [n]). Raises InvalidBagsError if it is not here."""
         rows = bags.values
         cell = self._cells(bags, values_per_key)
         arena = self._cell_arena.take(cell)
@@ -278,11 +256,7 @@ class Placement:
         return arena, slots
 
     def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """int64 [n], the slot of each row, where one arena has all rows that these tables have here.
-
-        Raises:
-            InvalidBagsError: for a row that another node holds.
-        """
+        """Finds the slots as `locate`, where one arena has all rows that these tables have here."""
         slots = self._base_or_far.take(self._cells(bags, values_per_key))
         slots += bags.values >> self._per_value(self._slot_shift, bags, values_per_key)
         if slots.size and np.minimum.reduce(slots) < 0:
@@ -305,12 +279,7 @@ class Placement:
         return InvalidBagsError(f"row {int(bags.values[position])} of table {table!r} is not on this node")
 
     def locate_rows(self, table: int, rows: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
-        """Finds the arena (uint16 [n], `NOT_HERE` for another node's) and the slot (int64 [n]) of one table's rows.
-
-        Args:
-            table: its number in the layout.
-            rows: int64 [n], rows of that table.
-        """
+        """Finds the arena (uint16 [n], `NOT_HERE` for another node's) and slot (int64 [n]) of rows of one table."""
         cell = (rows >> self._bucket_shift[table]) & 255
         if self._file_shift[table] < NO_FILES_SHIFT:
             cell += (rows >> self._file_shift[table]) << 8

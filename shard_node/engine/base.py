@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 
 Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
 """Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""
@@ -61,10 +60,7 @@ class Engine(Protocol):
         ...
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
-        """Sums the rows of each bag.
-
-        Args:
-            bags: keys are tables, values are rows that this engine holds.
+        """Sums the rows of each bag. Keys are tables, values are rows that this engine holds.
 
         Returns:
             One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
@@ -89,8 +85,7 @@ class Engine(Protocol):
             How many of the rows are on this engine.
 
         Raises:
-            InvalidBagsError: for a table or row that is not there, or arrays of another shape or dtype. Nothing was
-                written then.
+            InvalidBagsError: no such table or row, or arrays of another shape or dtype. Nothing was written then.
         """
         ...
 

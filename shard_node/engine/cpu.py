@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
-from shard_node.engine.table_layout import TableLayout
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
@@ -34,12 +33,8 @@ class CpuEngine:
     Each pooling call runs in the caller's thread with one intra-op thread; several may run at once, since torch lets
     go of the interpreter lock while it reads rows. Rows are written while no call pools.
 
-    Args:
-        layout: the model's tables.
-        arenas: all arenas, numbered by position.
-        group_arenas: for each group of the layout, the numbers of the arenas that hold its rows.
-        placement: where each row lies.
-        tiers: the tier of each table, in layout order.
+    `group_arenas` has, for each group of the layout, the numbers of the arenas that hold its rows; `tiers` are those of
+    the tables.
     """
 
     def __init__(
@@ -53,7 +48,6 @@ class CpuEngine:
         self._layout = layout
         self._arenas = list(arenas)
         self._placement = placement
-        self._limits = TableLimits(layout)
         self._tiers = tuple(tiers)
         self._groups = tuple(
             _GroupPlace(
@@ -78,7 +72,7 @@ class CpuEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
-        self._limits.check(bags)
+        self._layout.check(bags)
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
@@ -97,7 +91,7 @@ class CpuEngine:
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
-        self._limits.check_rows(table, rows, stored)
+        self._layout.check_rows(table, rows, stored)
         arena, slots = self._placement.locate_rows(table, rows)
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
         for number in np.unique(arena).tolist():
@@ -116,19 +110,6 @@ class CpuEngine:
             finally:
                 self._row_lock.end_write()
         return sum(part_slots.size for _, part_slots, _ in parts)
-
-    def touch_rows(self, table: int, rows: Int64Array) -> None:
-        """Has the pages of these rows in memory, so that a `write_rows` that follows is but a copy.
-
-        For whoever keeps readers out around `write_rows`. Nobody else may write meanwhile.
-
-        Args:
-            table: its number in the layout.
-            rows: int64 [n], rows of that table, on this engine.
-        """
-        arena, slots = self._placement.locate_rows(table, rows)
-        for number in np.unique(arena).tolist():
-            self._arenas[number].touch(slots[arena == number])
 
     def _pool_groups(self, bags: KeyedBags, values_per_key: Int64Array) -> list[Float32Array]:
         bag_starts = bags.bag_starts()
@@ -161,14 +142,14 @@ class CpuEngine:
         return add(pooled, bags.num_bags, group.embedding_dim, share_no_bag=share_no_bag)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Bytes held, by card and tier."""
+        """As `Engine.memory`."""
         totals: dict[tuple[int, Tier], int] = {}
         for arena in self._arenas:
             totals[arena.card, arena.tier] = totals.get((arena.card, arena.tier), 0) + arena.size_bytes
         return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
-        """Counters by table and tier."""
+        """As `Engine.rows_looked_up`."""
         with self._counts_lock:
             counts = self._counts.tolist()
         return tuple(
@@ -177,11 +158,11 @@ class CpuEngine:
         )
 
     def cards(self) -> CardsUse | None:
-        """None: it pools on the CPU."""
+        """Returns None: it pools on the CPU."""
         return None
 
     def close(self) -> None:
-        """Gives the arenas' memory back to the system."""
+        """As `Engine.close`."""
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.free()

@@ -7,80 +7,52 @@ from typing import TYPE_CHECKING, Protocol
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.delta_position import DeltaPosition
 from shard_node.engine.arena_builder import ArenaBuilder, layout_for
 from shard_node.engine.base import Tier
-from shard_node.engine.row_copy import RowCopy
-from shard_node.engine.row_memory import Claim, MemoryClaim, RowMemory
-from shard_node.node import LoadedTables, Partition
+from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
+from shard_node.node import DeltaPosition, LoadedTables, Partition
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
     from shard_node.planning.hotness import ObservedCounts
 
 
-class Load(Protocol):
+class PreparedLoad(Protocol):
     """The loading of a partition's buckets, before it begins: what it will take is known, nothing is taken yet."""
 
     def take(self, memory: RowMemory) -> Claim:
-        """Claims what the tables will take.
-
-        Args:
-            memory: takes account of this process's RAM.
-
-        Raises:
-            MemoryBudgetError: there is not as much, with the numbers.
-        """
+        """Claims what the tables will take of this process's RAM, and of cards. Raises MemoryBudgetError."""
         ...
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """Loads, once.
+        """Loads, once. Raises SnapshotCorruptError.
 
-        Args:
-            claim: what `take` gave; belongs to the tables, and is given back if there will be none.
-            progress: called with bytes copied.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
+        `claim` is what `take` gave; it belongs to the tables, and is given back if there will be none.
         """
         ...
 
 
 class TableLoad:
-    """A load into a CPU engine.
-
-    Args:
-        snapshot: the opened snapshot.
-        partition: the buckets to load, and the card of each.
-        plan_digest: identifies the plan that the partition was cut from.
-        memory_budget_bytes: RAM that rows may take. Tables that do not fit stay in the mapped snapshot, the largest
-            first. None: everything goes to RAM.
-
-    Attributes:
-        ram_bytes: what rows will take.
-    """
+    """A load into a CPU engine; arguments are those of `prepare_load`. `ram_bytes` is what rows will take."""
 
     def __init__(
         self, snapshot: Snapshot, partition: Partition, plan_digest: str, memory_budget_bytes: int | None = None
     ) -> None:
-        layout = layout_for(snapshot, partition)
         self._snapshot = snapshot
         self._plan_digest = plan_digest
-        self._builder = ArenaBuilder(snapshot, layout, partition)
+        self._builder = ArenaBuilder(snapshot, layout_for(snapshot, partition), partition)
         sizes = self._builder.table_bytes
         self._tiers = choose_tiers(sizes, memory_budget_bytes)
         self.ram_bytes = sum(size for size, tier in zip(sizes, self._tiers, strict=True) if tier == "ram")
 
     def take(self, memory: RowMemory) -> MemoryClaim:
-        """As `Load.take`."""
+        """As `PreparedLoad.take`."""
         return memory.take(self.ram_bytes)
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """As `Load.run`."""
+        """As `PreparedLoad.run`."""
         try:
-            mapped_bytes = sum(self._builder.table_bytes) - self.ram_bytes
-            copy = RowCopy(self._snapshot, self.ram_bytes, mapped_bytes, progress)
-            engine = self._builder.build(self._tiers, copy)
+            engine = self._builder.build(self._tiers, progress)
         except BaseException:
             claim.give_back()
             raise
@@ -97,14 +69,15 @@ def prepare_load(
     memory_budget_bytes: int | None = None,
     card_set: CardSet | None = None,
     observed: ObservedCounts | None = None,
-) -> Load:
-    """The load of a partition, onto cards if there are any.
+) -> PreparedLoad:
+    """Prepares the load of a partition, onto cards if there are any.
 
     Args:
         snapshot: the opened snapshot.
         partition: the buckets to load, and the card of each.
         plan_digest: identifies the plan that the partition was cut from.
-        memory_budget_bytes: as of `TableLoad`; where there are cards, what may be pinned for them.
+        memory_budget_bytes: RAM that rows may take. Tables that do not fit stay in the mapped snapshot, the largest
+            first; where there are cards, it is what may be pinned for them. None: everything goes to RAM.
         card_set: the cards; None to pool on the CPU.
         observed: how often rows of the version before were looked up, for cards, where the snapshot does not say.
 
@@ -129,12 +102,7 @@ def load_tables(
     card_set: CardSet | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
-    """Loads the buckets of a partition, onto cards if there are any, else into a CPU engine. As `prepare_load`.
-
-    Raises:
-        MemoryBudgetError: there is less memory available than the rows take; nothing was allocated then.
-        SnapshotCorruptError: a row decodes to NaN or inf.
-    """
+    """Loads a partition, as `prepare_load` and `PreparedLoad` say, with nobody else taking memory."""
     load = prepare_load(snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set)
     return load.run(load.take(RowMemory()), progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,9 +10,8 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLimits
+from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
-from shard_node.engine.table_layout import TableLayout
 from shard_node.generation import RowLock
 
 
@@ -27,7 +27,6 @@ class ReferenceEngine:
         self._layout = TableLayout.of(spec)
         self._tables = [tables[table.name].copy() for table in self._layout.tables]
         self._lock = RowLock()
-        self._limits = TableLimits(self._layout)
         self._counts = [0] * len(self._tables)
 
     @property
@@ -37,7 +36,7 @@ class ReferenceEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`: sum over the bag of weight * row."""
-        self._limits.check(bags)
+        self._layout.check(bags)
         self._lock.begin_read()
         try:
             return self._pool(bags)
@@ -46,7 +45,7 @@ class ReferenceEngine:
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`: every row is here."""
-        self._limits.check_rows(table, rows, stored)
+        self._layout.check_rows(table, rows, stored)
         spec = self._layout.tables[table]
         values = codec_for(spec.dtype, spec.embedding_dim).decode(stored)
         self._lock.begin_write()
@@ -62,12 +61,10 @@ class ReferenceEngine:
         for group in self._layout.groups:
             pooled: list[Float32Array] = []
             for segment, key in enumerate(bags.keys.tolist()):
-                if not group.first_table <= key < group.end_table:
-                    continue
-                for bag in range(int(starts[segment]), int(starts[segment + 1])):
-                    pooled.append(self._pool_bag(bags, key, int(bags.offsets[bag]), int(bags.offsets[bag + 1])))
-            block = np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32)
-            blocks.append(block)
+                if group.first_table <= key < group.end_table:
+                    edges = bags.offsets[starts[segment] : starts[segment + 1] + 1].tolist()
+                    pooled += [self._pool_bag(bags, key, start, end) for start, end in itertools.pairwise(edges)]
+            blocks.append(np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32))
         return blocks
 
     def _pool_bag(self, bags: KeyedBags, key: int, start: int, end: int) -> Float32Array:

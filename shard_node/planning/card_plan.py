@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shard_node.bags import Int64Array
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import Partition
 from shard_node.planning.hotness import Hotness, RowHotness

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import NUM_BUCKETS, TableSpec
-from shard_node.bags import Int64Array
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 
 Float64Array = npt.NDArray[np.float64]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from pydantic import Field
 
@@ -15,13 +17,13 @@ from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
     NodeOverloadedError,
+    NodeUnavailableError,
     RemoteError,
     WireError,
 )
 from shard_node.node import NodeInfo
 from shard_node.wire.address import Address
-from shard_node.wire.client_connection import ClientConnection, Ended
-from shard_node.wire.connector import Connector, Sleep
+from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
 from shard_node.wire.messages import (
     Buffer,
@@ -31,6 +33,15 @@ from shard_node.wire.messages import (
     encode_info,
     encode_pool,
 )
+from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, connection_failure
+
+logger = logging.getLogger(__name__)
+
+# A node whose host has vanished acknowledges nothing; the kernel's own limit is a quarter of an hour.
+UNACKNOWLEDGED_TIMEOUT_MS = 2000
+FIRST_BACKOFF_S = 0.02
+# More doublings than any backoff needs, few enough for a float.
+MAX_DOUBLINGS = 32
 
 
 class ClientLimits(Frozen):
@@ -51,12 +62,137 @@ class ClientLimits(Frozen):
     info_timeout_ms: int = Field(default=5000, ge=1)
 
 
+class ClientConnection(FrameConnection):
+    """Sends requests and hands each answer to whoever waits for it. Answers that nobody waits for are dropped.
+
+    `going_away` is told when the node wants no new requests on this connection; `ended` once when the connection is
+    gone, as what kind of error, and why.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        limits: ClientLimits,
+        going_away: Callable[[ClientConnection], None],
+        ended: Callable[[ClientConnection, type[NodeUnavailableError], str], None],
+    ) -> None:
+        super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
+        self._address = address
+        self._going_away = going_away
+        self._ended = ended
+        self._waiting: dict[int, asyncio.Future[Frame]] = {}
+        self._last_request_id = 0
+        self._refusal: Exception | None = None
+        self._is_going_away = False
+        self._writable: asyncio.Future[None] | None = None
+        self.has_answered = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a new request may be sent."""
+        return self.is_open and not self._is_going_away
+
+    def next_request_id(self) -> int:
+        """A number for the next request."""
+        self._last_request_id += 1
+        return self._last_request_id
+
+    async def writable(self, timeout_s: float) -> None:
+        """Waits until the node has read enough of what was sent before. Raises DeadlineExceededError."""
+        if self._writable is None:
+            return
+        done, _ = await asyncio.wait({self._writable}, timeout=max(timeout_s, 0.0))
+        if not done:
+            raise DeadlineExceededError(f"{self._address}: deadline passed before the request could be sent")
+
+    async def exchange(self, request_id: int, buffers: Sequence[Buffer], timeout_s: float) -> Frame:
+        """Sends a request and waits for its answer. Raises DeadlineExceededError, NodeUnavailableError."""
+        answer: asyncio.Future[Frame] = self._loop.create_future()
+        self._waiting[request_id] = answer
+        timer = self._loop.call_later(timeout_s, self._expire, request_id)
+        try:
+            if not self.send(buffers):
+                raise NodeUnavailableError(f"{self._address}: connection lost before the request was sent")
+            return await answer
+        finally:
+            timer.cancel()
+            self._waiting.pop(request_id, None)
+            self._close_if_done()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sets the socket up."""
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_TIMEOUT_MS)
+
+    def frame_received(self, frame: Frame) -> None:
+        """Hands an answer to whoever waits for it."""
+        if frame.header.request_id:
+            self.has_answered = True
+            answer = self._waiting.get(frame.header.request_id)
+            if answer is not None and not answer.done():
+                answer.set_result(frame)
+        elif frame.header.frame_type == FrameType.GOAWAY:
+            self._is_going_away = True
+            self._going_away(self)
+            self._close_if_done()
+        elif frame.header.frame_type == FrameType.ERROR:
+            # About the connection as a whole; the node closes it next.
+            try:
+                self._refusal = decode_error(frame)
+            except WireError as error:
+                self._refusal = error
+        else:
+            self.stream_broken(WireError(f"frame type {frame.header.frame_type} without a request id"), 0)
+
+    def stream_broken(self, error: WireError, request_id: int) -> None:
+        """Ends the connection: an answer that is too long fails its own request, everything else fails all."""
+        logger.warning("closing the connection to %s: %s", self._address, error)
+        answer = self._waiting.get(request_id)
+        if isinstance(error, FrameTooLargeError) and answer is not None and not answer.done():
+            answer.set_exception(error)
+        self._refusal = error
+        self.abort()
+
+    def pause_writing(self) -> None:
+        """Has new requests wait: the node does not read."""
+        if self._writable is None:
+            self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """Lets requests go on."""
+        if self._writable is not None:
+            self._writable.set_result(None)
+            self._writable = None
+
+    def connection_ended(self, error: Exception | None) -> None:
+        """Fails everything that waits."""
+        kind, reason = connection_failure(self._refusal or error or ConnectionError("closed by the node"))
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(kind(f"{self._address}: connection lost before the answer came: {reason}"))
+        self.resume_writing()
+        self._ended(self, kind, reason)
+
+    def _expire(self, request_id: int) -> None:
+        answer = self._waiting.get(request_id)
+        if answer is not None and not answer.done():
+            answer.set_exception(DeadlineExceededError(f"{self._address}: deadline passed before the answer came"))
+
+    def _close_if_done(self) -> None:
+        if self._is_going_away and not self._waiting:
+            self.close()
+
+
 class ShardClient:
     """A shard behind a socket. Implements `Shard`; belongs to the event loop that it is first used on.
 
-    There is one connection, made by the first call. When it is lost, the client brings it back by itself; see
-    `Connector`. Calls meanwhile fail at once so that another replica can be asked. A call that fails with
-    NodeUnavailableError may be repeated anywhere: lookups change nothing.
+    There is one connection. The first call makes it, and its loss starts making it again, so that no request pays for
+    finding out whether a node is back. Calls wait for the first attempt, bounded by their own time; once it has failed
+    they fail at once, so that another replica can be asked, until a later attempt succeeds. Attempts are 20 ms apart at
+    first, then twice as long each time. A call that fails with NodeUnavailableError may be repeated anywhere: lookups
+    change nothing.
 
     Args:
         address: of the node.
@@ -64,7 +200,11 @@ class ShardClient:
         clock: monotonic seconds; deadlines are on it.
         limits: what is sent and taken.
         sleep: waits for that many seconds, between attempts to connect.
-        tls: speaks TLS to a TCP address, as `shard_node.wire.tls.client_context` makes it; None for plain text.
+        tls: spoken to a TCP address, as `shard_node.wire.tls.client_context` makes it; None for plain text.
+
+    Attributes:
+        in_flight: calls that have not returned.
+        connections: connections made so far. A change means that another process may answer now.
     """
 
     def __init__(
@@ -74,45 +214,46 @@ class ShardClient:
         connect_timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         limits: ClientLimits | None = None,
-        sleep: Sleep = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
+        self.in_flight = 0
+        self.connections = 0
+        self._connect_timeout_s = connect_timeout_s
         self._clock = clock
         self._limits = limits or ClientLimits()
-        self._in_flight = 0
-        self._connector = Connector(
-            address, self._make_connection, connect_timeout_s, self._limits.max_backoff_ms / 1e3, sleep, tls
-        )
-
-    @property
-    def in_flight(self) -> int:
-        """Calls that have not returned."""
-        return self._in_flight
-
-    @property
-    def connections(self) -> int:
-        """Connections made so far. A change means that another process may answer now."""
-        return self._connector.num_made
+        self._sleep = sleep
+        self._tls = tls
+        self._connection: ClientConnection | None = None
+        # Every connection that has not ended, those that are going away included.
+        self._open: set[ClientConnection] = set()
+        self._connecting: asyncio.Task[None] | None = None
+        self._first_attempt: asyncio.Future[None] | None = None
+        self._num_failures = 0
+        self._failure = "not connected yet"
+        self._failed_as = NodeUnavailableError
+        self._is_closed = False
 
     @property
     def available(self) -> bool:
         """Whether there is a connection, or none was needed so far. While False, ask another replica."""
-        return self._connector.available
+        if self._usable() is not None:
+            return True
+        return not self._is_closed and self._connecting is None and self._connection is None and not self._num_failures
 
     async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
         """As `Shard.pool`. The blocks are views into the received frame.
 
-        The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be
-        on their way out.
+        The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be on
+        their way out.
 
         Raises:
-            DeadlineExceededError: when the deadline passes, wherever the request is then.
-            NodeUnavailableError: if there is no connection, or it was lost. Another replica may be asked.
-            TlsHandshakeError: as NodeUnavailableError, whose subclass it is; its subclasses say why.
-            NodeOverloadedError: if the node, or this client, has too many requests in flight.
-            FrameTooLargeError: if request or answer is longer than `max_frame_bytes`.
-            RemoteError: if the node failed, or its answer does not fit the request.
+            DeadlineExceededError: the deadline passed, wherever the request was then.
+            NodeUnavailableError: there is no connection, or it was lost; a TlsHandshakeError if TLS is why.
+            NodeOverloadedError: the node, or this client, has too many requests in flight.
+            FrameTooLargeError: request or answer is longer than `max_frame_bytes`.
+            RemoteError: the node failed, or its answer does not fit the request.
             ShardNodeError: whatever else the node answered, as the class of its kind.
         """
 
@@ -139,19 +280,31 @@ class ShardClient:
             raise RemoteError(f"{self.address}: malformed answer: {error}") from error
 
     async def close(self) -> None:
-        """Cuts the connection; calls in flight fail with NodeUnavailableError. Idempotent."""
-        await self._connector.close()
+        """Cuts every connection and makes no new one; calls in flight fail with NodeUnavailableError. Idempotent."""
+        self._is_closed = True
+        self._note_failure("the client is closed")
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
+            # Cancelled before it began, it had no chance to do this itself.
+            self._connecting = None
+            self._end_first_attempt()
+        ended = [connection.closed for connection in self._open]
+        for connection in tuple(self._open):
+            connection.abort()
+        if ended:
+            await asyncio.wait(ended)
 
     async def _ask(self, encode: Callable[[int, int], list[Buffer]], expected: FrameType, deadline: float) -> Frame:
-        if self._in_flight >= self._limits.max_in_flight:
+        if self.in_flight >= self._limits.max_in_flight:
             raise NodeOverloadedError(
-                f"{self.address}: {self._in_flight} requests in flight, at most {self._limits.max_in_flight} are sent"
+                f"{self.address}: {self.in_flight} requests in flight, at most {self._limits.max_in_flight} are sent"
             )
-        self._in_flight += 1
+        self.in_flight += 1
         try:
             frame = await self._exchange(encode, deadline)
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
         if frame.header.frame_type == expected:
             return frame
         if frame.header.frame_type != FrameType.ERROR:
@@ -163,7 +316,7 @@ class ShardClient:
         raise error
 
     async def _exchange(self, encode: Callable[[int, int], list[Buffer]], deadline: float) -> Frame:
-        connection = self._connector.usable() or await self._connector.connect(deadline - self._clock())
+        connection = self._usable() or await self._connect(deadline - self._clock())
         await connection.writable(deadline - self._clock())
         request_id = connection.next_request_id()
         timeout_s = min(deadline - self._clock(), MAX_BUDGET_US / 1e6)
@@ -175,6 +328,129 @@ class ShardClient:
             raise FrameTooLargeError(f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent")
         return await connection.exchange(request_id, buffers, timeout_s)
 
-    def _make_connection(self, going_away: Callable[[ClientConnection], None], ended: Ended) -> ClientConnection:
-        limits = self._limits
-        return ClientConnection(self.address, limits.max_frame_bytes, limits.max_unsent_bytes, going_away, ended)
+    def _usable(self) -> ClientConnection | None:
+        connection = self._connection
+        return connection if connection is not None and connection.is_usable else None
+
+    async def _connect(self, timeout_s: float) -> ClientConnection:
+        """Waits for the connection if it is being made for the first time since it last worked."""
+        if self._connecting is None and self._connection is None:
+            self._start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (undecided := self._undecided()) is not None:
+                    await asyncio.wait({undecided})
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self.address}: deadline passed while connecting") from None
+        connection = self._usable()
+        if connection is None:
+            raise self._failed_as(f"{self.address}: not connected: {self._failure}")
+        return connection
+
+    def _undecided(self) -> asyncio.Future[None] | None:
+        """What has to end before it is known whether there is a connection."""
+        if self._connection is not None and not self._connection.is_usable:
+            return self._connection.closed
+        return self._first_attempt
+
+    def _start(self, pause_s: float = 0.0) -> None:
+        if self._is_closed or self._connecting is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if not self._num_failures:
+            self._first_attempt = loop.create_future()
+        self._connecting = loop.create_task(self._connect_until_done(pause_s))
+
+    async def _connect_until_done(self, pause_s: float) -> None:
+        try:
+            while True:
+                if pause_s:
+                    await self._sleep(pause_s)
+                connection = await self._attempt()
+                if connection is not None and not connection.closed.done():
+                    self._connection = connection
+                    self.connections += 1
+                    return
+                pause_s = self._next_pause_s()
+                self._end_first_attempt()
+        finally:
+            self._connecting = None
+            self._end_first_attempt()
+
+    async def _attempt(self) -> ClientConnection | None:
+        """Makes one attempt; None and the reason in `_failure` if it fails."""
+        loop = asyncio.get_running_loop()
+        made: ClientConnection | None = None
+        connection: ClientConnection | None = None
+
+        def make() -> ClientConnection:
+            nonlocal made
+            made = ClientConnection(self.address, self._limits, self._going_away, self._ended)
+            self._open.add(made)
+            return made
+
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                host, port = self.address.host, self.address.port
+                if self.address.is_unix:
+                    _, connection = await loop.create_unix_connection(make, self.address.path)
+                elif self._tls is None:
+                    _, connection = await loop.create_connection(make, host, port)
+                else:
+                    _, connection = await loop.create_connection(
+                        make, host, port, ssl=self._tls, ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S
+                    )
+        except TimeoutError:
+            self._note_failure(f"no connection within {self._connect_timeout_s} s")
+        except OSError as error:
+            kind, reason = connection_failure(error)
+            self._note_failure(reason, kind)
+        except Exception as error:
+            # Not the network's doing, so not expected here: the log says where it came from.
+            logger.exception("connecting to %s failed", self.address)
+            self._note_failure(f"{type(error).__name__}: {error}")
+        else:
+            return connection
+        finally:
+            if made is not None and (connection is None or connection.closed.done()):
+                # The attempt may have succeeded just when its time was over.
+                made.abort()
+                if not made.was_made:
+                    self._open.discard(made)
+        return None
+
+    def _going_away(self, connection: ClientConnection) -> None:
+        """The node drains: the connection lives until its answers are there, but takes no new requests."""
+        if self._connection is connection:
+            self._connection = None
+            self._note_failure("the node is draining")
+            self._num_failures = 0
+            self._start(self._next_pause_s())
+
+    def _ended(self, connection: ClientConnection, kind: type[NodeUnavailableError], reason: str) -> None:
+        self._open.discard(connection)
+        # An attempt that goes on while one ends: it was made and lost before the attempt could say so.
+        if not self._is_closed and (self._connection is connection or self._connecting is not None):
+            self._note_failure(f"connection lost: {reason}", kind)
+        if self._connection is not connection:
+            return
+        self._connection = None
+        if connection.has_answered:
+            # It worked until now: the first attempt to get it back need not wait.
+            self._num_failures = 0
+            self._start()
+        else:
+            self._start(self._next_pause_s())
+
+    def _note_failure(self, reason: str, kind: type[NodeUnavailableError] = NodeUnavailableError) -> None:
+        self._failure, self._failed_as = reason, kind
+
+    def _next_pause_s(self) -> float:
+        pause_s = min(FIRST_BACKOFF_S * 2.0**self._num_failures, self._limits.max_backoff_ms / 1e3)
+        self._num_failures = min(self._num_failures + 1, MAX_DOUBLINGS)
+        return pause_s
+
+    def _end_first_attempt(self) -> None:
+        if self._first_attempt is not None:
+            self._first_attempt.set_result(None)
+            self._first_attempt = None

@@ -22,11 +22,8 @@ KEEPALIVE_PROBES = 3
 class FrameConnection(asyncio.BufferedProtocol):
     """Reads frames straight into the arrays they are handed over in, and writes frames from the arrays they lie in.
 
-    A subclass says what happens with a frame, with a broken stream, and when the connection is gone.
-
-    Args:
-        max_frame_bytes: longer frames end the connection.
-        max_unsent_bytes: the transport asks for a pause above this, and for more below a quarter of it.
+    A subclass says what happens with a frame, with a broken stream, and when the connection is gone. The transport asks
+    for a pause in writing above `max_unsent_bytes`, and for more below a quarter of it.
     """
 
     def __init__(self, max_frame_bytes: int, max_unsent_bytes: int) -> None:
@@ -39,21 +36,17 @@ class FrameConnection(asyncio.BufferedProtocol):
         self.is_reading_held = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
-    # What a subclass does.
-
     def frame_received(self, frame: Frame) -> None:
-        """A whole frame came."""
+        """Handles a whole frame."""
         raise NotImplementedError
 
     def stream_broken(self, error: WireError, request_id: int) -> None:
-        """The stream can't be followed any more. `request_id` is 0 if it could not be read."""
+        """Handles a stream that can't be followed any more; `request_id` is 0 if it could not be read."""
         raise NotImplementedError
 
     def connection_ended(self, error: Exception | None) -> None:
-        """The connection is gone; called once."""
+        """Handles the end of the connection; called once."""
         raise NotImplementedError
-
-    # What a subclass uses.
 
     @property
     def peer(self) -> str:
@@ -127,8 +120,6 @@ class FrameConnection(asyncio.BufferedProtocol):
             if frame is None:
                 return
             self.frame_received(frame)
-
-    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sets the socket up."""

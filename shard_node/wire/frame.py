@@ -67,45 +67,19 @@ class Frame(NamedTuple):
 
 
 def pack_header(frame_type: FrameType, request_id: int, body_bytes: int, budget_us: int = 0) -> bytes:
-    """The header as bytes.
-
-    Raises:
-        FrameTooLargeError: for a body that the length field can't state.
-    """
+    """Packs a header. Raises FrameTooLargeError for a body that the length field can't state."""
     if body_bytes > MAX_BODY_BYTES:
         raise FrameTooLargeError(f"body has {body_bytes} bytes, a frame holds at most {MAX_BODY_BYTES}")
     return HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, request_id, body_bytes, budget_us)
 
 
 def unpack_header(data: memoryview) -> FrameHeader:
-    """Reads a header from the first 24 bytes.
-
-    Raises:
-        WireError: if they do not begin with the magic.
-    """
+    """Reads a header from the first 24 bytes. Raises WireError if they do not begin with the magic."""
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
         told = "; it is a TLS handshake, and this address speaks plain text" if magic[:2] == TLS_HANDSHAKE else ""
         raise WireError(f"magic is {magic!r}, a frame begins with {MAGIC!r}{told}")
     return FrameHeader(*fields)
-
-
-def check_header(header: FrameHeader, max_frame_bytes: int) -> None:
-    """Refuses a frame from its header alone.
-
-    An ERROR frame of any protocol version is let through: its layout is the same in all, so that a peer of another
-    version can always say what is wrong.
-
-    Raises:
-        WireError: for another protocol version.
-        FrameTooLargeError: if header and body are longer than `max_frame_bytes`.
-    """
-    if header.protocol_version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
-        raise WireError(f"protocol version {header.protocol_version} is not spoken here, only {PROTOCOL_VERSION}")
-    if header.body_bytes + HEADER.size > max_frame_bytes:
-        raise FrameTooLargeError(
-            f"frame has {header.body_bytes + HEADER.size} bytes, at most {max_frame_bytes} are taken"
-        )
 
 
 class FrameReceiver:
@@ -116,9 +90,6 @@ class FrameReceiver:
     touched as bytes come in, so a header that promises much costs nothing.
 
     After a WireError the stream can't be followed any more, and the receiver must be dropped.
-
-    Args:
-        max_frame_bytes: longer frames are refused.
     """
 
     def __init__(self, max_frame_bytes: int) -> None:
@@ -142,7 +113,7 @@ class FrameReceiver:
         return 0 if self._header is None else self._header.request_id
 
     def get_buffer(self) -> memoryview:
-        """Writable bytes for the next read; never empty once `next_frame` has given None."""
+        """Gives writable bytes for the next read; never empty once `next_frame` has given None."""
         if self._header is not None:
             return self._body.data[self._body_filled :]
         if self._start:
@@ -153,7 +124,7 @@ class FrameReceiver:
         return self._chunk_view[self._end :]
 
     def get_discard_buffer(self) -> memoryview:
-        """Writable bytes for reads that nobody looks at; no frame may be taken afterwards."""
+        """Gives writable bytes for reads that nobody looks at; no frame may be taken afterwards."""
         return self._chunk_view
 
     def received(self, num_bytes: int) -> None:
@@ -164,11 +135,11 @@ class FrameReceiver:
             self._end += num_bytes
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame, or None until more bytes come.
+        """Returns the next whole frame, or None until more bytes come.
 
         Raises:
-            WireError: if the header is not one, or is of another protocol version.
-            FrameTooLargeError: if it states more than `max_frame_bytes`.
+            WireError: the header is not one, or is of another protocol version.
+            FrameTooLargeError: it states more than `max_frame_bytes`.
         """
         header = self._header
         if header is None:
@@ -184,7 +155,11 @@ class FrameReceiver:
     def _begin_frame(self) -> FrameHeader:
         header = unpack_header(self._chunk_view[self._start : self._end])
         self._header = header
-        check_header(header, self._max_frame_bytes)
+        # The layout of an ERROR frame is the same in all versions, so that a peer can always say what is wrong.
+        if header.protocol_version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
+            raise WireError(f"protocol version {header.protocol_version} is not spoken here, only {PROTOCOL_VERSION}")
+        if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
+            raise FrameTooLargeError(f"frame has {size} bytes, at most {self._max_frame_bytes} are taken")
         self._start += HEADER.size
         here = min(self._end - self._start, header.body_bytes)
         self._body = np.empty(header.body_bytes, np.uint8)

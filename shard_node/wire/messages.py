@@ -63,14 +63,7 @@ _ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
 class PoolRequest:
     """A POOL frame as it was received: arrays are views into the frame, not yet checked to describe bags.
 
-    Attributes:
-        model: the model's name.
-        version: the version whose rows are wanted.
-        keys: int32 [S].
-        bags_per_key: int32 or int64 [S].
-        offsets: int32 or int64 [B + 1].
-        values: int32 or int64 [n].
-        weights: float32 [n] or None.
+    Shapes are those of `KeyedBags`; bags_per_key, offsets and values are int32 or int64.
     """
 
     model: str
@@ -82,7 +75,7 @@ class PoolRequest:
     weights: Float32Array | None
 
     def bags(self) -> KeyedBags:
-        """The bags, narrow arrays widened to int64 and the others as they lie. Call `validate` on them."""
+        """Returns the bags, narrow arrays widened to int64 and the others as they lie; they are not checked."""
         return KeyedBags(
             self.keys,
             self.bags_per_key.astype(np.int64, copy=False),
@@ -93,14 +86,11 @@ class PoolRequest:
 
 
 def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags) -> list[Buffer]:
-    """A POOL frame as buffers to be written one after the other. They look into the bags' arrays: don't change those.
+    """Encodes a POOL frame as buffers to be written one after the other.
 
-    Args:
-        request_id: not 0, not in flight on this connection.
-        budget_us: microseconds until the answer is of no use; 0 for no limit. More than 71 minutes is cut to that.
-        model: the model's name.
-        version: the version whose rows are wanted.
-        bags: keys are tables, values are rows.
+    They look into the bags: don't change those.
+
+    `budget_us` is how long the answer is of use; 0 for no limit, and more than 71 minutes is cut to that.
 
     Raises:
         WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text.
@@ -124,11 +114,7 @@ def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags:
 
 
 def decode_pool(frame: Frame) -> PoolRequest:
-    """Reads a POOL frame.
-
-    Raises:
-        WireError: naming the field that is malformed.
-    """
+    """Reads a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
     fields, arrays = _decode(frame.body, "POOL")
     if len(fields) < _POOL_FIELDS.size:
         raise WireError(f"POOL fields have {len(fields)} bytes, at least {_POOL_FIELDS.size} are needed")
@@ -151,20 +137,12 @@ def decode_pool(frame: Frame) -> PoolRequest:
 
 
 def encode_pooled(request_id: int, blocks: Sequence[Float32Array]) -> list[Buffer]:
-    """A POOLED frame: one block [rows, dim] per group. The buffers look into the blocks: don't change those.
-
-    Raises:
-        FrameTooLargeError: if the frame's length can't be stated.
-    """
+    """Encodes a POOLED frame: one block [rows, dim] per group. The buffers look into them: don't change those."""
     return _encode(FrameType.POOLED, request_id, b"", [np.ascontiguousarray(block, _FLOAT32) for block in blocks])
 
 
 def decode_pooled(frame: Frame) -> list[Float32Array]:
-    """The blocks of a POOLED frame, float32 [rows, dim] each, as views into the frame.
-
-    Raises:
-        WireError: naming the field that is malformed.
-    """
+    """Reads the blocks of a POOLED frame, float32 [rows, dim] each, as views into the frame."""
     fields, arrays = _decode(frame.body, "POOLED")
     if len(fields):
         raise WireError(f"POOLED fields have {len(fields)} bytes, none are allowed")
@@ -175,21 +153,17 @@ def decode_pooled(frame: Frame) -> list[Float32Array]:
 
 
 def encode_info(request_id: int) -> list[Buffer]:
-    """An INFO frame: asks what the node serves."""
+    """Encodes an INFO frame: asks what the node serves."""
     return [pack_header(FrameType.INFO, request_id, 0)]
 
 
 def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
-    """An INFO_ANSWER frame: `NodeInfo` as JSON."""
+    """Encodes an INFO_ANSWER frame: `NodeInfo` as JSON."""
     return _encode(FrameType.INFO_ANSWER, request_id, info.model_dump_json().encode(), [])
 
 
 def decode_info_answer(frame: Frame) -> NodeInfo:
-    """Reads an INFO_ANSWER frame.
-
-    Raises:
-        WireError: naming the field that is malformed.
-    """
+    """Reads an INFO_ANSWER frame."""
     fields, arrays = _decode(frame.body, "INFO_ANSWER")
     if arrays:
         raise WireError(f"INFO_ANSWER num_arrays is {len(arrays)}, none are allowed")
@@ -200,12 +174,12 @@ def decode_info_answer(frame: Frame) -> NodeInfo:
 
 
 def encode_goaway() -> list[Buffer]:
-    """A GOAWAY frame: the node takes no new requests on this connection, those in flight will be answered."""
+    """Encodes a GOAWAY frame: the node takes no new requests on this connection, and answers those in flight."""
     return [pack_header(FrameType.GOAWAY, 0, 0)]
 
 
 def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
-    """An ERROR frame. A message of more than 4096 bytes is cut."""
+    """Encodes an ERROR frame. A message of more than 4096 bytes is cut."""
     kind, grpc_status = error.kind.encode(), error.grpc_status.encode()
     message = str(error).encode(errors="replace")[:MAX_ERROR_MESSAGE_BYTES]
     fields = _ERROR_FIELDS.pack(error.http_status, len(kind), len(grpc_status), 0) + kind + grpc_status + message
@@ -213,12 +187,9 @@ def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
 
 
 def decode_error(frame: Frame) -> ShardNodeError:
-    """The error that an ERROR frame carries, as the class of its kind.
+    """Reads the error that an ERROR frame carries, as the class of its kind.
 
     A kind that this release does not know becomes a RemoteError that names the kind.
-
-    Raises:
-        WireError: naming the field that is malformed.
     """
     fields, arrays = _decode(frame.body, "ERROR")
     if arrays:

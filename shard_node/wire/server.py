@@ -4,31 +4,356 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from shard_node.errors import NodeOverloadedError
+from pydantic import Field
+
+from loader.errors import ShardrankError
+from loader.snapshot.manifest import Frozen
+from shard_node.errors import (
+    DeadlineExceededError,
+    FrameTooLargeError,
+    InvalidBagsError,
+    NodeOverloadedError,
+    RemoteError,
+    WireError,
+)
 from shard_node.node import ShardNode
-from shard_node.wire.address import Address
-from shard_node.wire.listening import Listener, listen
-from shard_node.wire.messages import encode_error
-from shard_node.wire.request_handler import RequestHandler, ServerLimits
-from shard_node.wire.server_connection import ServerConnection
+from shard_node.wire.address import Address, Listener, listen
+from shard_node.wire.connection import FrameConnection
+from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
+from shard_node.wire.messages import (
+    Buffer,
+    PoolRequest,
+    array_section_bytes,
+    decode_pool,
+    encode_error,
+    encode_goaway,
+    encode_info_answer,
+    encode_pooled,
+)
 from shard_node.wire.tls import ReloadingContext
 
-__all__ = ["NodeServer", "ServerLimits"]
-
 logger = logging.getLogger(__name__)
+
+Answer = list[Buffer]
+# Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
+SPARE_SHARE = 0.5
+SPARE_SAVED_S = 0.005
+# What the kernel keeps of a Unix socket's unread bytes, 208 KB by default, is less than the answer to a batch: both
+# ends would wake up for each piece of it. The kernel may allow less; TCP's buffers grow by themselves.
+UNIX_SEND_BUFFER_BYTES = 1 << 20
+
+
+class ServerLimits(Frozen):
+    """What a node server takes from its peers.
+
+    Attributes:
+        max_frame_bytes: longest frame, request or answer.
+        max_in_flight: requests waiting for a thread or being pooled, over all connections.
+        max_in_flight_bytes: bytes of their frames and of the answers that they will get.
+        max_connections: more are answered with an ERROR frame and closed.
+        max_values_per_request: rows in one request.
+        max_unsent_bytes: answers that a peer leaves unread before no more of its requests are taken.
+        max_inline_bytes: requests whose frame and answer are both at most this long are pooled by the event loop
+            itself, which saves handing them to a thread and back. 0 for rows that may have to be read from disk:
+            then the loop pools nothing.
+        max_spare_inline_bytes: the same for longer ones, while that takes no more than half of the loop's time.
+        receive_timeout_ms: from the first byte of a frame to its last.
+        send_timeout_ms: how long a peer may leave `max_unsent_bytes` unread.
+        threads: that pool. More than there are cores does not help.
+    """
+
+    max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
+    max_in_flight: int = Field(default=256, ge=1)
+    max_in_flight_bytes: int = Field(default=1 << 30, ge=1024)
+    max_connections: int = Field(default=1024, ge=1)
+    max_values_per_request: int = Field(default=4 << 20, ge=1)
+    max_unsent_bytes: int = Field(default=16 << 20, ge=1)
+    max_inline_bytes: int = Field(default=16 << 10, ge=0)
+    max_spare_inline_bytes: int = Field(default=1 << 20, ge=0)
+    receive_timeout_ms: int = Field(default=5000, ge=1)
+    send_timeout_ms: int = Field(default=30_000, ge=1)
+    threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024)
+
+
+class SpareTime:
+    """A share of the event loop's time, for pooling that a thread could do as well.
+
+    Handing work to a thread and back takes longer than a small batch's rows. The loop pools while it has time to spare;
+    under a load that would take more than its `share`, work goes to the threads. `saved_s` is the most that is saved
+    up: what may be spent at once after a pause.
+    """
+
+    def __init__(self, share: float, saved_s: float, now: float) -> None:
+        self._share = share
+        self._most_s = saved_s
+        self._saved_s = saved_s
+        self._as_of = now
+
+    def is_left(self, now: float) -> bool:
+        """Whether any is left at this time, in monotonic seconds."""
+        self._saved_s = min(self._most_s, self._saved_s + (now - self._as_of) * self._share)
+        self._as_of = now
+        return self._saved_s > 0
+
+    def spend(self, seconds: float) -> None:
+        """Counts what work took. It may be more than was left: then the next has to wait for longer."""
+        self._saved_s -= seconds
+
+
+class RequestHandler:
+    """Answers request frames from one shard node: limits, admission, checks, pooling. Knows no socket.
+
+    `handle` runs on the event loop; large requests go to threads.
+    """
+
+    def __init__(self, node: ShardNode, limits: ServerLimits, clock: Callable[[], float]) -> None:
+        self._node = node
+        self._limits = limits
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
+        self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
+        self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
+        self.in_flight = 0
+        self.in_flight_bytes = 0
+
+    def handle(
+        self,
+        frame: Frame,
+        deadline: float | None,
+        answer: Callable[[Answer], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Answers a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
+
+        Args:
+            frame: as received.
+            deadline: on the clock, in seconds; None for none.
+            answer: takes the answer's frame.
+            is_wanted: whether anyone still waits for the answer; asked from another thread.
+        """
+        request_id = frame.header.request_id
+        try:
+            if frame.header.frame_type == FrameType.POOL:
+                self._handle_pool(frame, deadline, answer, is_wanted)
+            elif frame.header.frame_type == FrameType.INFO:
+                answer(self._fitting(encode_info_answer(request_id, self._node.info())))
+            else:
+                raise WireError(
+                    f"frame type {frame.header.frame_type} is not a request, "
+                    f"requests are {FrameType.POOL:d} (POOL) and {FrameType.INFO:d} (INFO)"
+                )
+        except Exception as error:
+            answer(_failure(request_id, error))
+
+    async def close(self) -> None:
+        """Waits for the pooling that has begun, and drops what has not. Idempotent."""
+        await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
+
+    def _handle_pool(
+        self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], is_wanted: Callable[[], bool]
+    ) -> None:
+        request_id, request = frame.header.request_id, decode_pool(frame)
+        if request.values.size > self._limits.max_values_per_request:
+            raise InvalidBagsError(
+                f"values has {request.values.size} entries, "
+                f"a request may have at most {self._limits.max_values_per_request}"
+            )
+        layout = self._node.table_layout(request.model, request.version)
+        answer_bytes = (
+            HEADER.size
+            + array_section_bytes(len(layout.groups))
+            + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
+        )
+        self._refuse_large_answer(answer_bytes)
+        longest = max(frame.body.size, answer_bytes)
+        if longest <= self._limits.max_inline_bytes:
+            answer(self._pool(request_id, request, deadline, is_wanted))
+        elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun := self._clock()):
+            answer(self._pool(request_id, request, deadline, is_wanted))
+            self._spare_time.spend(self._clock() - begun)
+        else:
+            size_bytes = frame.body.size + answer_bytes
+            self._admit(size_bytes)
+            future = asyncio.get_running_loop().run_in_executor(
+                self._executor, self._pool, request_id, request, deadline, is_wanted
+            )
+
+            def finished(done: asyncio.Future[Answer]) -> None:
+                self.in_flight -= 1
+                self.in_flight_bytes -= size_bytes
+                if done.cancelled():
+                    error = NodeOverloadedError("the node is closing, the request was not started")
+                    answer(encode_error(request_id, error))
+                else:
+                    answer(done.result())
+
+            future.add_done_callback(finished)
+
+    def _admit(self, size_bytes: int) -> None:
+        """Counts a request that goes to a thread. Raises NodeOverloadedError."""
+        limits = self._limits
+        if self.in_flight >= limits.max_in_flight:
+            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {limits.max_in_flight} are taken")
+        # One request alone is always taken: it has passed max_frame_bytes.
+        if self.in_flight and self.in_flight_bytes + size_bytes > limits.max_in_flight_bytes:
+            raise NodeOverloadedError(
+                f"{self.in_flight_bytes} bytes in flight, with this request's {size_bytes} more than "
+                f"the {limits.max_in_flight_bytes} that are taken"
+            )
+        self.in_flight += 1
+        self.in_flight_bytes += size_bytes
+
+    def _pool(
+        self, request_id: int, request: PoolRequest, deadline: float | None, is_wanted: Callable[[], bool]
+    ) -> Answer:
+        """Pools; what fails becomes an ERROR frame. Runs in any thread."""
+        try:
+            if not is_wanted():
+                raise DeadlineExceededError("the client is gone, the request was not started")
+            late_s = -1.0 if deadline is None else self._clock() - deadline
+            if late_s >= 0:
+                raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
+            blocks = self._node.pool(request.model, request.version, request.bags())
+            return self._fitting(encode_pooled(request_id, blocks))
+        except Exception as error:
+            return _failure(request_id, error)
+
+    def _fitting(self, answer: Answer) -> Answer:
+        self._refuse_large_answer(sum(map(len, answer)))
+        return answer
+
+    def _refuse_large_answer(self, size_bytes: int) -> None:
+        if size_bytes > self._limits.max_frame_bytes:
+            raise FrameTooLargeError(
+                f"answer has {size_bytes} bytes, a frame may have at most {self._limits.max_frame_bytes}"
+            )
+
+
+def _failure(request_id: int, error: Exception) -> Answer:
+    """The ERROR frame for whatever was raised. What nobody raised on purpose is logged, and is a RemoteError."""
+    if isinstance(error, ShardrankError):
+        return encode_error(request_id, error)
+    logger.error("request %d failed", request_id, exc_info=error)
+    return encode_error(request_id, RemoteError(f"the node failed: {type(error).__name__}: {error}"))
+
+
+class ServerConnection(FrameConnection):
+    """Serves one peer. A bad request is answered with an ERROR frame; only a broken stream ends the connection.
+
+    When the peer leaves answers unread, no more of its requests are taken, so what it can make the node hold is
+    bounded by `max_unsent_bytes` and what was in flight by then.
+    """
+
+    def __init__(
+        self, server: NodeServer, handler: RequestHandler, limits: ServerLimits, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
+        self._server = server
+        self._handler = handler
+        self._limits = limits
+        self._clock = clock
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._frame_begun_at = 0.0
+
+    def go_away(self) -> None:
+        """Asks the peer to send no more requests; it closes the connection when it has its answers."""
+        self.send(encode_goaway())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Announces itself to the server, which may refuse it."""
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_BYTES)
+        self._server.opened(self)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Takes frames, and starts the time limit of one that is not whole yet."""
+        if self._receive_timer is None:
+            self._frame_begun_at = self._clock()
+        super().buffer_updated(nbytes)
+        self._watch_receiving()
+
+    def frame_received(self, frame: Frame) -> None:
+        """Has it answered."""
+        # A frame that came in pieces spent its budget from its first byte on.
+        begun_at = self._frame_begun_at
+        self._stop_receive_timer()
+        budget_us = frame.header.budget_us
+        deadline = begun_at + budget_us * 1e-6 if budget_us else None
+        self._handler.handle(frame, deadline, self._send_answer, self._is_wanted)
+        self._frame_begun_at = self._clock()
+
+    def stream_broken(self, error: WireError, request_id: int) -> None:
+        """Says what is wrong, and closes."""
+        logger.warning("closing the connection from %s: %s", self.peer, error)
+        self.refuse(encode_error(request_id, error))
+
+    def pause_writing(self) -> None:
+        """Takes nothing more from a peer that does not read."""
+        self._stop_receive_timer()
+        self.hold_reading()
+        self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
+
+    def resume_writing(self) -> None:
+        """Takes requests again."""
+        self._stop_send_timer()
+        self._frame_begun_at = self._clock()
+        self.release_reading()
+        self._watch_receiving()
+
+    def connection_ended(self, error: Exception | None) -> None:
+        """Forgets its timers. Requests that have not begun will not be."""
+        del error
+        self._stop_receive_timer()
+        self._stop_send_timer()
+        self._server.ended(self)
+
+    def _send_answer(self, buffers: Answer) -> None:
+        # False means that the peer has gone: nobody is left to be told.
+        self.send(buffers)
+
+    def _is_wanted(self) -> bool:
+        return not self.closed.done()
+
+    def _watch_receiving(self) -> None:
+        if self._receive_timer is None and self._receiver.is_mid_frame and self.is_open and not self.is_reading_held:
+            timeout_s = self._limits.receive_timeout_ms / 1e3
+            self._receive_timer = self._loop.call_later(timeout_s, self._receive_timed_out)
+
+    def _receive_timed_out(self) -> None:
+        self._receive_timer = None
+        error = WireError(f"frame was not whole {self._limits.receive_timeout_ms} ms after its first byte")
+        self.stream_broken(error, self._receiver.request_id)
+
+    def _send_timed_out(self) -> None:
+        logger.warning(
+            "closing the connection from %s: it left answers unread for %d ms", self.peer, self._limits.send_timeout_ms
+        )
+        self.abort()
+
+    def _stop_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
 
 
 class NodeServer:
     """Serves a shard node over the wire protocol on the running event loop, asyncio's or uvloop's.
 
-    Args:
-        node: what pools. Stays open when the server closes: it belongs to whoever made it.
-        limits: what peers may ask for.
-        clock: monotonic seconds.
-        tls: what TCP connections must speak; None for plain text. Unix sockets never speak it.
+    The node stays open when the server closes. `tls` is what TCP connections must speak, None for plain text; Unix
+    sockets never speak it.
     """
 
     def __init__(
@@ -63,11 +388,7 @@ class NodeServer:
         return len(self._connections)
 
     async def start(self, addresses: Sequence[Address]) -> None:
-        """Listens on every address, or on none.
-
-        Raises:
-            AddressError: naming the address that can't be bound, and why.
-        """
+        """Listens on every address, or on none. Raises AddressError."""
         try:
             for address in addresses:
                 self._listeners.append(await listen(address, self._make_connection, tls=self._tls))
@@ -78,10 +399,8 @@ class NodeServer:
     async def drain(self, timeout_s: float) -> bool:
         """Stops accepting, asks every peer to go elsewhere, and waits until all have their answers and are gone.
 
-        Requests that cross the wire with the GOAWAY frame are still answered.
-
-        Returns:
-            Whether all connections ended within the time; `close` ends the others.
+        Requests that cross the wire with the GOAWAY frame are still answered. Returns whether all connections ended
+        within the time; `close` ends the others.
         """
         self._is_draining = True
         self._stop_listening()
@@ -94,12 +413,8 @@ class NodeServer:
             async with asyncio.timeout(timeout_s):
                 await self._all_ended.wait()
         except TimeoutError:
-            logger.warning(
-                "drain: %d connections and %d requests left after %.1f s",
-                self.num_connections,
-                self.in_flight,
-                timeout_s,
-            )
+            left = self.num_connections, self.in_flight, timeout_s
+            logger.warning("drain: %d connections and %d requests left after %.1f s", *left)
             return False
         return True
 
@@ -115,7 +430,7 @@ class NodeServer:
             await asyncio.wait(ended)
 
     def opened(self, connection: ServerConnection) -> None:
-        """A connection was accepted (called by it)."""
+        """Takes in a connection, or refuses it (called by it)."""
         self._connections.add(connection)
         if len(self._connections) > self._limits.max_connections:
             error = NodeOverloadedError(f"at most {self._limits.max_connections} connections are taken")
@@ -125,7 +440,7 @@ class NodeServer:
             connection.go_away()
 
     def ended(self, connection: ServerConnection) -> None:
-        """A connection is gone (called by it)."""
+        """Forgets a connection that is gone (called by it)."""
         self._connections.discard(connection)
         if not self._connections:
             self._all_ended.set()

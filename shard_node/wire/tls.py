@@ -1,9 +1,7 @@
 """TLS for everything that listens or connects: contexts that follow their files, and what a failed handshake means.
 
 A live `ssl.SSLContext` can load another certificate but never forgets a CA, and it goes on to take session tickets
-that it gave out before. So a context is never changed here. `ReloadingContext` stands in front: every new handshake
-is made by the context of the files as they are now, and a change of the files makes a whole new one. It is an
-`ssl.SSLContext` for `loop.create_server(ssl=...)`, `loop.create_connection(ssl=...)` and whoever else asks for one.
+that it gave out before. So `ReloadingContext` makes every new handshake by a context of the files as they are now.
 Connections that are open keep the context that made them. (The callback for SNI can switch contexts too, but tickets
 stay those of the first one; listening again on the same socket drops who waits there.)
 """
@@ -61,11 +59,7 @@ _UNTRUSTED_ALERTS = frozenset(
 class Handshake:
     """A server's handshake, between who accepts the connection and the context that makes it.
 
-    Args:
-        address: whose it is, for logs; "" if that is not known.
-
-    Attributes:
-        refused: why the other side was refused; None as long as it was not.
+    `address` is whose it is, for logs, "" if that is not known; `refused` says why the other side was refused, or None.
     """
 
     __slots__ = ("address", "refused")
@@ -113,15 +107,9 @@ class TlsClientConfig(Frozen):
 
 
 class Refusals:
-    """Handshakes that failed: all are counted by kind, few are logged.
+    """Failed handshakes: all are counted by kind, few are logged.
 
     An address gets one line in ten minutes for each kind, and all addresses together ten a minute.
-
-    Args:
-        clock: monotonic seconds.
-
-    Attributes:
-        counts: failed handshakes by the kind of the error.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -132,7 +120,7 @@ class Refusals:
         self._lines = 0
 
     def add(self, address: str, error: TlsHandshakeError) -> None:
-        """Takes note of one; `address` may be empty if it is not known."""
+        """Counts one; `address` is empty if it is not known."""
         self.counts[error.kind] += 1
         now, source = self._clock(), (address, error.kind)
         if now - self._logged_at.get(source, -LOG_AGAIN_S) < LOG_AGAIN_S:
@@ -150,12 +138,10 @@ class Refusals:
 
 
 class ReloadingContext(ssl.SSLContext):
-    """A context that makes each handshake by the certificates that lie in their files then.
+    """An `ssl.SSLContext` that makes each handshake by the certificates that lie in their files then.
 
-    Settings of this object itself have no effect: they are those that it was made with.
-
-    Attributes:
-        refusals: what failed, if it is a server's.
+    Settings of this object itself have no effect: they are those that it was made with. `refusals` has what failed, if
+    it is a server's.
     """
 
     def __init__(self, protocol: int, made: FileBacked[ssl.SSLContext], refusals: Refusals) -> None:
@@ -233,16 +219,10 @@ def server_context(
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
 ) -> ReloadingContext:
-    """A server's context, TLS 1.2 and later, which follows its files.
+    """A server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
 
-    Args:
-        config: the files.
-        alpn: protocols that are offered, such as `("h2",)`.
-        clock: monotonic seconds.
-        interval_s: files are looked at no more often than this.
-
-    Raises:
-        TlsConfigError: a file can't be read or does not fit; it is named.
+    The files are looked at no more often than every `interval_s`. Raises TlsConfigError, naming a file that can't be
+    read or does not fit.
     """
 
     def make() -> ssl.SSLContext:
@@ -271,10 +251,7 @@ def client_context(
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
 ) -> ReloadingContext:
-    """A client's context, TLS 1.2 and later: servers are verified, their host names too. It follows its files.
-
-    Arguments and errors are those of `server_context`.
-    """
+    """A client's context, as `server_context`: servers are verified, their host names too."""
 
     def make() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.codecs import bucket_shift
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from router.bucket_owners import BucketOwners
-from router.plan import REPLICATED, Plan
+from router.plan import REPLICATED, BucketOwners, Plan
 from shard_node.bags import KeyedBags
 
 

@@ -13,7 +13,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
-from shard_node.bags import CheckedBags, Float32Array, KeyedBags, TableLimits
+from shard_node.bags import CheckedBags, Float32Array, KeyedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -58,7 +58,7 @@ def test_whatever_ids_are_asked_for_values_that_are_said_to_be_checked_are_rows(
     for asked in shard.asked:
         assert isinstance(asked, CheckedBags)
         plain = KeyedBags(asked.keys, asked.bags_per_key, asked.offsets, asked.values, asked.weights)
-        TableLimits(asked.layout).check(plain)
+        asked.layout.check(plain)
 
 
 def test_a_node_with_other_tables_than_the_routers_checks_for_itself(snapshot):

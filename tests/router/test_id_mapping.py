@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, HashMapping, ModelSpec, TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
-from router.hashing import hashed_rows, splitmix64
-from router.id_mapping import IdMapper
-from router.vocabulary import UNKNOWN, VocabularyIndex
+from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows, splitmix64
 from shard_node.bags import KeyedBags
 
 

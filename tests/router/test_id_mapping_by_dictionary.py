@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from router.hashing import hashed_rows
-from router.id_mapping import IdMapper
+from router.id_mapping import IdMapper, hashed_rows
 from shard_node.bags import KeyedBags
 
 MAPPINGS = {

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pieces import VALUE_BYTES, Cutter, join
+from router.replicas import VALUE_BYTES, Cutter, join
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
 

@@ -67,11 +67,11 @@ def test_only_nodes_that_have_the_version_ready_and_do_not_drain_are_asked():
 def test_the_epoch_counts_up_when_an_answer_changes_and_only_then():
     directory = ReplicaDirectory(Clock())
     directory.update([node(0, v1="ready")])
-    epoch = directory.epoch
+    epoch = directory.current(MODEL, 1, 0)[0]
     directory.update([node(0, v1="ready").model_copy(update={"memory_available_bytes": 5})])
-    assert directory.epoch == epoch
+    assert directory.current(MODEL, 1, 0)[0] == epoch
     directory.update([node(0, v1="ready"), node(1, v1="ready")])
-    assert directory.epoch == epoch + 1
+    assert directory.current(MODEL, 1, 0)[0] == epoch + 1
     assert directory.current(MODEL, 1, 0) == (epoch + 1, (address(0), address(1)))
 
 
@@ -169,7 +169,7 @@ def test_after_any_announcements_all_that_announce_it_ready_are_told_and_nobody_
 def test_readers_never_see_an_epoch_with_the_addresses_of_another():
     directory = ReplicaDirectory(Clock())
     directory.update([node(0, v1="ready")])
-    first = directory.epoch
+    first = directory.current(MODEL, 1, 0)[0]
     seen: set[tuple[int, tuple[Address, ...]]] = set()
     stop = threading.Event()
 

@@ -12,8 +12,7 @@ import pytest
 
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
-from router.replica_set import ReplicaSource
-from router.replicas import ReplicatedShard
+from router.replicas import ReplicaSource, ReplicatedShard
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import NodeInfo, ShardNode

@@ -24,8 +24,7 @@ from loader.snapshot.manifest import (
 from loader.snapshot.reader import Snapshot
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
-from router.hashing import hashed_rows
-from router.id_mapping import IdMapper
+from router.id_mapping import IdMapper, hashed_rows
 from router.router import Router
 from shard_node.bags import KeyedBags
 from shard_node.node import LocalShard

@@ -10,7 +10,7 @@ from loader.snapshot.golden import GoldenRequests
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
 from serving.cli.model_catalog import catalog_model
 from serving.errors import LookupProfileError
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.cost_model import SYSTEMS, BagLoad

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from router.embeddings import Embeddings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
-from router.router import Router
+from router.router import Embeddings, Router
 from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence
 from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine

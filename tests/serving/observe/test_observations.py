@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
-from router.embeddings import LookupTimes
+from router.router import LookupTimes
 from serving.errors import HistogramLayoutError
 from serving.observe import metrics as metrics_module
 from serving.observe.calls import BatchTimes

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.embeddings import LookupTimes
+from router.router import LookupTimes
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, STAGES, BatchTimes, Call
 from serving.observe.metrics import ServingMetrics
 from serving.observe.profile import Document, StageAccount

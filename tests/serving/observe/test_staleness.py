@@ -17,9 +17,8 @@ from serving.observe.watch import degraded_reason, staleness_s
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
-from shard_node.agent.delta_position import DeltaPosition
 from shard_node.engine.loading import load_tables
-from shard_node.node import LocalShard, ServedVersion, ShardNode
+from shard_node.node import DeltaPosition, LocalShard, ServedVersion, ShardNode
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
 
 

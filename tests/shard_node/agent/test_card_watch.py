@@ -15,7 +15,7 @@ from router.errors import ShardUnavailableError
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli.shard_node import _serve
-from shard_node.agent.card_watch import watch_cards
+from shard_node.agent.node_agent import watch_cards
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables

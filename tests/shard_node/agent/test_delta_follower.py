@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.errors import DeltaBaseError, DeltaGapError, RegistryUnavailableError
+from loader.errors import DeltaGapError, RegistryUnavailableError
 from loader.registry.fleet import delta_stream
 from loader.registry.opening import open_registry
 from loader.registry.registry import StreamBounds, StreamEntry
@@ -95,9 +95,9 @@ def test_what_is_published_while_it_follows_is_applied(kind, tmp_path):
         await scene.publish(5)
         follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
         task = asyncio.create_task(follower.run())
-        await until(lambda: follower.caught_up_to == 5)
+        await until(lambda: scene.tables.deltas.sequence == 5)
         await scene.publish(25)
-        await until(lambda: follower.caught_up_to == 30 and scene.tables.deltas.behind_since is None)
+        await until(lambda: scene.tables.deltas.sequence == 30)
         progress = scene.tables.deltas.snapshot()
         assert (progress.batches, progress.rows, progress.lag, progress.refused) == (30, 30 * 40, 0, 0)
         await cancel(task)
@@ -113,7 +113,7 @@ def test_a_follower_that_begins_anew_goes_on_where_the_rows_are(tmp_path):
         for target in (5, 20, 40):
             follower = follow(scene.registry, scene.snapshot, scene.tables, config=config)
             task = asyncio.create_task(follower.run())
-            await until(lambda follower=follower, target=target: follower.caught_up_to >= target)
+            await until(lambda target=target: scene.tables.deltas.sequence >= target)
             await cancel(task)
         assert scene.tables.deltas.snapshot().batches == 40
         scene.check()
@@ -129,7 +129,7 @@ def test_a_later_snapshot_of_the_stream_is_brought_up_to_the_same_rows(tmp_path)
         tables = load_version(later)
         follower = follow(scene.registry, later, tables, config=FAST)
         task = asyncio.create_task(follower.run())
-        await until(lambda: follower.caught_up_to == 20)
+        await until(lambda: tables.deltas.sequence == 20)
         await cancel(task)
         assert tables.deltas.snapshot().batches == 10
         scene.check(tables)
@@ -146,7 +146,7 @@ def test_a_stream_that_begins_too_late_ends_the_follower_with_a_gap(tmp_path):
             DeltaGapError, match=f"version 1 of model '{MODEL}' needs delta 1, but {STREAM} begins with 3"
         ):
             await follower.run()
-        assert follower.caught_up_to == 0
+        assert scene.tables.deltas.sequence == 0
         assert "begins with 3" in scene.tables.deltas.snapshot().reason
 
     play("directory", tmp_path, scenario)
@@ -185,7 +185,7 @@ def test_a_delta_that_is_wrong_is_refused_with_a_reason_and_nothing_after_it_is_
         await until(lambda: scene.tables.deltas.snapshot().refused >= 3)
         progress = scene.tables.deltas.snapshot()
         assert (progress.sequence, progress.batches) == (1, 1)
-        assert progress.behind_since is not None
+        assert progress.lag == 2
         assert message.replace("\\", "") in progress.reason
         assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
         await cancel(task)
@@ -206,9 +206,9 @@ def test_duplicates_are_passed_over_and_what_is_out_of_order_is_not_applied(tmp_
         follower.apply([one, one, two])
         with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
             follower.apply([two, four, three])
-        assert follower.caught_up_to == 2
+        assert scene.tables.deltas.sequence == 2
         follower.apply([one, two, three, two, four])
-        assert follower.caught_up_to == 4
+        assert scene.tables.deltas.sequence == 4
         assert scene.tables.deltas.snapshot().batches == 4
 
     play("directory", tmp_path, scenario)
@@ -245,7 +245,7 @@ def test_a_registry_that_is_silent_is_waited_for_and_logged_once(tmp_path, caplo
             task = asyncio.create_task(follower.run())
             await until(lambda: "until the registry answers: nobody there" in caplog.text)
             registry.silent = False
-            await until(lambda: follower.caught_up_to == 2)
+            await until(lambda: scene.tables.deltas.sequence == 2)
         assert caplog.text.count("nobody there") == 1
         assert "the registry answers again" in caplog.text
         await cancel(task)
@@ -259,15 +259,15 @@ def test_a_stream_that_has_gone_back_is_not_followed_until_it_is_whole_again(tmp
         await scene.publish(3)
         follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
         task = asyncio.create_task(follower.run())
-        await until(lambda: follower.caught_up_to == 3)
+        await until(lambda: scene.tables.deltas.sequence == 3)
         registry.lost = True
         await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.tables.deltas.snapshot().reason)
         await scene.publish(1)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert follower.caught_up_to == 3
+        assert scene.tables.deltas.sequence == 3
         registry.lost = False
-        await until(lambda: follower.caught_up_to == 4)
+        await until(lambda: scene.tables.deltas.sequence == 4)
         assert scene.tables.deltas.snapshot().reason == ""
         await cancel(task)
         scene.check()
@@ -339,16 +339,6 @@ def test_a_follower_that_is_cancelled_has_stopped_writing_when_it_ends(tmp_path)
             await task
         # The delta that was being written is whole; no other one was begun.
         assert len(finished) == 1
-        assert follower.caught_up_to == 1
-
-    play("directory", tmp_path, scenario)
-
-
-def test_tables_that_follow_one_stream_can_not_follow_another(tmp_path):
-    async def scenario(scene):
-        follow(scene.registry, scene.snapshot, scene.tables)
-        later = export_state(scene.store, SPEC, scene.state, 2)
-        with pytest.raises(DeltaBaseError, match="the tables follow 1 after 0"):
-            follow(scene.registry, later, scene.tables)
+        assert scene.tables.deltas.sequence == 1
 
     play("directory", tmp_path, scenario)

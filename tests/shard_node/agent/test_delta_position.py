@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from loader.errors import DeltaBaseError
-from shard_node.agent.delta_position import DeltaPosition
+from shard_node.node import DeltaPosition
 
 
 def test_a_position_begins_with_what_the_snapshot_contains():
     position = DeltaPosition(delta_base=3, last_delta=7)
-    assert (position.sequence, position.published_at, position.behind_since) == (7, None, None)
+    assert (position.sequence, position.snapshot().published_at) == (7, None)
     assert position.snapshot().staleness_s(100.0) is None
 
 
@@ -18,12 +17,12 @@ def test_it_is_behind_from_the_first_look_that_found_more_until_all_is_applied()
     position = DeltaPosition(1, 0)
     position.seen(2, 100.0)
     position.seen(3, 101.0)
-    assert (position.behind_since, position.snapshot().lag) == (100.0, 3)
+    assert (position.snapshot().fresh_at, position.snapshot().lag) == (None, 3)
     for sequence in (1, 2, 3):
         position.applied(sequence, 90.0 + sequence, 10, 102.0)
     position.seen(3, 103.0)
     progress = position.snapshot()
-    assert (progress.behind_since, progress.lag, progress.batches, progress.rows) == (None, 0, 3, 30)
+    assert (progress.fresh_at, progress.lag, progress.batches, progress.rows) == (103.0, 0, 3, 30)
     assert progress.published_at == 93.0
 
 
@@ -49,12 +48,3 @@ def test_a_reason_stays_until_the_next_delta_is_applied():
     assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
     position.applied(1, 100.0, 1, 102.0)
     assert position.snapshot().reason == ""
-
-
-def test_a_position_takes_one_stream():
-    position = DeltaPosition()
-    position.begin(4, 9)
-    position.begin(4, 9)
-    assert (position.sequence, position.snapshot().delta_base) == (9, 4)
-    with pytest.raises(DeltaBaseError, match="delta_base 5, last_delta 0: the tables follow 4 after 9"):
-        position.begin(5, 0)

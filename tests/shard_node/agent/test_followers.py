@@ -13,7 +13,7 @@ from loader.deltas.batch import DeltaBatch
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import delta_stream
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.followers import Followers
+from shard_node.agent.delta_follower import Followers
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
 from shardrank_testing.agents import plan_of

@@ -312,8 +312,8 @@ from pathlib import Path
 from loader.snapshot.reader import Snapshot
 from loader.registry.fleet import PublishedVersion
 from shard_node.node import NodeIdentity, ShardNode
-from shard_node.engine.row_memory import RowMemory
-from shard_node.agent.stager import stage_tables
+from shard_node.engine.memory import RowMemory
+from shard_node.agent.node_agent import stage_tables
 from router.plan import Plan
 
 def plan_of(spec):

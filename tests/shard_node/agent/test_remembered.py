@@ -10,7 +10,7 @@ import pytest
 from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry, WantedModel, rollout_key, wanted_key
-from shard_node.agent.remembered import Remembered
+from shard_node.agent.agent import Remembered
 from shardrank_testing.agents import HandClock
 
 WANTED = WantedModel(model="films", epoch=7, live=1, hold=(1,), serve=(1,))

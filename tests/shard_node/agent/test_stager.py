@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from loader.errors import SnapshotCorruptError, SnapshotError
 from loader.registry.fleet import PublishedVersion
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.stager import share_of, stage_tables
+from shard_node.agent.node_agent import share_of, stage_tables
 from shard_node.engine.loading import load_tables
-from shard_node.engine.row_memory import RowMemory
+from shard_node.engine.memory import RowMemory
 from shard_node.errors import MemoryBudgetError
 from shardrank_testing.agents import plan_of
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.bags import KeyedBags
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.batch import (
     BatchLayout,
     BatchShapes,
@@ -19,7 +19,6 @@ from shard_node.cuda.batch import (
     check_runs,
 )
 from shard_node.cuda.kernel_params import MODES, NO_RUN
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import keyed_bags
 from shardrank_testing.snapshots import make_spec

@@ -15,17 +15,16 @@ from loader.registry.directory import DirectoryRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig
-from shard_node.agent.stager import share_of, stage_tables
-from shard_node.bags import KeyedBags
+from shard_node.agent.node_agent import share_of, stage_tables
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.cuda.kernel_params import owners_of
 from shard_node.cuda.places import Placer
+from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.engine.row_memory import RowMemory
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import NodeIdentity, ShardNode
 from shardrank_testing.agents import NodeUnderTest, plan_of, published, run, running_node
@@ -229,7 +228,7 @@ async def caught_up(registry, snapshot, tables, sequence: int) -> None:
     follower = follow(registry, snapshot, tables, config=FollowerConfig(poll_s=0.002, retry_s=0.002))
     task = asyncio.create_task(follower.run())
     async with asyncio.timeout(TIMEOUT_S):
-        while follower.caught_up_to < sequence:  # noqa: ASYNC110 - it happens in another thread
+        while tables.deltas.sequence < sequence:  # noqa: ASYNC110 - it happens in another thread
             await asyncio.sleep(0.002)
     task.cancel()
     await asyncio.wait([task])

@@ -23,8 +23,8 @@ from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.cuda.kernel_params import owners_of
 from shard_node.cuda.places import Placer
 from shard_node.engine.loading import load_tables
+from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.engine.row_memory import RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shard_node.engine.available_memory import available_memory_bytes, total_memory_bytes
+from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
 from shard_node.errors import MemoryBudgetError
 
 MIB = 1 << 20

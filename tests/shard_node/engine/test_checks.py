@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_node.bags import CheckedBags, KeyedBags, TableLimits
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import CheckedBags, KeyedBags, TableLayout
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
@@ -27,10 +26,10 @@ def test_the_first_row_outside_its_table_is_named(seed, num_wrong, negative):
     bags.values[wrong] = -1 - limits[wrong] if negative else limits[wrong]
     expected = [position for position in range(bags.num_values) if not 0 <= bags.values[position] < limits[position]]
     if not expected:
-        TableLimits(LAYOUT).check(bags)
+        LAYOUT.check(bags)
         return
     with pytest.raises(InvalidBagsError, match=rf"row {bags.values[expected[0]]} \(value {expected[0]}\) is not in 0"):
-        TableLimits(LAYOUT).check(bags)
+        LAYOUT.check(bags)
 
 
 def is_right_by_definition(bags: KeyedBags) -> bool:
@@ -54,7 +53,7 @@ def with_a_row_too_high(layout: TableLayout) -> CheckedBags:
     "layout", [LAYOUT, TableLayout(LAYOUT.tables, LAYOUT.groups)], ids=["the same", "an equal one"]
 )
 def test_values_that_were_checked_against_this_layout_are_not_looked_at_again(layout):
-    limits = TableLimits(LAYOUT)
+    limits = LAYOUT
     for _ in range(2):
         limits.check(with_a_row_too_high(layout))
 
@@ -62,7 +61,7 @@ def test_values_that_were_checked_against_this_layout_are_not_looked_at_again(la
 def test_values_that_were_checked_against_another_layout_are_checked():
     grown = LAYOUT.tables[-1].model_copy(update={"num_embeddings": 10 * max(NUM_ROWS)})
     other = TableLayout((*LAYOUT.tables[:-1], grown), LAYOUT.groups)
-    limits = TableLimits(LAYOUT)
+    limits = LAYOUT
     limits.check(with_a_row_too_high(LAYOUT))
     for _ in range(2):
         with pytest.raises(InvalidBagsError, match="is not in 0"):
@@ -77,7 +76,7 @@ def test_arrays_that_do_not_fit_each_other_are_refused_even_as_checked_bags():
     fewer = CheckedBags(bags.keys, bags.bags_per_key - 1, bags.offsets, bags.values, layout=LAYOUT)
     for wrong, said in ((shorter, "offsets ends at"), (strided, "flat and contiguous"), (fewer, "add up to")):
         with pytest.raises(InvalidBagsError, match=said):
-            TableLimits(LAYOUT).check(wrong)
+            LAYOUT.check(wrong)
 
 
 small = st.integers(-1, 4)
@@ -100,10 +99,10 @@ def test_the_check_refuses_exactly_what_are_no_bags_of_the_tables(keys, counts, 
         None if weights is None else np.array(weights, np.float32),
     )
     if is_right_by_definition(bags):
-        TableLimits(LAYOUT).check(bags)
+        LAYOUT.check(bags)
     else:
         with pytest.raises(InvalidBagsError):
-            TableLimits(LAYOUT).check(bags)
+            LAYOUT.check(bags)
 
 
 def one_bag(**changes) -> KeyedBags:
@@ -133,13 +132,13 @@ def one_bag(**changes) -> KeyedBags:
     ],
 )
 def test_arrays_that_would_be_read_out_of_bounds_are_refused(changes, message):
-    TableLimits(LAYOUT).check(one_bag())
+    LAYOUT.check(one_bag())
     with pytest.raises(InvalidBagsError, match=message):
-        TableLimits(LAYOUT).check(one_bag(**changes))
+        LAYOUT.check(one_bag(**changes))
 
 
 def test_answer_bytes_are_those_of_the_blocks():
     engine = reference_engine()
     bags = random_table_bags(np.random.default_rng(1), engine.layout, 7, 3)
-    counted = TableLimits(engine.layout).answer_bytes(bags.keys, bags.bags_per_key, bags.num_bags)
+    counted = engine.layout.answer_bytes(bags.keys, bags.bags_per_key, bags.num_bags)
     assert counted == sum(block.nbytes for block in engine.pool(bags))

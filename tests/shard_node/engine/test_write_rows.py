@@ -11,11 +11,10 @@ import pytest
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from shard_node.bags import KeyedBags
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params

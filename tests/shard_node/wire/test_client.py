@@ -328,8 +328,8 @@ def test_a_node_that_does_not_read_makes_new_calls_wait_not_memory_grow(place, t
         limits = ClientLimits(max_unsent_bytes=4096)
         async with scripted(place.address(tmp_path), deaf) as address, connected(address, limits=limits) as client:
             first = asyncio.create_task(client.pool(MODEL, VERSION, big, soon()))
-            await until(lambda: client._connector.usable() is not None)
-            await until(lambda: client._connector.usable()._writable is not None)
+            await until(lambda: client._connection is not None)
+            await until(lambda: client._connection._writable is not None)
             with pytest.raises(DeadlineExceededError, match="before the request could be sent"):
                 await client.pool(MODEL, VERSION, big, time.monotonic() + 0.02)
             await client.close()

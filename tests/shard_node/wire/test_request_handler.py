@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shard_node.wire.messages import Buffer, decode_pooled, encode_pool
-from shard_node.wire.request_handler import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
+from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
 from shardrank_testing.nodes import MODEL, VERSION, HookedEngine, film_bags, received, reference_engine, small_node
 
 ROW = 42

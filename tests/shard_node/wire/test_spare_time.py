@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_node.wire.spare_time import SpareTime
+from shard_node.wire.server import SpareTime
 
 
 def test_what_was_spent_comes_back_with_the_share_of_the_time_that_passes():

@@ -22,9 +22,8 @@ from shard_node.errors import (
     TlsHandshakeError,
     UntrustedCertificateError,
 )
-from shard_node.wire.address import Address
+from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
 from shard_node.wire.client import ShardClient
-from shard_node.wire.listening import MAX_HANDSHAKES, listen
 from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
     ReloadingContext,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from shard_node.bags import KeyedBags
-from shard_node.engine.table_layout import TableLayout
+from shard_node.bags import KeyedBags, TableLayout
 
 RELATIVE_TOLERANCE = 1e-5
 

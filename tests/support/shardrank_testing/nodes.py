@@ -17,9 +17,8 @@ import pytest
 import uvloop
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from shard_node.bags import KeyedBags
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.engine.table_layout import TableLayout
 from shard_node.node import LoadedTables, NodeIdentity, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient

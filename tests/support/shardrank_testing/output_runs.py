@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shard_node.bags import KeyedBags
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
-from shard_node.engine.table_layout import TableLayout
 
 
 def runs_in_columns(

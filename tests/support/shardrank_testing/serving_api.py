@@ -27,7 +27,7 @@ from loader.snapshot.manifest import (
     VocabularyMapping,
 )
 from loader.snapshot.reader import Snapshot
-from router.hashing import hashed_rows
+from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Answer, Buffer, Encoded, Method

@@ -1,0 +1,159 @@
+"""Memory of this process: what it may still take, and what rows take of it, counted before they do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from shard_node.errors import MemoryBudgetError
+
+# What is left for everything else.
+MEMORY_RESERVE_BYTES = 512 << 20
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without swapping or being killed for it.
+
+    The smallest of MemAvailable (proc_meminfo(5)) and, for every control group from this process's own up to the root,
+    its limit less its usage (cgroup v2 memory.max and memory.current, v1 memory.limit_in_bytes and
+    memory.usage_in_bytes). Page cache that a group could drop counts as used, so the answer errs on the small side.
+    """
+    left = (max(0, limit - usage) for limit, usage in _control_groups(root) if limit is not None)
+    return min([_machine_bytes(root, "MemAvailable"), *left])
+
+
+def total_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes that there are: the machine's, or the smallest limit of a control group of this process."""
+    limits = (limit for limit, _ in _control_groups(root) if limit is not None)
+    return min([_machine_bytes(root, "MemTotal"), *limits])
+
+
+def _machine_bytes(root: Path, name: str) -> int:
+    path = root / "proc/meminfo"
+    for line in path.read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise MemoryBudgetError(f"{path} has no {name} line")
+
+
+def _control_groups(root: Path) -> list[tuple[int | None, int]]:
+    """(limit, usage) in bytes of each group, from this process's own upwards; None for no limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found: list[tuple[int | None, int]] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = top / group.lstrip("/")
+        # In a container the path may be the host's: then only the mounted top is there to be read.
+        for level in [folder, *folder.parents]:
+            if level.is_relative_to(top) and (use := _read_group(level, *names)) is not None:
+                found.append(use)
+    return found
+
+
+def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | None, int] | None:
+    try:
+        limit = (folder / limit_name).read_text(encoding="ascii").strip()
+        usage = (folder / usage_name).read_text(encoding="ascii").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return (None if limit == "max" else int(limit)), int(usage)
+
+
+class Claim(Protocol):
+    """The right to the memory that a version's tables take."""
+
+    def filled(self) -> None:
+        """Says that the system counts it as used by now."""
+        ...
+
+    def give_back(self) -> None:
+        """Ends it. Idempotent."""
+        ...
+
+
+class MemoryClaim:
+    """The right to `size_bytes` of rows, until it is given back. Made by `RowMemory.take`."""
+
+    def __init__(self, memory: RowMemory, size_bytes: int) -> None:
+        self._memory = memory
+        self.size_bytes = size_bytes
+
+    def filled(self) -> None:
+        """As `Claim.filled`."""
+        with self._memory.lock:
+            self._memory.filling.discard(self)
+
+    def give_back(self) -> None:
+        """As `Claim.give_back`."""
+        with self._memory.lock:
+            self._memory.claims.discard(self)
+            self._memory.filling.discard(self)
+
+
+class RowMemory:
+    """Claims on memory, of all versions and of several stagings at once. Thread-safe.
+
+    Args:
+        cap_bytes: what the rows of all versions together may take; None for what is available.
+        available: bytes that the system can still give.
+        reserve_bytes: of those, what is left for everything else.
+    """
+
+    def __init__(
+        self,
+        cap_bytes: int | None = None,
+        available: Callable[[], int] = available_memory_bytes,
+        reserve_bytes: int = MEMORY_RESERVE_BYTES,
+    ) -> None:
+        self._cap_bytes = cap_bytes
+        self._available = available
+        self._reserve_bytes = reserve_bytes
+        self.lock = threading.Lock()
+        self.claims: set[MemoryClaim] = set()
+        self.filling: set[MemoryClaim] = set()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all claims, filled or not."""
+        with self.lock:
+            return _bytes_of(self.claims)
+
+    def take(self, size_bytes: int) -> MemoryClaim:
+        """Claims memory that is about to be allocated.
+
+        Raises:
+            MemoryBudgetError: with the numbers, if there is not as much.
+        """
+        claim = MemoryClaim(self, size_bytes)
+        with self.lock:
+            held, filling, available = _bytes_of(self.claims), _bytes_of(self.filling), self._available()
+            if self._cap_bytes is not None and held + size_bytes > self._cap_bytes:
+                raise MemoryBudgetError(
+                    f"rows take {size_bytes} bytes beside {held} of the versions that are here, "
+                    f"which is {held + size_bytes}, but at most {self._cap_bytes} are allowed"
+                )
+            if size_bytes and size_bytes + filling > available - self._reserve_bytes:
+                raise MemoryBudgetError(
+                    f"rows take {size_bytes} bytes, but {available} are available and {self._reserve_bytes} are kept "
+                    f"free; versions that are here take {held - filling}, others that are being staged {filling}. "
+                    "Give a (smaller) memory budget to leave the largest tables in the mapped snapshot, "
+                    "or roll replica by replica"
+                )
+            self.claims.add(claim)
+            self.filling.add(claim)
+        return claim
+
+
+def _bytes_of(claims: set[MemoryClaim]) -> int:
+    return sum(claim.size_bytes for claim in claims)
