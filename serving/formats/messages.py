@@ -205,7 +205,9 @@ class UnparsedMessage:
         )
         wanted_texts = int(ids_per_key[schema.is_string].sum()) if schema.features.string_features else 0
         wanted = int(ids_per_key.sum()) - wanted_texts
-        if (wanted, wanted_texts) != (ids.size, len(texts)):
+        is_mismatch = (wanted, wanted_texts) != (ids.size, len(texts))
+        # A feature of fewer than none would let the others have more; what repeats by these counts can't do that.
+        if is_mismatch or ((weights.size or texts) and (ids_per_key < 0).any()):
             self._refuse_lengths(lengths, ids.size, len(texts), f"{wanted} and {wanted_texts}")
         if weights.size:
             if weights.size != wanted + wanted_texts:
