@@ -20,6 +20,8 @@ _HEAD = re.compile(
     rb"(%b) (/[\x21-\x7e]*+|\*|https?://[\x21-\x7e]++) HTTP/1\.([01])\r\n(?:%b:%b\r\n)*+\r\n" % (_NAME, _NAME, _VALUE)
 )
 _FRAMING = re.compile(rb"\r\n((?i:host|content-length|transfer-encoding|connection|upgrade|http2-settings)):([^\r]*+)")
+# RFC 9110, section 7.2: uri-host [":" port]. It may be empty, but it is one host, without a user or a path.
+_HOST = re.compile(rb"(?:[!$&'()*+;=\-.~%\w]*+|\[[!$&'()*+;=\-.~%\w:]++\])(?::[0-9]*+)?")
 _UPGRADE = re.compile(rb"(?<=\r\n)(?i:upgrade|http2-settings|connection):[^\r]*+\r\n")
 # The end of the line behind a chunk's bytes is read with the next chunk's length.
 _SIZE = rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;%b)?)\r\n" % _VALUE
@@ -63,6 +65,8 @@ def read_head(data: bytes, end: int) -> Framing:
         name, value = stated_name.lower(), stated.strip(b" \t")
         if name == b"host":
             hosts += 1
+            if _HOST.fullmatch(value) is None:
+                raise MalformedRequestError("host", "must be one host, and its port if it has one")
         elif name == b"content-length":
             if length is not None or not value.isdigit() or len(value) > _LENGTH_DIGITS:
                 raise MalformedRequestError("content-length", "must be given once, as digits")
