@@ -409,7 +409,7 @@ class JsonData:
             raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
         try:
             found: list[Any] = _DECODERS[datatype][nested].decode(text)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidFieldError(path, f"its data is not what its datatype says: {error}") from None
         if nested:
             if [len(found), *set(map(len, found))] != shape:
