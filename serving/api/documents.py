@@ -318,7 +318,7 @@ class _Documents:
             body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
             try:
                 ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 says = f'the body must be empty, or such as {{"ready": true}}: {error}'
                 raise MalformedRequestError("", says) from error
             return inference.repository_index(service, ready_only=ready_only)
