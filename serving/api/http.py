@@ -37,6 +37,9 @@ class Client(WaitingClient, Protocol):
     def answered(self) -> None:
         """Take note that its answer is complete."""
 
+    def spent(self, seconds: float) -> None:
+        """Charge it for work."""
+
 
 class HttpApp:
     """The HTTP API of a service, behind gates.
@@ -85,7 +88,7 @@ class HttpApp:
                 coding = headers.get(b"content-encoding")
                 is_plain = coding is None or _is_identity(coding, codings)
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
-                return data if is_plain else await expand(data, max_bytes)
+                return data if is_plain else await expand(data, max_bytes, client.spent)
 
             encoded = await answer(self._service, codec, body, client)
             return Reply(200, encoded.body, encoded.content_type, encoded.headers)

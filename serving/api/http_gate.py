@@ -225,6 +225,15 @@ class Gate(asyncio.BufferedProtocol):
         else:
             self._untaken.append(callback)
 
+    def spent(self, seconds: float) -> None:
+        """Charge the client for work of the application that is more than a request usually takes."""
+        self._work_s += seconds
+        if seconds > _TELL_S:
+            # No answer makes that good.
+            self._answers = 0
+        if self._work_s > _TELL_S:
+            self._tell_work()
+
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None

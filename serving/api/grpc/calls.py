@@ -215,8 +215,10 @@ class MessageReader:
         self._parts = []
 
 
-async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) -> bytes:
-    """A message as it was before it was compressed. Raises ShardrankError if it can't be had."""
+async def plain_message(
+    flag: int, message: bytes, coding: str, max_bytes: int, spent: Callable[[float], object]
+) -> bytes:
+    """A message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
     if not flag:
         return message
     if flag > 1:
@@ -225,7 +227,7 @@ async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) 
         raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
     if coding not in CODINGS:
         raise UnknownCodingError(coding, KNOWN_CODINGS)
-    return await expand(message, max_bytes)
+    return await expand(message, max_bytes, spent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +480,8 @@ class Call:
             connection.grant(self._stream_id, PREFIX_BYTES + len(message))
         if flag:
             try:
-                message = await plain_message(flag, message, self._head.coding, method.max_message_bytes)
+                max_bytes, coding = method.max_message_bytes, self._head.coding
+                message = await plain_message(flag, message, coding, max_bytes, connection.spent)
             except BodyTooLargeError:
                 connection.spent(BYTE_WORTH_S * method.max_message_bytes)
                 raise

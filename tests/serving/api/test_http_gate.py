@@ -83,6 +83,22 @@ def test_who_causes_work_and_completes_nothing_is_ended_and_its_address_waits():
     asyncio.run(main())
 
 
+def test_an_answer_makes_no_more_good_than_a_usual_request_takes():
+    async def main() -> None:
+        served = Served()
+        gate, wire = served.connect()
+        for _ in range(3):
+            gate.data_received(post())
+            await settled(lambda: not served.gates.state.tasks)
+            gate.spent(0.0005)
+        assert not wire.is_closed
+        gate.spent(0.3)
+        assert wire.is_aborted
+        assert served.addresses.is_waiting(HOME)
+
+    asyncio.run(main())
+
+
 def test_a_trusted_proxy_is_ended_alone_and_may_come_again():
     async def main() -> None:
         served = Served(RequestLimits(trusted_proxies=(HOME,)))
