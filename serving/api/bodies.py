@@ -36,7 +36,7 @@ _LENGTH_DIGITS = 18
 _RETRY_LATER, _UNAUTHENTICATED = 503, 401
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """One answer: status, whole body, its type, and other headers with names in lower case."""
 
     status: int
@@ -100,7 +100,7 @@ async def expand(
     took_s = 0.0
     try:
         while not stream.eof:
-            left = stream.unconsumed_tail
+            left: Buffer = stream.unconsumed_tail
             if not left:
                 left = view[taken : taken + COMPRESSED_PIECE_BYTES]
                 taken += len(left)
@@ -127,7 +127,7 @@ async def expand(
     return b"".join(pieces)
 
 
-def error_reply(path: str, request_id: str, error: ShardrankError) -> Reply:
+def error_reply(path: str, request_id: str, error: ShardrankError) -> HttpReply:
     """Put an error in the form of the API that a path belongs to."""
     headers: tuple[tuple[str, str], ...] = ()
     if error.http_status == _RETRY_LATER:
@@ -137,11 +137,11 @@ def error_reply(path: str, request_id: str, error: ShardrankError) -> Reply:
         headers = (("www-authenticate", "Bearer"),)
     if path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/"):
         body = encode({"error": printable(str(error), MAX_MESSAGE_CHARS)})
-        return Reply(error.http_status, body, JSON, (("shardrank-error-kind", error.kind), *headers))
-    return Reply(error.http_status, encode(error_document(error, request_id)), JSON, headers)
+        return HttpReply(error.http_status, body, JSON, (("shardrank-error-kind", error.kind), *headers))
+    return HttpReply(error.http_status, encode(error_document(error, request_id)), JSON, headers)
 
 
-def defect_reply(path: str, request_id: str) -> Reply:
+def defect_reply(path: str, request_id: str) -> HttpReply:
     """Answer what should never happen. Called where the error is handled, which it logs."""
     logger.exception("%s failed", path[:200])
     return error_reply(path, request_id, ShardrankError("internal error; the server's log says more"))

@@ -91,7 +91,7 @@ Positive: TypeAlias = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]
 Text: TypeAlias = str | SkipJsonSchema[None]
 
 
-class Options(_RequestBody):
+class BodyOptions(_RequestBody):
     """What a request may say beside its numbers."""
 
     timeout_ms: Positive = Field(None, description="deadline; the server's default if absent")
@@ -116,7 +116,7 @@ class CandidatesBody(_RequestBody):
     dense: list[list[float]] = []
 
 
-class RankBody(Options):
+class RankBody(BodyOptions):
     """The request of `:rank`."""
 
     context: ContextBody = ContextBody()
@@ -124,7 +124,7 @@ class RankBody(Options):
     top_k: Positive = Field(None, description="positions in `order`; all if absent")
 
 
-class LookupBody(Options):
+class LookupBody(BodyOptions):
     """The request of `:lookup`."""
 
     sparse: Bags

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Protocol
+from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.bodies import CODINGS, Reply, defect_reply, error_reply, expand, read_body
+from serving.api.bodies import CODINGS, HttpReply, defect_reply, error_reply, expand, read_body
 from serving.api.documents import create_documents
+from serving.api.http_gate import Gate
 from serving.api.tokens import Tokens
 from serving.errors import InvalidFieldError
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
-from serving.rank.answer import Client as WaitingClient
 from serving.rank.answer import answer
 from serving.rank.service import RankingService
 
@@ -29,16 +29,6 @@ _ROUTE = re.compile(
 )
 
 Headers = dict[bytes, bytes]
-
-
-class Client(WaitingClient, Protocol):
-    """The connection that a request came by: a gate, which is in the state of its scope."""
-
-    def answered(self) -> None:
-        """Take note that its answer is complete."""
-
-    def spent(self, seconds: float) -> None:
-        """Charge it for work."""
 
 
 class HttpApp:
@@ -63,7 +53,7 @@ class HttpApp:
         if match is None:
             await answer_whole(self.documents, scope, receive, send)
             return
-        gate: Client = scope["state"]["gate"]
+        gate: Gate = scope["state"]["gate"]
         # Of several headers of a name the first counts.
         headers: Headers = dict(reversed(scope["headers"]))
         reply = await self._answered(match, headers, receive, gate)
@@ -76,7 +66,7 @@ class HttpApp:
         await send({"type": "http.response.body", "body": reply.body})
         gate.answered()
 
-    async def _answered(self, match: re.Match[str], headers: Headers, receive: Receive, client: Client) -> Reply:
+    async def _answered(self, match: re.Match[str], headers: Headers, receive: Receive, gate: Gate) -> HttpReply:
         max_bytes = self._service.limits.max_body_bytes
         try:
             if self._tokens is not None:
@@ -88,10 +78,10 @@ class HttpApp:
                 coding = headers.get(b"content-encoding")
                 is_plain = coding is None or _is_identity(coding, codings)
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
-                return data if is_plain else await expand(data, max_bytes, client.spent)
+                return data if is_plain else await expand(data, max_bytes, gate.spent)
 
-            encoded = await answer(self._service, codec, body, client)
-            return Reply(200, encoded.body, encoded.content_type, encoded.headers)
+            encoded = await answer(self._service, codec, body, gate)
+            return HttpReply(200, encoded.body, encoded.content_type, encoded.headers)
         except ShardrankError as error:
             return error_reply(match.string, _text(headers.get(_REQUEST_ID)), error)
         except Exception:

@@ -34,7 +34,7 @@ RAGGED = -1
 """The width of a feature that says how many ids each of its bags has."""
 
 
-class Layout:
+class FeatureCounts:
     """How many ids and bags each feature of a request has, in flat order. `path` names a feature in errors.
 
     Attributes:

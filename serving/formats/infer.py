@@ -33,7 +33,7 @@ from serving.formats.binary import (
     DTYPES,
     INTEGERS,
     RAGGED,
-    Layout,
+    FeatureCounts,
     Tensor,
     array_of,
     input_path,
@@ -45,7 +45,7 @@ from serving.formats.checks import check_num_candidates, rank_request
 from serving.formats.json_text import count_above
 from serving.formats.protobuf import (
     MAX_VARINT_BYTES,
-    Message,
+    ProtobufMessage,
     count_varints,
     decode_varints,
     encode_field,
@@ -172,7 +172,7 @@ class InferRequest:
         if given.keys() != names.required:
             _check_names(names, given)
         has_optional = len(given) > len(names.required)
-        layout = Layout(schema, schema.keys, input_path)
+        layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
         for name, is_context, _ in schema.kinds:
             tensor = given[name]
@@ -443,7 +443,7 @@ class InferGrpcCodec:
 
     def read(self, body: Buffer, limits: RequestLimits) -> InferRequest:
         """See `Codec`: read a message up to its tensors' elements."""
-        message = Message(body, _NAME, limits.max_message_fields)
+        message = ProtobufMessage(body, _NAME, limits.max_message_fields)
         texts = {"model_name": "", "model_version": "", "id": ""}
         parameters, inputs = dict[str, object](), dict[str, Tensor]()
         raw, outputs = list[memoryview](), list[Output]()
@@ -492,7 +492,7 @@ class _GrpcRequest(InferRequest):
 class ContentsData:
     """Elements in the typed fields of `InferTensorContents`. Raw contents are faster."""
 
-    def __init__(self, message: Message, start: int, end: int) -> None:
+    def __init__(self, message: ProtobufMessage, start: int, end: int) -> None:
         self._message, self._start, self._end = message, start, end
 
     def elements(self, path: str, datatype: str, count: int) -> Any:
@@ -520,7 +520,7 @@ class ContentsData:
         return decode_varints(numbers).astype(DTYPES[datatype]).data
 
 
-def _tensor(message: Message, start: int, end: int) -> Tensor:
+def _tensor(message: ProtobufMessage, start: int, end: int) -> Tensor:
     """Read the layout of an input; where its raw contents lie is said elsewhere."""
     tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
@@ -544,7 +544,7 @@ def _tensor(message: Message, start: int, end: int) -> Tensor:
     return tensor
 
 
-def _output(message: Message, start: int, end: int) -> Output:
+def _output(message: ProtobufMessage, start: int, end: int) -> Output:
     """Read an output that is asked for."""
     name, parameters = "", dict[str, object]()
     for tag, at, stop in message.fields(start, end):
@@ -556,7 +556,7 @@ def _output(message: Message, start: int, end: int) -> Output:
     return Output(name, _converted(parameters, TensorParameters))
 
 
-def _parameter(message: Message, start: int, end: int) -> dict[str, object]:
+def _parameter(message: ProtobufMessage, start: int, end: int) -> dict[str, object]:
     """Read an entry of a map of parameters."""
     name, (first, last) = message.entry(start, end, "parameters")
     value: object = None

@@ -30,7 +30,7 @@ _INT64_SIGN = 1 << 63
 _MAX_TAG = (1 << 32) - 1
 
 
-class Message:
+class ProtobufMessage:
     """One message of a type, and what may still be read of it: `max_fields` in it and all messages inside."""
 
     __slots__ = ("_left", "_max_fields", "_name", "data", "view")

@@ -18,7 +18,7 @@ from shard_node.generation import Lease
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 
 
-class Client(Protocol):
+class Caller(Protocol):
     """Whoever waits for an answer."""
 
     @property
@@ -39,7 +39,7 @@ class Client(Protocol):
         ...
 
 
-async def answer(service: RankingService, codec: Codec, receive: Receive, client: Client) -> Encoded:
+async def answer(service: RankingService, codec: Codec, receive: Receive, client: Caller) -> Encoded:
     """Answer one call, whose request `receive` gives complete and not compressed.
 
     Raises:
@@ -70,7 +70,7 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
     return encoded
 
 
-async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pending, client: Client) -> Encoded:
+async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pending, client: Caller) -> Encoded:
     """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
     try:

@@ -231,7 +231,7 @@ async def plain_message(
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class GrpcMethod:
     """What answers the calls of one path.
 
     Attributes:
@@ -242,17 +242,19 @@ class Method:
         is_streamed: whether a call may have several messages, in either direction, and go on for ever.
     """
 
-    answer: Callable[[Call], Awaitable[bytes | None]]
+    answer: Callable[[GrpcCall], Awaitable[bytes | None]]
     max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
     scope: Scope | None = None
     worth_s: float = SMALL_CALL_WORTH_S
     is_streamed: bool = False
 
 
-def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None) -> Method:
+def streamed(
+    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None
+) -> GrpcMethod:
     """A method that turns messages into messages, until the client, its deadline or the server's end ends the call."""
 
-    async def answer(call: Call) -> None:
+    async def answer(call: GrpcCall) -> None:
         try:
             async with asyncio.timeout(call.time_remaining()):
                 async with contextlib.aclosing(answers(call.messages())) as made:
@@ -261,11 +263,11 @@ def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], s
         except TimeoutError:
             raise DeadlineExceededError("the deadline passed") from None
 
-    return Method(answer, scope=scope, is_streamed=True)
+    return GrpcMethod(answer, scope=scope, is_streamed=True)
 
 
 @dataclass(slots=True)
-class Methods:
+class GrpcMethods:
     """The methods of a server, and their calls under way.
 
     Attributes:
@@ -274,16 +276,16 @@ class Methods:
         tokens: None lets everybody do everything.
     """
 
-    by_path: Mapping[bytes, Method]
+    by_path: Mapping[bytes, GrpcMethod]
     max_header_bytes: int
     receive_timeout_s: float
     tokens: Tokens | None = None
-    tasks: dict[asyncio.Task[None], Method] = field(default_factory=dict)
+    tasks: dict[asyncio.Task[None], GrpcMethod] = field(default_factory=dict)
     takes_streamed: bool = True
 
-    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> Call:
+    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
         """The call of a new stream."""
-        return Call(connection, stream_id, read_head(request, self.max_header_bytes), self)
+        return GrpcCall(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
         """End the streamed calls, and take no more of them."""
@@ -293,10 +295,10 @@ class Methods:
                 task.cancel()
 
 
-class Call:
+class GrpcCall:
     """One call: a stream whose data are messages."""
 
-    def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: Methods) -> None:
+    def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: GrpcMethods) -> None:
         self._head, self._connection, self._stream_id, self._methods = head, connection, stream_id, methods
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
@@ -433,7 +435,7 @@ class Call:
             self._drained = self._connection.loop.create_future()
             await self._drained
 
-    async def _run(self, method: Method) -> None:
+    async def _run(self, method: GrpcMethod) -> None:
         """Answer it, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
         try:
             message = await method.answer(self)

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from serving.api import inference_documents as documents
 from serving.api.addresses import Addresses
-from serving.api.grpc.calls import Call, Method, Methods, streamed
+from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
 from serving.api.tokens import Scope, Tokens
@@ -26,7 +26,7 @@ from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryC
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
-from serving.observe.calls import Call as ServedCall
+from serving.observe.calls import Call
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.answer import answer
@@ -69,7 +69,7 @@ class GrpcServer:
         limits = service.limits
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = Methods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
+        self._methods = GrpcMethods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
         patience_s = limits.receive_timeout_s / 2
         of_a_connection = ConnectionLimits(
             max_streams=limits.max_concurrent_streams,
@@ -110,10 +110,10 @@ class GrpcServer:
             await asyncio.wait(list(self._methods.tasks))
 
 
-def ranking_methods(service: RankingService) -> dict[bytes, Method]:
+def ranking_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     """Those of `shardrank.v1.RankingService`."""
 
-    def describe(counted: ServedCall, request: ranking_pb2.GetModelRequest) -> bytes:
+    def describe(counted: Call, request: ranking_pb2.GetModelRequest) -> bytes:
         _check_model(request.model)
         version = request.version if request.HasField("version") else None
         description = service.describe(request.model, version)
@@ -130,7 +130,7 @@ def ranking_methods(service: RankingService) -> dict[bytes, Method]:
     )
 
 
-def inference_methods(service: RankingService) -> dict[bytes, Method]:
+def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     """Those of `inference.GRPCInferenceService`."""
 
     def refuse(request: Any) -> _Fields:
@@ -157,7 +157,7 @@ def inference_methods(service: RankingService) -> dict[bytes, Method]:
         "RepositoryModelUnload": (refuse, "admin"),
     }
 
-    def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> Method:
+    def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> GrpcMethod:
         takes, gives = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
         return _document(service, "oip_grpc", takes, lambda _, asked: gives(**fields(asked)).SerializeToString(), scope)
 
@@ -192,11 +192,11 @@ class Health:
                 self._changed.set_result(None)
                 self._changed = None
 
-    def by_path(self) -> dict[bytes, Method]:
+    def by_path(self) -> dict[bytes, GrpcMethod]:
         """Its methods."""
-        return _paths(HEALTH, {"Check": Method(self._check), "Watch": streamed(self._watch)})
+        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
 
-    async def _check(self, call: Call) -> bytes:
+    async def _check(self, call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
             raise UnknownServiceError("there is no such service")
@@ -223,7 +223,7 @@ class Health:
         return message.SerializeToString()
 
 
-def reflection_methods() -> dict[bytes, Method]:
+def reflection_methods() -> dict[bytes, GrpcMethod]:
     """Server reflection, in both of its versions: their messages are the same but for the package's name."""
     pool, names = DescriptorPool(), []
     own = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
@@ -240,7 +240,7 @@ def reflection_methods() -> dict[bytes, Method]:
         async for response in servicer.ServerReflectionInfo(requests, None):
             yield response.SerializeToString()
 
-    methods: dict[bytes, Method] = {}
+    methods: dict[bytes, GrpcMethod] = {}
     for package in REFLECTION:
         methods |= _paths(f"{package}.ServerReflection", {"ServerReflectionInfo": streamed(tell, "describe")})
     return methods
@@ -254,23 +254,23 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
     return moved
 
 
-def _ranked(service: RankingService, codec: Codec) -> Method:
-    async def ranked(call: Call) -> bytes:
+def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
+    async def ranked(call: GrpcCall) -> bytes:
         return (await answer(service, codec, call.receive, call)).body
 
-    return Method(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
+    return GrpcMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 
 
 def _document(
     service: RankingService,
     api: str,
     takes: type[_Read],
-    tell: Callable[[ServedCall, _Read], bytes],
+    tell: Callable[[Call, _Read], bytes],
     scope: Scope | None = "describe",
-) -> Method:
+) -> GrpcMethod:
     """A method that tells what is known; without a scope it is a probe, which is answered under any load."""
 
-    async def document(call: Call) -> bytes:
+    async def document(call: GrpcCall) -> bytes:
         with service.call(api, "model") as counted:
             data = await call.receive()
             counted.received = service.clock()
@@ -278,10 +278,10 @@ def _document(
                 service.admit(counted)
             return tell(counted, _decoded(data, takes))
 
-    return Method(document, scope=scope)
+    return GrpcMethod(document, scope=scope)
 
 
-def _paths(service: str, methods: dict[str, Method]) -> dict[bytes, Method]:
+def _paths(service: str, methods: dict[str, GrpcMethod]) -> dict[bytes, GrpcMethod]:
     return {f"/{service}/{name}".encode(): method for name, method in methods.items()}
 
 

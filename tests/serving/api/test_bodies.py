@@ -18,7 +18,7 @@ from serving.errors import BodyTooLargeError, MalformedRequestError
 EMPTY_BLOCKS = b"\x78\x9c" + bytes.fromhex(
     "04c081000000000090ff6b100007020000000040feaf41001c080000000000f9bf060170200000000000e4ff1a"
 )
-"""A beginning of deflate, and 4 of the blocks that take longest for their length: each empty, with a code of its own."""
+"""A beginning of deflate, and 4 of the blocks that take longest for their length: empty, with codes of their own."""
 
 
 def expand(body: bytes, max_bytes: int, spent: Callable[[float], object] = lambda seconds: None, **more: Any) -> Any:
