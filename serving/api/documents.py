@@ -30,7 +30,6 @@ from serving.api.tokens import Tokens
 from serving.description import ModelDescription
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import parse_version
-from serving.observe.calls import Call
 from serving.observe.metrics import CONTENT_TYPE
 from serving.rank.service import RankingService
 
@@ -44,8 +43,6 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
     for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
 }
-
-Tell: TypeAlias = Callable[[Request, Call], Awaitable[Any]]
 
 
 class ModelName(StringConvertor):
@@ -61,10 +58,6 @@ _VERSIONS = tuple(f"{OPEN_INFERENCE}/models/{{model:model_name}}{version}" for v
 
 class _IndexBody(msgspec.Struct):
     ready: bool = False
-
-
-def _parameters(path: str) -> list[dict[str, Any]]:
-    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
 
 
 def _say_no_defaults(schema: dict[str, Any]) -> None:
@@ -216,6 +209,7 @@ class _Described(APIRoute):
     """A route that is described here, and answered by `serving.api.http`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Answer what only looks like the path, such as one that ends with a line feed."""
         return _answered_elsewhere
 
 
@@ -256,11 +250,7 @@ def create_probes(service: RankingService, tokens: Tokens | None = None) -> Fast
 
 
 class _Documents:
-    """An application to be.
-
-    Attributes:
-        app: answers every error in one form.
-    """
+    """An application to be, which answers every error in one form."""
 
     def __init__(self, service: RankingService, tokens: Tokens | None, **options: Any) -> None:
         self._service = service
@@ -278,14 +268,13 @@ class _Documents:
 
     def add_models(self) -> None:
         """Add the paths that describe models."""
+        service = self._service
 
-        async def models(request: Request, call: Call) -> ModelsDocument:
-            return ModelsDocument(models=self._service.models())
+        def models(model: str, version: str) -> ModelsDocument:
+            return ModelsDocument(models=service.models())
 
-        async def model(request: Request, call: Call) -> ModelDescription:
-            description = self._service.describe(request.path_params["model"])
-            call.model = description.model
-            return description
+        def model(model: str, version: str) -> ModelDescription:
+            return service.describe(model)
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
@@ -296,25 +285,20 @@ class _Documents:
         """Add the paths of the Open Inference Protocol."""
         service = self._service
 
-        def of_model(tell: Callable[[RankingService, str, str], Any]) -> Tell:
-            async def told(request: Request, call: Call) -> Any:
-                return tell(service, *_target(request))
-
-            told.__name__ = tell.__name__
-            return told
-
-        async def server_metadata(request: Request, call: Call) -> Any:
+        def server_metadata(model: str, version: str) -> Any:
             return inference.server_metadata()
 
-        async def model_ready(request: Request, call: Call) -> Response:
-            model, version = _target(request)
+        def model_ready(model: str, version: str) -> Response:
             if inference.model_is_ready(service, model, version):
                 return Response()
             # Says why, unless the version is here and something else keeps it from answering.
             service.lease(model, parse_version(version)).release()
             return Response(status_code=503)
 
-        async def repository_index(request: Request, call: Call) -> Any:
+        def repository_control(model: str, version: str) -> Any:
+            raise RepositoryControlError()
+
+        async def repository_index(request: Request) -> Any:
             body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
             try:
                 ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
@@ -323,36 +307,33 @@ class _Documents:
                 raise MalformedRequestError("", says) from error
             return inference.repository_index(service, ready_only=ready_only)
 
-        async def repository_control(request: Request, call: Call) -> Any:
-            raise RepositoryControlError()
-
-        statistics = of_model(inference.model_statistics)
-        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
+        metadata, config, statistics = (
+            partial(tell, service)
+            for tell in (inference.model_metadata, inference.model_config, inference.model_statistics)
+        )
         add = partial(self._add, tags=_INFERENCE_TAGS)
         for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
             add(path, server_metadata, "Server and its extensions")
         # Before the models: no model can be called `stats`, to these clients.
         add(f"{OPEN_INFERENCE}/models/stats", statistics, "Statistics of all models")
+        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
         for path in _VERSIONS:
             self.app.add_api_route(
                 f"{path}/infer", _answered_elsewhere, name="infer", methods=["POST"], summary="Score candidates",
                 tags=_INFERENCE_TAGS, openapi_extra={"parameters": _parameters(path), "requestBody": tensors},
             )  # fmt: skip
-            add(path, of_model(inference.model_metadata), "Inputs and outputs of a model")
-            add(f"{path}/config", of_model(inference.model_config), "Configuration of a model")
+            add(path, metadata, "Inputs and outputs of a model")
+            add(f"{path}/config", config, "Configuration of a model")
             add(f"{path}/stats", statistics, "Statistics of a model")
             add(f"{path}/ready", model_ready, "The model would answer", right=None)
-        add(f"{OPEN_INFERENCE}/repository/index", repository_index, "All versions of all models", method="POST")
+        index = "All versions of all models"
+        add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", takes_body=True)
         for action in ("load", "unload"):
             path = f"{OPEN_INFERENCE}/repository/models/{{model:model_name}}/{action}"
             add(path, repository_control, "Refused: versions come and go by rollouts", method="POST", right="admin")
 
     def add_probes(self, refresh: Callable[[], Awaitable[None]] | None) -> None:
-        """Add probes and metrics.
-
-        Args:
-            refresh: has the shards asked before metrics are told; None to tell what they said last.
-        """
+        """Add probes and metrics; `refresh` has the shards asked before metrics are told, None tells the last ones."""
         watch = self._service.watch
         rendering: asyncio.Task[bytes] | None = None
 
@@ -415,32 +396,45 @@ class _Documents:
     def _add(
         self,
         path: str,
-        tell: Tell,
+        tell: Callable[..., Any],
         summary: str,
         *,
         method: str = "GET",
         api: str = "oip_http",
         counted: str = "model",
         right: Right | None = "describe",
+        takes_body: bool = False,
         **options: Any,
     ) -> None:
-        """Add a path whose calls are counted. Without a `right` to check it is a probe, which is never shed."""
+        """Add a path whose calls are counted, as `counted` of an API.
+
+        `tell` answers a model and a version, "" where the path names none, or with `takes_body` a request. Without a
+        `right` that tokens must have it is a probe, which is never shed.
+        """
 
         async def endpoint(request: Request) -> Any:
+            model = request.path_params.get("model", "")
             if right is not None:
                 self._check(request, right)
             with self._service.call(api, counted) as call:
                 if right is not None:
                     self._service.admit(call)
-                return await tell(request, call)
+                if takes_body:
+                    return await tell(request)
+                told = tell(model, request.path_params.get("version", ""))
+                if api == "http":
+                    # One that is served: metrics have no others.
+                    call.model = model
+                return told
 
-        endpoint.__name__ = tell.__name__
-        extra = {"parameters": _parameters(path)}
-        self.app.add_api_route(path, endpoint, methods=[method], summary=summary, openapi_extra=extra, **options)
+        name, extra = getattr(tell, "func", tell).__name__, {"parameters": _parameters(path)}
+        self.app.add_api_route(
+            path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options
+        )
 
 
-def _target(request: Request) -> tuple[str, str]:
-    return request.path_params.get("model", ""), request.path_params.get("version", "")
+def _parameters(path: str) -> list[dict[str, Any]]:
+    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
 
 
 async def _failed(request: Request, error: Exception) -> Response:
