@@ -103,7 +103,7 @@ def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATE
 
 def _inputs(service: RankingService, model: str, version: str) -> list[TensorSpec]:
     with service.lease(model, parse_version(version)) as lease:
-        return list(lease.payload.schema.inputs.by_name.values())
+        return list(lease.payload.schema.inputs.values())
 
 
 def _tensor(spec: TensorSpec) -> Document:

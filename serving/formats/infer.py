@@ -64,7 +64,6 @@ from serving.formats.schema import (
     OUTPUT_NAMES,
     SCORES,
     WEIGHTS_SUFFIX,
-    InputNames,
     RequestSchema,
 )
 from serving.limits import MAX_ID, RequestLimits
@@ -168,10 +167,10 @@ class InferRequest:
 
     def parse(self, schema: RequestSchema) -> RankRequest:
         """See `Unparsed`. Raises AmbiguousInputsError for a model that can't be called by this protocol."""
-        given, names, limits = self._inputs, schema.inputs, schema.limits
-        if given.keys() != names.required:
-            _check_names(names, given)
-        has_optional = len(given) > len(names.required)
+        given, required, limits = self._inputs, schema.required_inputs, schema.limits
+        if given.keys() != required:
+            _check_names(schema, given)
+        has_optional = len(given) > len(required)
         layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
         for name, is_context, _ in schema.kinds:
@@ -227,16 +226,16 @@ class InferRequest:
         return array_of(joined([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
 
 
-def _check_names(names: InputNames, given: dict[str, Tensor]) -> None:
+def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
     """Refuse inputs that the model does not have, and requests without one that it needs."""
-    known, model = names.by_name, names.schema.features.spec.model
+    known, model = schema.inputs, schema.features.spec.model
     for name in given:
         if name not in known:
-            if len(known) > MAX_NAMES_SHOWN or name in names.schema.features.index:
-                raise names.schema.unknown_feature("", name)
+            if len(known) > MAX_NAMES_SHOWN or name in schema.features.index:
+                raise schema.unknown_feature("", name)
             raise InvalidFieldError(input_path(name), f"model {model!r} has no such input; it has {list(known)}")
-    for name in known:
-        if name in names.required and name not in given:
+    for name, one in known.items():
+        if not one.optional and name not in given:
             raise MissingFeatureError(input_path(name), f"model {model!r} needs it")
 
 
