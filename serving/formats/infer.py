@@ -29,19 +29,20 @@ from serving.errors import (
     MissingFeatureError,
     UnsupportedExtensionError,
 )
-from serving.formats.binary import (
+from serving.formats.bags import (
     DTYPES,
     INTEGERS,
     RAGGED,
     FeatureCounts,
     Tensor,
     array_of,
+    check_num_candidates,
     input_path,
     joined,
+    rank_request,
     text_of,
     wrong_count,
 )
-from serving.formats.checks import check_num_candidates, rank_request
 from serving.formats.json_text import count_above
 from serving.formats.protobuf import (
     MAX_VARINT_BYTES,

@@ -32,7 +32,7 @@ from serving.errors import (
     MalformedRequestError,
     MissingFeatureError,
 )
-from serving.formats.checks import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
+from serving.formats.bags import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
 from serving.formats.json_text import count_above, lookup_pieces, many_lists
 from serving.formats.requests import (
     Answer,

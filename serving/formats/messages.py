@@ -20,14 +20,19 @@ from serving.errors import (
     MalformedRequestError,
     SchemaDigestError,
 )
-from serving.formats.binary import RAGGED, FeatureCounts, array_of, joined, text_of, values_of
-from serving.formats.checks import (
+from serving.formats.bags import (
+    RAGGED,
+    FeatureCounts,
+    array_of,
     check_lookup_size,
     check_num_candidates,
     dense_matrix,
+    joined,
     keyed_bags,
     lookup_request,
     rank_request,
+    text_of,
+    values_of,
 )
 from serving.formats.protobuf import ProtobufMessage, encode_field, encode_message, packed_bytes, signed, tags_of
 from serving.formats.requests import (
