@@ -35,10 +35,6 @@ class Addresses:
 
     An IPv6 client is its /64 network, since it may choose any address in there. Memory is bounded: besides addresses
     that are connected, at most `MAX_REMEMBERED` are kept; those that left first are forgotten first.
-
-    Args:
-        limits: `max_connections_per_address`, `max_idle_work_ms`, `penalty_s` and `trusted_proxies` of them.
-        clock: monotonic seconds.
     """
 
     def __init__(self, limits: RequestLimits, clock: Callable[[], float]) -> None:
@@ -99,9 +95,8 @@ class Addresses:
     def spent(self, address: str, seconds: float) -> bool:
         """Charge work, in seconds of processor time, that no completed request accounts for yet.
 
-        Returns:
-            Whether the address is over `max_idle_work_ms`. It is punished then, and a connection of it that has
-            completed nothing is to be ended. Never for a trusted proxy.
+        Returns whether the address is over `max_idle_work_ms`. It is punished then, and a connection of it that has
+        completed nothing is to be ended. Never for a trusted proxy.
         """
         account = self._account(client_key(address))
         if account.is_trusted:

@@ -25,11 +25,7 @@ DRAIN_TIMEOUT_S = 1.0
 async def running_admin(
     service: RankingService, host: str, port: int, *, tokens: Tokens | None = None, ssl: tls.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """Listen on a thread with an event loop of its own while the block runs; gives the port.
-
-    Raises:
-        ListenError: if the port can't be bound.
-    """
+    """Listen on a thread with an event loop of its own while the block runs; gives the port. Raises ListenError."""
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()
     # From now on it can't be cancelled, which the thread would not expect.

@@ -46,13 +46,7 @@ class HttpReply(NamedTuple):
 
 
 async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes | None = None) -> bytes:
-    """Read a whole body.
-
-    Args:
-        receive: of ASGI.
-        limit: what the limit is called.
-        max_bytes: the limit.
-        stated: the header `Content-Length`.
+    """Read a whole body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
 
     Raises:
         BodyTooLargeError: before anything is read if its length says so, else as soon as too much has come.

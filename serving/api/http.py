@@ -32,11 +32,7 @@ Headers = dict[bytes, bytes]
 
 
 class HttpApp:
-    """The HTTP API of a service, behind gates.
-
-    Args:
-        service: answers.
-        tokens: says who may do what; None lets everybody.
+    """The HTTP API of a service, behind gates; without `tokens` everybody may do everything.
 
     Attributes:
         documents: the application for all other paths, which describes these ones too.

@@ -48,9 +48,7 @@ class Framing(NamedTuple):
 def read_head(data: bytes, end: int) -> Framing:
     """Check a request's head, and say where its body ends.
 
-    Args:
-        data: begins with the head.
-        end: where the two line ends stand that end it.
+    `data` begins with the head; at `end` stand the two line ends that end it.
 
     Raises:
         MalformedRequestError: a character that no head has, a line that another does not end as it should, a folded
@@ -101,10 +99,7 @@ def without_upgrade(head: bytes) -> bytes:
 
 
 class ChunkReader:
-    """Takes a chunked body apart.
-
-    Args:
-        max_framing_bytes: of extensions of chunks and of headers behind the body, all together; they are dropped.
+    """Takes a chunked body apart, and drops extensions and trailers: at most `max_framing_bytes` of them.
 
     Attributes:
         is_complete: whether the body and what belongs to it has come to its end.
@@ -131,14 +126,7 @@ class ChunkReader:
         self.rest = b""
 
     def feed(self, data: bytes, may_go_on: Callable[[], bool]) -> bytes:
-        """Read on.
-
-        Args:
-            data: what comes next.
-            may_go_on: asked from time to time, if there are many small chunks.
-
-        Returns:
-            What has come of the body.
+        """Read on, and return what has come of the body; among many small chunks, `may_go_on` is asked.
 
         Raises:
             MalformedRequestError: the chunks are not as they should be.

@@ -82,7 +82,6 @@ class Gate(asyncio.BufferedProtocol):
 
     Attributes:
         owner: the account of its address; "" for one that stands for many.
-        has_connected: whether there is a transport: with TLS, once hands are shaken.
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
         has_begun: whether some of a request has come, but not all of it.
     """

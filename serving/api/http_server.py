@@ -29,18 +29,12 @@ _SECOND_S = 1.0
 
 
 class HttpServer:
-    """An HTTP listener over one service.
+    """An HTTP listener over one service; without `tokens` everybody may do everything.
 
-    Args:
-        service: answers the requests.
-        drain_timeout_s: how long requests in flight may take once it is stopped.
-        app: what answers; by default the whole API.
-        addresses: accounts of whoever connects, shared with other listeners; by default its own.
-        ssl: for connections that are encrypted.
-        tokens: says who may do what; None lets everybody.
+    Requests in flight may take `drain_timeout_s` once it is stopped. `app` answers, by default the whole API.
+    `addresses` are accounts of whoever connects, shared with other listeners.
 
     Attributes:
-        addresses: accounts of whoever connects.
         handshake_timeout_s: how long a TLS handshake may take.
     """
 
@@ -78,11 +72,7 @@ class HttpServer:
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which is a free one if 0 was asked for.
-
-        Raises:
-            ListenError: if the port can't be bound.
-        """
+        """Listen. Returns the port, which is a free one if 0 was asked for. Raises ListenError."""
         listener = listening_socket(host, port, "HTTP")
         self._acceptor = Acceptor(listener, self, self._ssl)
         self._ticking = asyncio.create_task(self._tick())

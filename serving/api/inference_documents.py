@@ -30,10 +30,8 @@ def server_metadata() -> Document:
 def model_metadata(service: RankingService, model: str, version: str) -> Document:
     """Inputs and outputs of a model version; the live one for "".
 
-    Raises:
-        ModelNotFoundError, NotReadyError: as `RankingService.lease`.
-        InvalidFieldError: for a version that is no positive integer.
-        AmbiguousInputsError: if the model can't be called by this protocol.
+    Raises ModelNotFoundError and NotReadyError as `RankingService.lease`, InvalidFieldError for a version that is no
+    positive integer, and AmbiguousInputsError if the model can't be called by this protocol.
     """
     inputs = _inputs(service, model, version)
     return {

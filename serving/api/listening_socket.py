@@ -27,11 +27,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def listening_socket(host: str, port: int, api: str) -> socket.socket:
-    """Listen at a TCP port that further processes may share; 0 takes a free one.
-
-    Raises:
-        ListenError: if it can't be bound; it names the `api` that is served there.
-    """
+    """Listen at a TCP port that further processes may share; 0 takes a free one. Raises ListenError."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -72,12 +68,8 @@ class Acceptor(Generic[Accepted]):
     """Accepts the connections of a front, and shakes hands with each if it speaks TLS.
 
     At most `MAX_HANDSHAKES` are under way; one more ends the oldest: honest ones take milliseconds. One that fails
-    costs its address `HANDSHAKE_S`, and is noted by the kind of its error.
-
-    Args:
-        listener: bound; the acceptor's from now on. The running event loop is asyncio's or uvloop's.
-        front: what it accepts for.
-        context: of the server; None for plain text.
+    costs its address `HANDSHAKE_S`, and is noted by the kind of its error. The running event loop is asyncio's or
+    uvloop's.
     """
 
     def __init__(self, listener: socket.socket, front: Front[Accepted], context: ssl.SSLContext | None) -> None:

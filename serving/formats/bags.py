@@ -85,11 +85,8 @@ class FeatureCounts:
     ) -> KeyedBags:
         """Make the bags of what was counted.
 
-        Args:
-            ids: int64, of the features whose ids are integers, one after the other.
-            texts: the other features' ids.
-            lengths: int64, ids in each bag of the features that are `RAGGED`.
-            weights: float32, of the features that are `weighted`.
+        `ids` are int64, of the features whose ids are integers, one after the other; `texts` the other features' ids;
+        `lengths` int64, of the features that are `RAGGED`; `weights` float32, of the features that are `weighted`.
         """
         num_ids, num_bags = np.array(self.num_ids, np.int64), np.array(self.num_bags, np.int64)
         flat_lengths: Int64Array | None = lengths
@@ -139,7 +136,7 @@ def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:
 def place_of(
     schema: RequestSchema, bags: KeyedBags, value_index: int, member: str = "sparse", *, lookup: bool = False
 ) -> str:
-    """Path of one value, such as `candidates.sparse.film_id[3][0]`; a context feature is one bag: it has one index."""
+    """Path of one value, such as `candidates.sparse.film_id[3][0]`; a context feature has one index."""
     bag = int(np.searchsorted(bags.offsets, value_index, side="right")) - 1
     starts = bags.bag_starts()
     segment = int(np.searchsorted(starts, bag, side="right")) - 1
@@ -158,13 +155,7 @@ def rank_request(
     options: Options,
     texts: Sequence[str] = (),
 ) -> RankRequest:
-    """Check the numbers of a rank request; `keyed_bags` made its bags, so their counts agree.
-
-    Raises:
-        InvalidIdError: a negative id.
-        InvalidFieldError: a number that is not finite, or an option out of its range.
-        LimitExceededError: an option above its limit.
-    """
+    """Check the numbers of a rank request. Raises InvalidIdError, InvalidFieldError or LimitExceededError."""
     timeout_s = _check_common(schema, bags, options, lookup=False)
     # Not `all` of arrays: by fewer steps of the interpreter.
     if context_dense.size and not np.logical_and.reduce(np.isfinite(context_dense)):
@@ -200,15 +191,9 @@ def keyed_bags(
 ) -> KeyedBags:
     """Make bags of what a request says, if its counts agree and are within the limits.
 
-    Args:
-        schema: of the model.
-        keys: int32 [S], flat feature indices, ascending.
-        bags_per_key: int64 [S].
-        lengths: int64 [B], ids in each bag; None if each has one.
-        ids_per_key: int64 [S], the ids that are there.
-        values: int64 [n], the ids.
-        weights: float32 [n], or None.
-        lookup: whether it is a lookup, which has no context and no candidates.
+    `keys`, `bags_per_key` and `ids_per_key` are [S], for each feature in ascending order of its flat index: that index,
+    and how many bags and ids are there. `lengths` is int64 [B], ids in each bag, or None if each has one; `values` and
+    `weights` are [n]. A `lookup` has no context and no candidates.
 
     Raises:
         InvalidFieldError: a negative length.
@@ -262,11 +247,7 @@ def check_lookup_size(
 ) -> int:
     """Count the floats in the answer to a lookup. Raises LimitExceededError for too many of them, or of bags.
 
-    Args:
-        schema: of the model.
-        keys: int32 [S], flat feature indices.
-        bags_per_key: int64 [S].
-        values_per_key: int64 [S]; None if it is not known yet, which leaves out what depends on it.
+    All arrays are [S], by feature; without `values_per_key`, what depends on it is left out.
     """
     limits = schema.limits
     too_many = bags_per_key > limits.max_bags_per_feature

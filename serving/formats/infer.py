@@ -292,11 +292,9 @@ _DECODERS = {
 
 
 class InferHttpCodec:
-    """Reads `POST /v2/models/{model}[/versions/{version}]/infer`.
+    """Reads `POST /v2/models/{model}[/versions/{version}]/infer`; version "" is the live one.
 
-    Args:
-        model, version: from the path; version "" for the live one.
-        header_length: the header `Inference-Header-Content-Length`; None without it.
+    `header_length` is the header `Inference-Header-Content-Length`, None without it.
     """
 
     api = "oip_http"

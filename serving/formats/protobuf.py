@@ -44,9 +44,8 @@ class ProtobufMessage:
     def fields(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Walk over the fields between two positions.
 
-        Yields:
-            The tag (`number << 3 | wire type`), and two numbers: where the content begins and ends; for a varint its
-            value as an unsigned integer, and 0.
+        Yields the tag (`number << 3 | wire type`), and where the content begins and ends; for a varint its value as an
+        unsigned integer, and 0.
         """
         data, at, end = self.data, start, len(self.data) if end is None else end
         while at < end:

@@ -95,10 +95,9 @@ class RequestSchema:
 
     @cached_property
     def inputs(self) -> dict[str, TensorSpec]:
-        """Inputs of the Open Inference Protocol by name, in the order in which metadata list them.
+        """Inputs of the Open Inference Protocol by name, as metadata list them.
 
-        Raises:
-            AmbiguousInputsError: if two have the same name.
+        Raises AmbiguousInputsError if two have the same name.
         """
         found: dict[str, TensorSpec] = {}
         for one in self._input_specs():
@@ -141,11 +140,11 @@ class RequestSchema:
         return np.where(self.features.is_context, 1, num_candidates)
 
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
-        """Refuse features that do not belong into a part, and missing ones.
+        """Refuse features that do not belong into a part, and with `all_needed` a part that lacks one.
 
         Raises:
             UnknownFeatureError: for one that the model does not have, or has on the other side.
-            MissingFeatureError: for one that the model needs, if `all_needed`.
+            MissingFeatureError: for one that the model needs.
         """
         expected = self.name_sets[part]
         for name in given:

@@ -79,7 +79,6 @@ class CallHead(NamedTuple):
     Attributes:
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
-        authorization: credentials; None without any.
         refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
     """
 
@@ -176,11 +175,8 @@ class MessageReader:
     def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
         """Take bytes up to the end of a message.
 
-        Returns:
-            A message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other bytes.
-
-        Raises:
-            BodyTooLargeError: the message is longer than the limit; it need not have come.
+        Returns a message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other
+        bytes. Raises BodyTooLargeError for one that is longer than the limit, whether it has come or not.
         """
         if not self.missing:
             needs = PREFIX_BYTES - len(self._prefix)
@@ -236,7 +232,6 @@ class GrpcMethod:
 
     Attributes:
         answer: gives the bytes of the one answer; or None once it has written those of a streamed call.
-        max_message_bytes: of a request.
         scope: what a token has to allow; None if anybody may call it.
         worth_s: work that a completed call makes good.
         is_streamed: whether a call may have several messages, in either direction, and go on for ever.
@@ -268,12 +263,9 @@ def streamed(
 
 @dataclass(slots=True)
 class GrpcMethods:
-    """The methods of a server, and their calls under way.
+    """The methods of a server by path, such as `/shardrank.v1.RankingService/Rank`, and their calls under way.
 
-    Attributes:
-        by_path: such as `/shardrank.v1.RankingService/Rank`.
-        receive_timeout_s: in which a call's one message must be complete.
-        tokens: None lets everybody do everything.
+    A call's one message must be complete within `receive_timeout_s`; without `tokens` everybody may do everything.
     """
 
     by_path: Mapping[bytes, GrpcMethod]

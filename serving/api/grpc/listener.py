@@ -261,15 +261,9 @@ class Http2Protocol(asyncio.Protocol):
 class Http2Listener:
     """Listens, and keeps the connections. Belongs to one event loop.
 
-    Args:
-        api: what is served, for errors.
-        limits: of each connection.
-        max_connections: at once; a further one takes the place of the one that is idle for longest.
-        addresses: accounts of those who connect.
-        make_exchange: from a connection and the request that it got; what it raises is a defect.
-        clock: monotonic seconds.
-        tls: a server's context, which offers `h2`; None for plain text.
-        note: told the kind of each connection that is refused before it is made.
+    A connection above `max_connections` takes the place of the one that is idle for longest. `make_exchange` makes what
+    serves a stream, of a connection and the request that it got. `note` is told the kind of each connection that is
+    refused.
     """
 
     def __init__(

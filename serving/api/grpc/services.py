@@ -50,13 +50,9 @@ class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="
 
 
 class GrpcServer:
-    """A gRPC listener over one service.
+    """A gRPC listener over one service, with the accounts of `addresses` in common with other fronts.
 
-    Args:
-        service: answers the requests.
-        tokens: say who may do what; None lets everybody.
-        tls: a context whose ALPN offers `h2`; None for plain text.
-        addresses: shared with the other fronts of the process.
+    Without `tokens` everybody may do everything; the context `tls` offers `h2`.
     """
 
     def __init__(
