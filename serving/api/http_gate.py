@@ -11,9 +11,10 @@ import asyncio
 import logging
 import math
 import select
+import socket
+import ssl as tls
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from typing import Any, Literal, cast
@@ -23,9 +24,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.api.addresses import HANDSHAKE_S, UNTAKEN_S, Addresses
 from serving.api.http_framing import ChunkReader, header_too_large, read_head, refusal, without_upgrade
-from serving.api.listening_socket import forget_unsent
+from serving.api.listening import UNTAKEN_S, Accepted, Addresses, Listener, forget_unsent
 from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
@@ -77,7 +77,7 @@ class _Wire(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
 
-class Gate(asyncio.BufferedProtocol):
+class Gate(Accepted, asyncio.BufferedProtocol):
     """One connection.
 
     Attributes:
@@ -101,7 +101,7 @@ class Gate(asyncio.BufferedProtocol):
         self._unsent: list[CloseClient] = []
         self._untaken: list[CloseClient] = []
         self._work_s = CONNECT_S
-        self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0  # of its handshake, until a request is answered
+        self._unpaid_s = gates.handshake_cost_s  # of its handshake, until a request is answered
         self._idle_work_s, self._answers = 0.0, 0
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
@@ -185,7 +185,7 @@ class Gate(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """Answer what is complete, to a client that has ended sending."""
-        if not self._owes or self._phase != "complete" or self.is_ended or self._gates.is_tls:
+        if not self._owes or self._phase != "complete" or self.is_ended or self._gates.ssl is not None:
             return False
         self._has_ended_sending = True
         if not self._held:
@@ -287,6 +287,8 @@ class Gate(asyncio.BufferedProtocol):
             self._gates.forget(self)
             self._gates.closing[self] = self._gates.clock()
             self._transport.close()
+
+    evict = end
 
     def drop(self) -> None:
         """Close the connection now."""
@@ -501,8 +503,7 @@ class Gate(asyncio.BufferedProtocol):
             self.drop()
 
 
-@dataclass(eq=False)
-class Gates:
+class Gates(Listener[Gate]):
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
     Attributes:
@@ -515,67 +516,62 @@ class Gates:
         read_buffer: what comes is read into it, for one connection after the other.
     """
 
-    config: Config
-    limits: RequestLimits
-    metrics: ServingMetrics
-    addresses: Addresses
-    clock: Callable[[], float]
-    is_tls: bool = False
-    is_draining: bool = False
-    state: ServerState = field(default_factory=ServerState)
-    open: set[Gate] = field(default_factory=set)
-    ahead: set[Gate] = field(default_factory=set)
-    idle: dict[Gate, float] = field(default_factory=dict)
-    receiving: dict[Gate, float] = field(default_factory=dict)
-    lingering: dict[Gate, float] = field(default_factory=dict)
-    unread: dict[Gate, float] = field(default_factory=dict)
-    closing: dict[Gate, float] = field(default_factory=dict)
-    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
-    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: Counter[str] = field(default_factory=Counter)
+    def __init__(
+        self,
+        config: Config,
+        limits: RequestLimits,
+        metrics: ServingMetrics,
+        addresses: Addresses,
+        clock: Callable[[], float],
+        ssl: tls.SSLContext | None = None,
+    ) -> None:
+        super().__init__(addresses, limits.max_connections, limits.receive_timeout_s, ssl)
+        self.limits, self.clock = limits, clock
+        self._config, self._metrics = config, metrics
+        self.is_draining = False
+        self.state = ServerState()
+        self.idle: dict[Gate, float] = {}
+        self.receiving: dict[Gate, float] = {}
+        self.lingering: dict[Gate, float] = {}
+        self.unread: dict[Gate, float] = {}
+        self.closing: dict[Gate, float] = {}
+        self.ahead: set[Gate] = set()
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
+        self._ended: Counter[str] = Counter()
 
-    def refusal(self, address: str) -> OverloadedError | None:
-        """Say why no connection from an address is taken now; None if one is. Makes room, if an idle one can go."""
-        if (reason := self.addresses.admit(address)) is not None:
-            self.note("penalty" if self.addresses.is_waiting(address) else "overloaded")
-            return OverloadedError(reason)
-        if len(self.open) - len(self.closing) < self.limits.max_connections:
-            return None
-        candidates = list(islice(self.idle, _EVICTION_CHOICE))
-        candidates = candidates or [gate for gate in islice(self.receiving, _EVICTION_CHOICE) if not gate.has_begun]
-        self.note("evicted" if candidates else "overloaded")
-        if not candidates:
-            limit = f"max_connections = {self.limits.max_connections}"
-            return OverloadedError(f"{limit} connections are open, none of them idle")
-        # Who holds most of them gives one back first.
-        max(candidates, key=lambda gate: self.addresses.connections(gate.address)).end()
-        return None
+    def new_connection(self, address: str) -> Gate:
+        """See `Listener`."""
+        return Gate(self, address)
 
-    def make(self, address: str) -> Gate:
-        """Make the gate of a new connection, and count it in; `lose` counts it out."""
-        self.addresses.opened(address)
-        gate = Gate(self, address)
-        self.open.add(gate)
-        return gate
+    def idle_connections(self) -> list[Gate]:
+        """See `Listener`: else those of which nothing has come."""
+        first = list(islice(self.idle, _EVICTION_CHOICE))
+        return first or [gate for gate in islice(self.receiving, _EVICTION_CHOICE) if not gate.has_begun]
 
-    def lose(self, gate: Gate) -> None:
-        """Count a connection out."""
-        self.forget(gate)
-        self.open.discard(gate)
-        if not self.open:
-            self.all_closed.set()
-        self.addresses.closed(gate.address)
+    def num_open(self) -> int:
+        """See `Listener`."""
+        return len(self.open) - len(self.closing)
+
+    def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
+        """See `Listener`."""
+        connection.send(refusal(error, self.state.default_headers))
+
+    def leave(self, connection: Gate) -> None:
+        """See `Listener`."""
+        self.forget(connection)
+        super().leave(connection)
 
     def new_protocol(self, state: dict[str, Any]) -> HttpToolsProtocol:
         """Make what is behind a gate; `state` gets into the scope of every request."""
-        protocol = HttpToolsProtocol(self.config, self.state, state)
+        protocol = HttpToolsProtocol(self._config, self.state, state)
         protocol.logger = _protocol_logger
         return protocol
 
     def note(self, kind: str) -> None:
-        """Count what was refused, or ended. It is logged with others of its second."""
-        self._ended[kind] += 1
-        self.metrics.failed("http", "connection", kind)
+        """Count what was refused, or ended. It is logged with others of its second, but TLS logs its own."""
+        if not kind.startswith("tls_"):
+            self._ended[kind] += 1
+        self._metrics.failed("http", "connection", kind)
 
     def tell(self) -> None:
         """Log what was noted since the last time, in one line."""

@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from serving.api import inference_documents as documents
-from serving.api.addresses import Addresses
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
+from serving.api.listening import Addresses
 from serving.api.tokens import Scope, Tokens
 from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
 from serving.formats.infer import InferGrpcCodec
@@ -77,7 +77,6 @@ class GrpcServer:
             grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
         )
         self._listener = Http2Listener(
-            "gRPC",
             of_a_connection,
             limits.max_connections,
             addresses or Addresses(limits, time.monotonic),
@@ -90,7 +89,7 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen. Returns the port, a free one if 0 was asked for. Raises ListenError if it can't be bound."""
-        bound = await self._listener.start(host, port)
+        bound = self._listener.start(host, port, "gRPC")
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
