@@ -448,14 +448,17 @@ class InferGrpcCodec:
         for tag, start, end in message.fields():
             name = _REQUEST.get(tag)
             if name == "inputs":
-                tensor = _tensor(message, start, end)
+                tensor, own = _described(message, _TENSOR, start, end)
+                if own is not None:
+                    own.check(input_path(tensor.name))
                 if tensor.name in inputs:
                     raise InvalidFieldError(input_path(tensor.name), "it is given twice")
                 inputs[tensor.name] = tensor
             elif name == "raw_input_contents":
                 raw.append(message.view[start:end])
             elif name == "outputs":
-                outputs.append(_output(message, start, end))
+                tensor, own = _described(message, _OUTPUT, start, end)
+                outputs.append(Output(tensor.name, own))
             elif name == "parameters":
                 parameters |= _parameter(message, start, end)
             elif name is not None:
@@ -466,11 +469,11 @@ class InferGrpcCodec:
             if len(raw) != len(inputs):
                 problem = f"{len(raw)} of them; there must be one for each of {len(inputs)} inputs"
                 raise InvalidFieldError("raw_input_contents", problem)
-            for tensor, own in zip(inputs.values(), raw, strict=True):
+            for tensor, content in zip(inputs.values(), raw, strict=True):
                 if tensor.data is not _NO_DATA:
                     path = f"{input_path(tensor.name)}.contents"
                     raise InvalidFieldError(path, "it is given beside raw_input_contents")
-                tensor.data = own
+                tensor.data = content
         model, version, request_id = texts.values()
         return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
 
@@ -518,11 +521,13 @@ class ContentsData:
         return decode_varints(numbers).astype(DTYPES[datatype]).data
 
 
-def _tensor(message: ProtobufMessage, start: int, end: int) -> Tensor:
-    """Read the layout of an input; where its raw contents lie is said elsewhere."""
+def _described(
+    message: ProtobufMessage, tags: dict[int, str], start: int, end: int
+) -> tuple[Tensor, TensorParameters | None]:
+    """Read an input, whose raw contents lie elsewhere; or an output that is asked for, which has less of the same."""
     tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
-        name = _TENSOR.get(tag)
+        name = tags.get(tag)
         if name == "name":
             tensor.name = message.text(at, stop, "inputs")
         elif name == "datatype":
@@ -537,21 +542,7 @@ def _tensor(message: ProtobufMessage, start: int, end: int) -> Tensor:
             tensor.data = ContentsData(message, at, stop)
         elif name == "parameters":
             parameters |= _parameter(message, at, stop)
-    if parameters:
-        _converted(parameters, TensorParameters).check(input_path(tensor.name))
-    return tensor
-
-
-def _output(message: ProtobufMessage, start: int, end: int) -> Output:
-    """Read an output that is asked for."""
-    name, parameters = "", dict[str, object]()
-    for tag, at, stop in message.fields(start, end):
-        field = _OUTPUT.get(tag)
-        if field == "name":
-            name = message.text(at, stop, "outputs")
-        elif field == "parameters":
-            parameters |= _parameter(message, at, stop)
-    return Output(name, _converted(parameters, TensorParameters))
+    return tensor, _converted(parameters, TensorParameters) if parameters else None
 
 
 def _parameter(message: ProtobufMessage, start: int, end: int) -> dict[str, object]:

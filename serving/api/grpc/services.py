@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from serving.api import inference_documents as documents
+from serving.api import documents
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
@@ -140,12 +140,12 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
         "ServerLive": (lambda _: {"live": True}, None),
         "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
         "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, None),
-        "ServerMetadata": (lambda _: documents.server_metadata(), "describe"),
+        "ServerMetadata": (lambda _: documents.server_metadata(service), "describe"),
         "ModelMetadata": (lambda asked: documents.model_metadata(*model_of(asked)), "describe"),
         "ModelConfig": (lambda asked: {"config": documents.model_config(*model_of(asked))}, "describe"),
         "ModelStatistics": (lambda asked: documents.model_statistics(service, asked.name, asked.version), "describe"),
         "RepositoryIndex": (
-            lambda asked: {"models": documents.repository_index(service, ready_only=asked.ready)},
+            lambda asked: {"models": documents.version_index(service, ready_only=asked.ready)},
             "describe",
         ),
         "RepositoryModelLoad": (refuse, "admin"),
