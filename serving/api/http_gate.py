@@ -1,8 +1,7 @@
 """What stands between a socket and uvicorn's HTTP protocol: the bounds that uvicorn does not have.
 
-A gate frames HTTP/1.1 (RFC 9112) just enough to know where a request ends. It refuses whatever two readers could
-understand differently, gives the protocol behind it one request at a time, and reads nothing ahead of an answer but
-what one read had brought along. It bounds times, connections and work.
+A gate frames HTTP/1.1 (RFC 9112) just enough to know where a request ends, refuses what two readers could understand
+differently, and gives the protocol behind it one request at a time. It bounds times, connections and work.
 """
 
 from __future__ import annotations
@@ -25,7 +24,16 @@ from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
 from serving.api.http_framing import ChunkReader, header_too_large, read_head, refusal, without_upgrade
-from serving.api.listening import UNTAKEN_S, Accepted, Addresses, Listener, forget_unsent
+from serving.api.listening import (
+    CONNECT_S,
+    EVICTION_CHOICE,
+    TURN_S,
+    UNTAKEN_S,
+    Accepted,
+    Addresses,
+    Listener,
+    forget_unsent,
+)
 from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
@@ -37,10 +45,6 @@ _protocol_logger.setLevel(logging.INFO)
 # The gate says so itself, and not once for each.
 _protocol_logger.addFilter(lambda record: not record.getMessage().startswith("Invalid HTTP request"))
 
-TURN_S = 0.005
-"""Of the event loop, for one connection; then others come first."""
-CONNECT_S = 50e-6
-"""What a new connection costs the event loop before it brings a byte."""
 # What a read costs the event loop outside of here. One that brings a usual packet's worth is nobody's fault.
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 _TELL_S = 0.001  # of a connection's work is told to its address at once
@@ -48,11 +52,9 @@ READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
 LINGER_S = 1.0
 """How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
-_EVICTION_CHOICE = 64
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _Phase = Literal["head", "body", "chunks", "complete"]
-CloseClient = Callable[[], None]
 
 
 class _Wire(asyncio.Transport):
@@ -97,9 +99,9 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._owes = self._has_written = self._has_ended_sending = self._was_refused = False
         self._answer_head = b""
         self._paused_by: set[str] = set()
-        self._watcher: CloseClient | None = None
-        self._unsent: list[CloseClient] = []
-        self._untaken: list[CloseClient] = []
+        self._watcher: Callable[[], None] | None = None
+        self._unsent: list[Callable[[], None]] = []
+        self._untaken: list[Callable[[], None]] = []
         self._work_s = CONNECT_S
         self._unpaid_s = gates.handshake_cost_s  # of its handshake, until a request is answered
         self._idle_work_s, self._answers = 0.0, 0
@@ -210,14 +212,14 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def time_remaining(self) -> None:
         """Say that an HTTP client sets no deadline here."""
 
-    def watch(self, callback: CloseClient) -> None:
+    def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves before its answer: at once, if it has left already."""
         if self._is_lost:
             callback()
         else:
             self._watcher = callback
 
-    def when_taken(self, callback: CloseClient) -> None:
+    def when_taken(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the answer that comes next is sent, or the client has left."""
         if self._is_lost:
             callback()
@@ -287,8 +289,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._gates.forget(self)
             self._gates.closing[self] = self._gates.clock()
             self._transport.close()
-
-    evict = end
 
     def drop(self) -> None:
         """Close the connection now."""
@@ -530,11 +530,8 @@ class Gates(Listener[Gate]):
         self._config, self._metrics = config, metrics
         self.is_draining = False
         self.state = ServerState()
-        self.idle: dict[Gate, float] = {}
-        self.receiving: dict[Gate, float] = {}
-        self.lingering: dict[Gate, float] = {}
-        self.unread: dict[Gate, float] = {}
-        self.closing: dict[Gate, float] = {}
+        self._waiting: tuple[dict[Gate, float], ...] = ({}, {}, {}, {}, {})
+        self.idle, self.receiving, self.lingering, self.unread, self.closing = self._waiting
         self.ahead: set[Gate] = set()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._ended: Counter[str] = Counter()
@@ -545,8 +542,8 @@ class Gates(Listener[Gate]):
 
     def idle_connections(self) -> list[Gate]:
         """See `Listener`: else those of which nothing has come."""
-        first = list(islice(self.idle, _EVICTION_CHOICE))
-        return first or [gate for gate in islice(self.receiving, _EVICTION_CHOICE) if not gate.has_begun]
+        first = list(islice(self.idle, EVICTION_CHOICE))
+        return first or [gate for gate in islice(self.receiving, EVICTION_CHOICE) if not gate.has_begun]
 
     def num_open(self) -> int:
         """See `Listener`."""
@@ -599,6 +596,6 @@ class Gates(Listener[Gate]):
 
     def forget(self, gate: Gate) -> None:
         """Take a connection out of all that wait."""
-        for waiting in (self.idle, self.receiving, self.lingering, self.unread, self.closing):
+        for waiting in self._waiting:
             waiting.pop(gate, None)
         self.ahead.discard(gate)

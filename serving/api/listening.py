@@ -26,12 +26,18 @@ HANDSHAKE_S = 0.001
 """What a TLS handshake costs the event loop; none is charged to a connection that completes a request."""
 FREE_SHARE = 0.02
 """Of one core, that an address may use for nothing for ever: monitors that only connect do it."""
+TURN_S = 0.005
+"""Of the event loop, for one connection; then others come first."""
+CONNECT_S = 50e-6
+"""What a new connection costs the event loop before it brings a byte."""
 MAX_REMEMBERED = 16_384
 _IPV6_BITS = 64
 BACKLOG = 1024
 ACCEPTS_A_TURN = 16
 """Connections that are taken before others have their turn of the event loop."""
 MAX_HANDSHAKES = 256
+EVICTION_CHOICE = 64
+"""Idle connections among which the address with most of them is looked for."""
 LAST_HANDSHAKE_S = 1.0
 """How long handshakes may take that are under way when a front stops."""
 UNFINISHED = "tls_unfinished"
@@ -212,8 +218,8 @@ class Accepted(asyncio.BaseProtocol):
     address = ""
     has_connected = False
 
-    def evict(self) -> None:
-        """End it, which is idle, for another to have its place."""
+    def end(self) -> None:
+        """Close it, once all that was written is sent."""
         raise NotImplementedError
 
 
@@ -276,7 +282,7 @@ class Listener(abc.ABC, Generic[Made]):
             limit = f"max_connections = {self._max_connections}"
             return OverloadedError(f"{limit} connections are open, none of them idle")
         # Who holds most of them gives one back first.
-        max(candidates, key=lambda one: self.addresses.connections(one.address)).evict()
+        max(candidates, key=lambda one: self.addresses.connections(one.address)).end()
         return None
 
     def make(self, address: str) -> Made:

@@ -17,18 +17,24 @@ from typing import TypeAlias, cast
 
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import FORGIVEN_S, Accepted, Addresses, Listener, forget_unsent
+from serving.api.listening import (
+    CONNECT_S,
+    EVICTION_CHOICE,
+    FORGIVEN_S,
+    TURN_S,
+    Accepted,
+    Addresses,
+    Listener,
+    forget_unsent,
+)
 
-TURN_S, TURN_OF_ALL_S = 0.005, 0.01
-"""Of a turn of the event loop, for one connection and for all of a listener; then others come first."""
+TURN_OF_ALL_S = 0.01
+"""Of a turn of the event loop, for all connections of a listener."""
 CALLS_OF_A_TURN = 16
 """That one connection may begin in a turn: each parses its message in the next one."""
-CONNECT_S = 50e-6
-"""What a connection costs before it brings a byte."""
 TELL_S = 0.005
 """Work that nothing was completed for is told to the address in portions of so much."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
-_EVICTION_CHOICE = 64
 
 MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
@@ -162,8 +168,8 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self.connection.ask_to_go()
         self._changed()
 
-    def evict(self) -> None:
-        """See `Accepted`."""
+    def end(self) -> None:
+        """Close it, which is idle, for another to have its place."""
         self.listener.leave(self)
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, "idle for longest while there are max_connections"))
         self._is_lingering = True
@@ -305,7 +311,7 @@ class Http2Listener(Listener[Http2Protocol]):
 
     def idle_connections(self) -> list[Http2Protocol]:
         """See `Listener`."""
-        return list(islice(self._idle, _EVICTION_CHOICE))
+        return list(islice(self._idle, EVICTION_CHOICE))
 
     def note(self, kind: str) -> None:
         """See `Listener`."""
