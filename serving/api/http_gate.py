@@ -53,7 +53,6 @@ READ_BYTES = 64 * 2**10
 LINGER_S = 1.0
 """How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
 _Phase = Literal["head", "body", "chunks", "complete"]
 
 
