@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import NamedTuple
 
 from loader.errors import ShardrankError
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
@@ -31,24 +30,11 @@ _FIRST_BEGUN, _NEXT_BEGUN = re.compile(_SIZE_BEGUN + rb"\Z"), re.compile(rb"(?:\
 _TRAILER = re.compile(rb"(?:%b:%b)?\r\n" % (_NAME, _VALUE))
 
 
-class Framing(NamedTuple):
-    """What a head says of its request.
-
-    Attributes:
-        length: bytes of the body, if it is not chunked.
-        is_chunked: whether chunks say how long it is.
-        has_upgrade: whether another protocol is asked for, see `without_upgrade`.
-    """
-
-    length: int
-    is_chunked: bool
-    has_upgrade: bool
-
-
-def read_head(data: bytes, end: int) -> Framing:
+def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
     """Check a request's head, and say where its body ends.
 
-    `data` begins with the head; at `end` stand the two line ends that end it.
+    `data` begins with the head; at `end` stand the two line ends that end it. Returns the bytes of a body that is not
+    chunked, whether it is, and whether another protocol is asked for, see `without_upgrade`.
 
     Raises:
         MalformedRequestError: a character that no head has, a line that another does not end as it should, a folded
@@ -81,7 +67,7 @@ def read_head(data: bytes, end: int) -> Framing:
         raise MalformedRequestError("content-length", "must be absent from a chunked request")
     if head[1] == b"CONNECT":
         raise MethodNotAllowedError("CONNECT: this method is not allowed here")
-    return Framing(length or 0, is_chunked, has_upgrade)
+    return length or 0, is_chunked, has_upgrade
 
 
 def without_upgrade(head: bytes) -> bytes:
@@ -106,17 +92,6 @@ class ChunkReader:
         is_interrupted: whether `feed` stopped because it took long; it is to be called again, with nothing more.
         rest: bytes that are not read yet: behind the end, those of the next request.
     """
-
-    __slots__ = (
-        "_framing_bytes",
-        "_in_trailers",
-        "_is_first",
-        "_left",
-        "_max",
-        "is_complete",
-        "is_interrupted",
-        "rest",
-    )
 
     def __init__(self, max_framing_bytes: int) -> None:
         self._max = max_framing_bytes
