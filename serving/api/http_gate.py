@@ -18,6 +18,7 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import Any, Literal, cast
 
+import numpy as np
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -382,8 +383,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
             if READ_BYTES < self._left <= gates.limits.max_body_bytes:
-                # One copy, and one turn of whoever waits for it, in place of one for each read.
-                self._body = memoryview(bytearray(length))
+                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would.
+                self._body = np.empty(length, np.uint8).data
                 self._body[: -self._left] = data[body_at:]
                 data = data[:body_at]
             self._give(data)
@@ -541,8 +542,8 @@ class Gates(Listener[Gate]):
 
     def idle_connections(self) -> list[Gate]:
         """See `Listener`: else those of which nothing has come."""
-        first = list(islice(self.idle, EVICTION_CHOICE))
-        return first or [gate for gate in islice(self.receiving, EVICTION_CHOICE) if not gate.has_begun]
+        first = islice(self.idle, EVICTION_CHOICE)
+        return list(first) or [gate for gate in islice(self.receiving, EVICTION_CHOICE) if not gate.has_begun]
 
     def num_open(self) -> int:
         """See `Listener`."""
