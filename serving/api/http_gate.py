@@ -62,7 +62,8 @@ class _Wire(asyncio.Transport):
 
     def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
         super().__init__()
-        self._gate, self._transport = gate, transport
+        self._gate = gate
+        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
         # Each answer passes here several times.
         self.write = gate.write  # type: ignore[method-assign]
         self.pause_reading = partial(gate.pause, "protocol")  # type: ignore[method-assign]
@@ -74,9 +75,6 @@ class _Wire(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self._gate.is_ended
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
 
 
 class Gate(Accepted, asyncio.BufferedProtocol):

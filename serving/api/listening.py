@@ -47,20 +47,6 @@ _EXHAUSTED_PAUSE_S = 0.1
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
-def listening_socket(host: str, port: int, api: str) -> socket.socket:
-    """Listen at a TCP port that further processes may share; 0 takes a free one. Raises ListenError."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        listener = socket.create_server(
-            address, family=family, backlog=BACKLOG, reuse_port=True, dualstack_ipv6=is_dual
-        )
-    except OSError as error:
-        raise ListenError(f"can't listen for {api} on {host}:{port}: {error}") from error
-    listener.setblocking(False)
-    return listener
-
-
 def forget_unsent(connection: socket.socket) -> None:
     """Have a close reset the connection: the kernel throws away what the peer has not taken, and does not keep it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -312,9 +298,17 @@ class Listener(abc.ABC, Generic[Made]):
 
     def listen(self, host: str, port: int, api: str) -> int:
         """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError."""
-        self._socket = listening_socket(host, port, api)
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            listener = socket.create_server(
+                address, family=family, backlog=BACKLOG, reuse_port=True, dualstack_ipv6=is_dual
+            )
+        except OSError as error:
+            raise ListenError(f"can't listen for {api} on {host}:{port}: {error}") from error
+        listener.setblocking(False)
+        self._socket, self.port = listener, listener.getsockname()[1]
         self._watch()
-        self.port = self._socket.getsockname()[1]
         return self.port
 
     async def stop_listening(self, timeout_s: float) -> None:
