@@ -32,7 +32,7 @@ from serving.api.listening import (
     UNTAKEN_S,
     Accepted,
     Addresses,
-    Listener,
+    Front,
     forget_unsent,
 )
 from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
@@ -501,7 +501,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self.drop()
 
 
-class Gates(Listener[Gate]):
+class Gates(Front[Gate]):
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
     Attributes:
@@ -535,24 +535,24 @@ class Gates(Listener[Gate]):
         self._ended: Counter[str] = Counter()
 
     def new_connection(self, address: str) -> Gate:
-        """See `Listener`."""
+        """See `Front`."""
         return Gate(self, address)
 
     def idle_connections(self) -> list[Gate]:
-        """See `Listener`: else those of which nothing has come."""
+        """See `Front`: else those of which nothing has come."""
         first = islice(self.idle, EVICTION_CHOICE)
         return list(first) or [gate for gate in islice(self.receiving, EVICTION_CHOICE) if not gate.has_begun]
 
     def num_open(self) -> int:
-        """See `Listener`."""
+        """See `Front`."""
         return len(self.open) - len(self.closing)
 
     def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
-        """See `Listener`."""
+        """See `Front`."""
         connection.send(refusal(error, self.state.default_headers))
 
     def leave(self, connection: Gate) -> None:
-        """See `Listener`."""
+        """See `Front`."""
         self.forget(connection)
         super().leave(connection)
 

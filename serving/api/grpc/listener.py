@@ -24,7 +24,7 @@ from serving.api.listening import (
     TURN_S,
     Accepted,
     Addresses,
-    Listener,
+    Front,
     forget_unsent,
 )
 
@@ -260,7 +260,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
             self.abort()
 
 
-class Http2Listener(Listener[Http2Protocol]):
+class Http2Listener(Front[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
     `make_exchange` makes what serves a stream, of a connection and the request that it got; what it raises is a defect.
@@ -306,19 +306,19 @@ class Http2Listener(Listener[Http2Protocol]):
         await self.all_closed(LINGER_S)
 
     def new_connection(self, address: str) -> Http2Protocol:
-        """See `Listener`."""
+        """See `Front`."""
         return Http2Protocol(self, address)
 
     def idle_connections(self) -> list[Http2Protocol]:
-        """See `Listener`."""
+        """See `Front`."""
         return list(islice(self._idle, EVICTION_CHOICE))
 
     def note(self, kind: str) -> None:
-        """See `Listener`."""
+        """See `Front`."""
         self._note(kind)
 
     def leave(self, connection: Http2Protocol) -> None:
-        """See `Listener`."""
+        """See `Front`."""
         self._idle.pop(connection, None)
         super().leave(connection)
 
