@@ -17,10 +17,9 @@ from pydantic import Field
 
 from loader.memory import settle_heap
 from loader.snapshot.manifest import Frozen
-from serving.api.addresses import Addresses
-from serving.api.admin import running_admin
 from serving.api.grpc.services import GrpcServer
-from serving.api.http_server import HttpServer
+from serving.api.http_server import HttpServer, running_admin
+from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
+from importlib.metadata import version as package_version
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -23,29 +24,36 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api import inference_documents as inference
 from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.description import ModelDescription
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import parse_version
-from serving.observe.calls import Call
+from serving.formats.schema import OUTPUTS, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
 from serving.rank.service import RankingService
+from serving.versions.served_model import ServedModel
+from shard_node.generation import Generation
 
 logger = logging.getLogger(__name__)
 
 API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
 METRICS_REFRESH_TIMEOUT_S = 1.0
+SERVER_NAME = "shardrank"
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
+PLATFORM = "shardrank"
+
+# https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
+_CONFIG_TYPES = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
+_READY_STATES = ("live", "staged")
 _INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
 _PARAMETERS: dict[str, dict[str, Any]] = {
     name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
     for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
 }
-
-Tell: TypeAlias = Callable[[Request, Call], Awaitable[Any]]
+Document: TypeAlias = dict[str, Any]
 
 
 class ModelName(StringConvertor):
@@ -61,10 +69,6 @@ _VERSIONS = tuple(f"{OPEN_INFERENCE}/models/{{model:model_name}}{version}" for v
 
 class _IndexBody(msgspec.Struct):
     ready: bool = False
-
-
-def _parameters(path: str) -> list[dict[str, Any]]:
-    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
 
 
 def _say_no_defaults(schema: dict[str, Any]) -> None:
@@ -91,7 +95,7 @@ Positive: TypeAlias = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]
 Text: TypeAlias = str | SkipJsonSchema[None]
 
 
-class Options(_RequestBody):
+class BodyOptions(_RequestBody):
     """What a request may say beside its numbers."""
 
     timeout_ms: Positive = Field(None, description="deadline; the server's default if absent")
@@ -116,7 +120,7 @@ class CandidatesBody(_RequestBody):
     dense: list[list[float]] = []
 
 
-class RankBody(Options):
+class RankBody(BodyOptions):
     """The request of `:rank`."""
 
     context: ContextBody = ContextBody()
@@ -124,7 +128,7 @@ class RankBody(Options):
     top_k: Positive = Field(None, description="positions in `order`; all if absent")
 
 
-class LookupBody(Options):
+class LookupBody(BodyOptions):
     """The request of `:lookup`."""
 
     sparse: Bags
@@ -216,6 +220,7 @@ class _Described(APIRoute):
     """A route that is described here, and answered by `serving.api.http`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Answer what only looks like the path, such as one that ends with a line feed."""
         return _answered_elsewhere
 
 
@@ -256,11 +261,7 @@ def create_probes(service: RankingService, tokens: Tokens | None = None) -> Fast
 
 
 class _Documents:
-    """An application to be.
-
-    Attributes:
-        app: answers every error in one form.
-    """
+    """An application to be, which answers every error in one form."""
 
     def __init__(self, service: RankingService, tokens: Tokens | None, **options: Any) -> None:
         self._service = service
@@ -278,14 +279,13 @@ class _Documents:
 
     def add_models(self) -> None:
         """Add the paths that describe models."""
+        service = self._service
 
-        async def models(request: Request, call: Call) -> ModelsDocument:
-            return ModelsDocument(models=self._service.models())
+        def models(model: str, version: str) -> ModelsDocument:
+            return ModelsDocument(models=service.models())
 
-        async def model(request: Request, call: Call) -> ModelDescription:
-            description = self._service.describe(request.path_params["model"])
-            call.model = description.model
-            return description
+        def model(model: str, version: str) -> ModelDescription:
+            return service.describe(model)
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
@@ -296,63 +296,51 @@ class _Documents:
         """Add the paths of the Open Inference Protocol."""
         service = self._service
 
-        def of_model(tell: Callable[[RankingService, str, str], Any]) -> Tell:
-            async def told(request: Request, call: Call) -> Any:
-                return tell(service, *_target(request))
-
-            told.__name__ = tell.__name__
-            return told
-
-        async def server_metadata(request: Request, call: Call) -> Any:
-            return inference.server_metadata()
-
-        async def model_ready(request: Request, call: Call) -> Response:
-            model, version = _target(request)
-            if inference.model_is_ready(service, model, version):
+        def model_ready(model: str, version: str) -> Response:
+            if model_is_ready(service, model, version):
                 return Response()
             # Says why, unless the version is here and something else keeps it from answering.
             service.lease(model, parse_version(version)).release()
             return Response(status_code=503)
 
-        async def repository_index(request: Request, call: Call) -> Any:
+        def repository_control(model: str, version: str) -> Any:
+            raise RepositoryControlError()
+
+        async def repository_index(request: Request) -> Any:
             body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
             try:
                 ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 says = f'the body must be empty, or such as {{"ready": true}}: {error}'
                 raise MalformedRequestError("", says) from error
-            return inference.repository_index(service, ready_only=ready_only)
+            return version_index(service, ready_only=ready_only)
 
-        async def repository_control(request: Request, call: Call) -> Any:
-            raise RepositoryControlError()
-
-        statistics = of_model(inference.model_statistics)
-        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
+        server, metadata, config, statistics = (
+            partial(tell, service) for tell in (server_metadata, model_metadata, model_config, model_statistics)
+        )
         add = partial(self._add, tags=_INFERENCE_TAGS)
         for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
-            add(path, server_metadata, "Server and its extensions")
+            add(path, server, "Server and its extensions")
         # Before the models: no model can be called `stats`, to these clients.
         add(f"{OPEN_INFERENCE}/models/stats", statistics, "Statistics of all models")
+        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
         for path in _VERSIONS:
             self.app.add_api_route(
                 f"{path}/infer", _answered_elsewhere, name="infer", methods=["POST"], summary="Score candidates",
                 tags=_INFERENCE_TAGS, openapi_extra={"parameters": _parameters(path), "requestBody": tensors},
             )  # fmt: skip
-            add(path, of_model(inference.model_metadata), "Inputs and outputs of a model")
-            add(f"{path}/config", of_model(inference.model_config), "Configuration of a model")
+            add(path, metadata, "Inputs and outputs of a model")
+            add(f"{path}/config", config, "Configuration of a model")
             add(f"{path}/stats", statistics, "Statistics of a model")
             add(f"{path}/ready", model_ready, "The model would answer", right=None)
-        add(f"{OPEN_INFERENCE}/repository/index", repository_index, "All versions of all models", method="POST")
+        index = "All versions of all models"
+        add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", takes_body=True)
         for action in ("load", "unload"):
             path = f"{OPEN_INFERENCE}/repository/models/{{model:model_name}}/{action}"
             add(path, repository_control, "Refused: versions come and go by rollouts", method="POST", right="admin")
 
     def add_probes(self, refresh: Callable[[], Awaitable[None]] | None) -> None:
-        """Add probes and metrics.
-
-        Args:
-            refresh: has the shards asked before metrics are told; None to tell what they said last.
-        """
+        """Add probes and metrics; `refresh` has the shards asked before metrics are told, None tells the last ones."""
         watch = self._service.watch
         rendering: asyncio.Task[bytes] | None = None
 
@@ -415,32 +403,45 @@ class _Documents:
     def _add(
         self,
         path: str,
-        tell: Tell,
+        tell: Callable[..., Any],
         summary: str,
         *,
         method: str = "GET",
         api: str = "oip_http",
         counted: str = "model",
         right: Right | None = "describe",
+        takes_body: bool = False,
         **options: Any,
     ) -> None:
-        """Add a path whose calls are counted. Without a `right` to check it is a probe, which is never shed."""
+        """Add a path whose calls are counted, as `counted` of an API.
+
+        `tell` answers a model and a version, "" where the path names none, or with `takes_body` a request. Without a
+        `right` that tokens must have it is a probe, which is never shed.
+        """
 
         async def endpoint(request: Request) -> Any:
+            model = request.path_params.get("model", "")
             if right is not None:
                 self._check(request, right)
             with self._service.call(api, counted) as call:
                 if right is not None:
                     self._service.admit(call)
-                return await tell(request, call)
+                if takes_body:
+                    return await tell(request)
+                told = tell(model, request.path_params.get("version", ""))
+                if api == "http":
+                    # One that is served: metrics have no others.
+                    call.model = model
+                return told
 
-        endpoint.__name__ = tell.__name__
-        extra = {"parameters": _parameters(path)}
-        self.app.add_api_route(path, endpoint, methods=[method], summary=summary, openapi_extra=extra, **options)
+        name, extra = getattr(tell, "func", tell).__name__, {"parameters": _parameters(path)}
+        self.app.add_api_route(
+            path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options
+        )
 
 
-def _target(request: Request) -> tuple[str, str]:
-    return request.path_params.get("model", ""), request.path_params.get("version", "")
+def _parameters(path: str) -> list[dict[str, Any]]:
+    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -458,3 +459,119 @@ async def _failed(request: Request, error: Exception) -> Response:
     else:
         reply = defect_reply(path, request_id)
     return Response(reply.body, reply.status, headers | dict(reply.headers), reply.content_type)
+
+
+# The Open Inference Protocol: as JSON, and with the same fields as messages.
+
+
+def server_metadata(service: RankingService, model: str = "", version: str = "") -> Document:
+    """Name, version and extensions of the server."""
+    return {"name": SERVER_NAME, "version": package_version("shardrank"), "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(service: RankingService, model: str, version: str) -> Document:
+    """Inputs and outputs of a model version; the live one for "".
+
+    Raises ModelNotFoundError and NotReadyError as `RankingService.lease`, InvalidFieldError for a version that is no
+    positive integer, and AmbiguousInputsError if the model can't be called by this protocol.
+    """
+    inputs = _inputs(service, model, version)
+    return {
+        "name": model,
+        "versions": [str(one.version) for one in _generations(service) if one.model == model],
+        "platform": PLATFORM,
+        "inputs": [_tensor(one) for one in inputs],
+        "outputs": [_tensor(one) for one in OUTPUTS],
+    }
+
+
+def model_config(service: RankingService, model: str, version: str) -> Document:
+    """The configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
+    inputs = _inputs(service, model, version)
+    return {
+        "name": model,
+        "platform": PLATFORM,
+        "backend": SERVER_NAME,
+        # Requests are joined by this server's own batcher, whatever their shapes; clients don't batch for it.
+        "max_batch_size": 0,
+        "input": [_configured(one) | ({"optional": True} if one.optional else {}) for one in inputs],
+        "output": [_configured(one) for one in OUTPUTS],
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def model_is_ready(service: RankingService, model: str, version: str) -> bool:
+    """Whether a version (the live one for "") would answer a request now. Raises InvalidFieldError for a wrong one."""
+    wanted, problems = parse_version(version), service.watch.problems()
+    if "" in problems or model in problems:
+        return False
+    here = [one for one in _generations(service) if one.model == model]
+    return any(one.state == "live" if wanted is None else one.version == wanted for one in here)
+
+
+def model_statistics(service: RankingService, model: str, version: str) -> Document:
+    """Counts and times of versions since they are here, in this process; "" for all. Raises as `model_metadata`."""
+    wanted = parse_version(version)
+    chosen = [
+        one for one in _generations(service) if model in ("", one.model) and (wanted is None or one.version == wanted)
+    ]
+    if not chosen and model:
+        # Says what is served instead.
+        service.lease(model, wanted).release()
+    clock_zero_s = service.wall_clock() - service.clock()
+    return {"model_stats": [_statistics(one, clock_zero_s) for one in chosen]}
+
+
+def version_index(service: RankingService, *, ready_only: bool) -> list[Document]:
+    """All versions that are here, by model; those that drain are not ready, and models without a version have none."""
+    index = []
+    for one in _generations(service, ("live", "staged", "draining")):
+        is_ready = one.state in _READY_STATES
+        if is_ready or not ready_only:
+            state = {"name": one.model, "version": str(one.version), "state": "READY" if is_ready else "UNAVAILABLE"}
+            index.append(state | {"reason": "" if is_ready else "it was withdrawn and drains"})
+    for model, problem in service.watch.problems().items():
+        if model and not ready_only and all(one["name"] != model for one in index):
+            index.append({"name": model, "version": "", "state": "UNAVAILABLE", "reason": problem})
+    return index
+
+
+def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATES) -> list[Generation[ServedModel]]:
+    found = [one for one in service.generations.all() if one.state in states]
+    return sorted(found, key=lambda one: (one.model, one.version))
+
+
+def _inputs(service: RankingService, model: str, version: str) -> list[TensorSpec]:
+    with service.lease(model, parse_version(version)) as lease:
+        return list(lease.payload.schema.inputs.values())
+
+
+def _tensor(spec: TensorSpec) -> Document:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+def _configured(spec: TensorSpec) -> Document:
+    return {"name": spec.name, "data_type": _CONFIG_TYPES[spec.datatype], "dims": list(spec.shape)}
+
+
+def _statistics(generation: Generation[ServedModel], clock_zero_s: float) -> Document:
+    totals = generation.payload.counter.totals()
+    durations = {
+        "success": (totals.succeeded, totals.succeeded_s),
+        "fail": (totals.failed, totals.failed_s),
+        "queue": (totals.succeeded, totals.queue_s),
+        "compute_input": (totals.succeeded, totals.input_s),
+        "compute_infer": (totals.succeeded, totals.infer_s),
+        "compute_output": (totals.succeeded, totals.output_s),
+        "cache_hit": (0, 0.0),
+        "cache_miss": (0, 0.0),
+    }
+    return {
+        "name": generation.model,
+        "version": str(generation.version),
+        "last_inference": 0 if totals.last is None else round(1000 * (clock_zero_s + totals.last)),
+        "inference_count": totals.succeeded,
+        "execution_count": round(totals.batches),
+        "inference_stats": {name: {"count": count, "ns": round(1e9 * s)} for name, (count, s) in durations.items()},
+        "batch_stats": [],
+    }

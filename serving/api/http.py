@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Protocol
+from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.bodies import CODINGS, Reply, defect_reply, error_reply, expand, read_body
+from serving.api.bodies import CODINGS, HttpReply, defect_reply, error_reply, expand, read_body
 from serving.api.documents import create_documents
+from serving.api.http_gate import Gate
 from serving.api.tokens import Tokens
 from serving.errors import InvalidFieldError
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
-from serving.rank.service import Caller, RankingService, answer
+from serving.rank.service import RankingService, answer
 
 PROTOBUF = b"application/x-protobuf"
 _REQUEST_ID = b"x-request-id"
@@ -29,19 +30,8 @@ _ROUTE = re.compile(
 Headers = dict[bytes, bytes]
 
 
-class Client(Caller, Protocol):
-    """The connection that a request came by: a gate, which is in the state of its scope."""
-
-    def answered(self) -> None:
-        """Take note that its answer is complete."""
-
-
 class HttpApp:
-    """The HTTP API of a service, behind gates.
-
-    Args:
-        service: answers.
-        tokens: says who may do what; None lets everybody.
+    """The HTTP API of a service, behind gates; without `tokens` everybody may do everything.
 
     Attributes:
         documents: the application for all other paths, which describes these ones too.
@@ -58,7 +48,7 @@ class HttpApp:
         if match is None:
             await answer_whole(self.documents, scope, receive, send)
             return
-        gate: Client = scope["state"]["gate"]
+        gate: Gate = scope["state"]["gate"]
         # Of several headers of a name the first counts.
         headers: Headers = dict(reversed(scope["headers"]))
         reply = await self._answered(match, headers, receive, gate)
@@ -71,7 +61,7 @@ class HttpApp:
         await send({"type": "http.response.body", "body": reply.body})
         gate.answered()
 
-    async def _answered(self, match: re.Match[str], headers: Headers, receive: Receive, client: Client) -> Reply:
+    async def _answered(self, match: re.Match[str], headers: Headers, receive: Receive, gate: Gate) -> HttpReply:
         max_bytes = self._service.limits.max_body_bytes
         try:
             if self._tokens is not None:
@@ -83,10 +73,10 @@ class HttpApp:
                 coding = headers.get(b"content-encoding")
                 is_plain = coding is None or _is_identity(coding, codings)
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
-                return data if is_plain else await expand(data, max_bytes)
+                return data if is_plain else await expand(data, max_bytes, gate.spent)
 
-            encoded = await answer(self._service, codec, body, client)
-            return Reply(200, encoded.body, encoded.content_type, encoded.headers)
+            encoded = await answer(self._service, codec, body, gate)
+            return HttpReply(200, encoded.body, encoded.content_type, encoded.headers)
         except ShardrankError as error:
             return error_reply(match.string, _text(headers.get(_REQUEST_ID)), error)
         except Exception:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import NamedTuple
 
 from loader.errors import ShardrankError
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
@@ -20,6 +19,8 @@ _HEAD = re.compile(
     rb"(%b) (/[\x21-\x7e]*+|\*|https?://[\x21-\x7e]++) HTTP/1\.([01])\r\n(?:%b:%b\r\n)*+\r\n" % (_NAME, _NAME, _VALUE)
 )
 _FRAMING = re.compile(rb"\r\n((?i:host|content-length|transfer-encoding|connection|upgrade|http2-settings)):([^\r]*+)")
+# RFC 9110, section 7.2: uri-host [":" port]. It may be empty, but it is one host, without a user or a path.
+_HOST = re.compile(rb"(?:[!$&'()*+;=\-.~%\w]*+|\[[!$&'()*+;=\-.~%\w:]++\])(?::[0-9]*+)?")
 _UPGRADE = re.compile(rb"(?<=\r\n)(?i:upgrade|http2-settings|connection):[^\r]*+\r\n")
 # The end of the line behind a chunk's bytes is read with the next chunk's length.
 _SIZE = rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;%b)?)\r\n" % _VALUE
@@ -29,26 +30,11 @@ _FIRST_BEGUN, _NEXT_BEGUN = re.compile(_SIZE_BEGUN + rb"\Z"), re.compile(rb"(?:\
 _TRAILER = re.compile(rb"(?:%b:%b)?\r\n" % (_NAME, _VALUE))
 
 
-class Framing(NamedTuple):
-    """What a head says of its request.
-
-    Attributes:
-        length: bytes of the body, if it is not chunked.
-        is_chunked: whether chunks say how long it is.
-        has_upgrade: whether another protocol is asked for, see `without_upgrade`.
-    """
-
-    length: int
-    is_chunked: bool
-    has_upgrade: bool
-
-
-def read_head(data: bytes, end: int) -> Framing:
+def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
     """Check a request's head, and say where its body ends.
 
-    Args:
-        data: begins with the head.
-        end: where the two line ends stand that end it.
+    `data` begins with the head; at `end` stand the two line ends that end it. Returns the bytes of a body that is not
+    chunked, whether it is, and whether another protocol is asked for, see `without_upgrade`.
 
     Raises:
         MalformedRequestError: a character that no head has, a line that another does not end as it should, a folded
@@ -63,6 +49,8 @@ def read_head(data: bytes, end: int) -> Framing:
         name, value = stated_name.lower(), stated.strip(b" \t")
         if name == b"host":
             hosts += 1
+            if _HOST.fullmatch(value) is None:
+                raise MalformedRequestError("host", "must be one host, and its port if it has one")
         elif name == b"content-length":
             if length is not None or not value.isdigit() or len(value) > _LENGTH_DIGITS:
                 raise MalformedRequestError("content-length", "must be given once, as digits")
@@ -79,7 +67,7 @@ def read_head(data: bytes, end: int) -> Framing:
         raise MalformedRequestError("content-length", "must be absent from a chunked request")
     if head[1] == b"CONNECT":
         raise MethodNotAllowedError("CONNECT: this method is not allowed here")
-    return Framing(length or 0, is_chunked, has_upgrade)
+    return length or 0, is_chunked, has_upgrade
 
 
 def without_upgrade(head: bytes) -> bytes:
@@ -97,27 +85,13 @@ def without_upgrade(head: bytes) -> bytes:
 
 
 class ChunkReader:
-    """Takes a chunked body apart.
-
-    Args:
-        max_framing_bytes: of extensions of chunks and of headers behind the body, all together; they are dropped.
+    """Takes a chunked body apart, and drops extensions and trailers: at most `max_framing_bytes` of them.
 
     Attributes:
         is_complete: whether the body and what belongs to it has come to its end.
         is_interrupted: whether `feed` stopped because it took long; it is to be called again, with nothing more.
         rest: bytes that are not read yet: behind the end, those of the next request.
     """
-
-    __slots__ = (
-        "_framing_bytes",
-        "_in_trailers",
-        "_is_first",
-        "_left",
-        "_max",
-        "is_complete",
-        "is_interrupted",
-        "rest",
-    )
 
     def __init__(self, max_framing_bytes: int) -> None:
         self._max = max_framing_bytes
@@ -127,14 +101,7 @@ class ChunkReader:
         self.rest = b""
 
     def feed(self, data: bytes, may_go_on: Callable[[], bool]) -> bytes:
-        """Read on.
-
-        Args:
-            data: what comes next.
-            may_go_on: asked from time to time, if there are many small chunks.
-
-        Returns:
-            What has come of the body.
+        """Read on, and return what has come of the body; among many small chunks, `may_go_on` is asked.
 
         Raises:
             MalformedRequestError: the chunks are not as they should be.

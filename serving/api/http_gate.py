@@ -1,8 +1,7 @@
 """What stands between a socket and uvicorn's HTTP protocol: the bounds that uvicorn does not have.
 
-A gate frames HTTP/1.1 (RFC 9112) just enough to know where a request ends. It refuses whatever two readers could
-understand differently, gives the protocol behind it one request at a time, and reads nothing ahead of an answer but
-what one read had brought along. It bounds times, connections and work.
+A gate frames HTTP/1.1 (RFC 9112) just enough to know where a request ends, refuses what two readers could understand
+differently, and gives the protocol behind it one request at a time. It bounds times, connections and work.
 """
 
 from __future__ import annotations
@@ -11,21 +10,31 @@ import asyncio
 import logging
 import math
 import select
+import socket
+import ssl as tls
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from typing import Any, Literal, cast
 
+import numpy as np
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.api.addresses import HANDSHAKE_S, UNTAKEN_S, Addresses
 from serving.api.http_framing import ChunkReader, header_too_large, read_head, refusal, without_upgrade
-from serving.api.listening_socket import forget_unsent
+from serving.api.listening import (
+    CONNECT_S,
+    EVICTION_CHOICE,
+    TURN_S,
+    UNTAKEN_S,
+    Accepted,
+    Addresses,
+    Front,
+    forget_unsent,
+)
 from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
@@ -37,10 +46,6 @@ _protocol_logger.setLevel(logging.INFO)
 # The gate says so itself, and not once for each.
 _protocol_logger.addFilter(lambda record: not record.getMessage().startswith("Invalid HTTP request"))
 
-TURN_S = 0.005
-"""Of the event loop, for one connection; then others come first."""
-CONNECT_S = 50e-6
-"""What a new connection costs the event loop before it brings a byte."""
 # What a read costs the event loop outside of here. One that brings a usual packet's worth is nobody's fault.
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 _TELL_S = 0.001  # of a connection's work is told to its address at once
@@ -48,11 +53,8 @@ READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
 LINGER_S = 1.0
 """How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
-_EVICTION_CHOICE = 64
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
 _Phase = Literal["head", "body", "chunks", "complete"]
-CloseClient = Callable[[], None]
 
 
 class _Wire(asyncio.Transport):
@@ -60,7 +62,8 @@ class _Wire(asyncio.Transport):
 
     def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
         super().__init__()
-        self._gate, self._transport = gate, transport
+        self._gate = gate
+        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
         # Each answer passes here several times.
         self.write = gate.write  # type: ignore[method-assign]
         self.pause_reading = partial(gate.pause, "protocol")  # type: ignore[method-assign]
@@ -73,16 +76,12 @@ class _Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self._gate.is_ended
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
 
-
-class Gate(asyncio.BufferedProtocol):
+class Gate(Accepted, asyncio.BufferedProtocol):
     """One connection.
 
     Attributes:
         owner: the account of its address; "" for one that stands for many.
-        has_connected: whether there is a transport: with TLS, once hands are shaken.
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
         has_begun: whether some of a request has come, but not all of it.
     """
@@ -98,11 +97,11 @@ class Gate(asyncio.BufferedProtocol):
         self._owes = self._has_written = self._has_ended_sending = self._was_refused = False
         self._answer_head = b""
         self._paused_by: set[str] = set()
-        self._watcher: CloseClient | None = None
-        self._unsent: list[CloseClient] = []
-        self._untaken: list[CloseClient] = []
+        self._watcher: Callable[[], None] | None = None
+        self._unsent: list[Callable[[], None]] = []
+        self._untaken: list[Callable[[], None]] = []
         self._work_s = CONNECT_S
-        self._unpaid_s = HANDSHAKE_S if gates.is_tls else 0.0  # of its handshake, until a request is answered
+        self._unpaid_s = gates.handshake_cost_s  # of its handshake, until a request is answered
         self._idle_work_s, self._answers = 0.0, 0
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
@@ -186,7 +185,7 @@ class Gate(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """Answer what is complete, to a client that has ended sending."""
-        if not self._owes or self._phase != "complete" or self.is_ended or self._gates.is_tls:
+        if not self._owes or self._phase != "complete" or self.is_ended or self._gates.ssl is not None:
             return False
         self._has_ended_sending = True
         if not self._held:
@@ -211,19 +210,28 @@ class Gate(asyncio.BufferedProtocol):
     def time_remaining(self) -> None:
         """Say that an HTTP client sets no deadline here."""
 
-    def watch(self, callback: CloseClient) -> None:
+    def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves before its answer: at once, if it has left already."""
         if self._is_lost:
             callback()
         else:
             self._watcher = callback
 
-    def when_taken(self, callback: CloseClient) -> None:
+    def when_taken(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the answer that comes next is sent, or the client has left."""
         if self._is_lost:
             callback()
         else:
             self._untaken.append(callback)
+
+    def spent(self, seconds: float) -> None:
+        """Charge the client for work of the application that is more than a request usually takes."""
+        self._work_s += seconds
+        if seconds > _TELL_S:
+            # No answer makes that good.
+            self._answers = 0
+        if self._work_s > _TELL_S:
+            self._tell_work()
 
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
@@ -373,8 +381,8 @@ class Gate(asyncio.BufferedProtocol):
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
             if READ_BYTES < self._left <= gates.limits.max_body_bytes:
-                # One copy, and one turn of whoever waits for it, in place of one for each read.
-                self._body = memoryview(bytearray(length))
+                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would.
+                self._body = np.empty(length, np.uint8).data
                 self._body[: -self._left] = data[body_at:]
                 data = data[:body_at]
             self._give(data)
@@ -493,8 +501,7 @@ class Gate(asyncio.BufferedProtocol):
             self.drop()
 
 
-@dataclass(eq=False)
-class Gates:
+class Gates(Front[Gate]):
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
     Attributes:
@@ -507,67 +514,59 @@ class Gates:
         read_buffer: what comes is read into it, for one connection after the other.
     """
 
-    config: Config
-    limits: RequestLimits
-    metrics: ServingMetrics
-    addresses: Addresses
-    clock: Callable[[], float]
-    is_tls: bool = False
-    is_draining: bool = False
-    state: ServerState = field(default_factory=ServerState)
-    open: set[Gate] = field(default_factory=set)
-    ahead: set[Gate] = field(default_factory=set)
-    idle: dict[Gate, float] = field(default_factory=dict)
-    receiving: dict[Gate, float] = field(default_factory=dict)
-    lingering: dict[Gate, float] = field(default_factory=dict)
-    unread: dict[Gate, float] = field(default_factory=dict)
-    closing: dict[Gate, float] = field(default_factory=dict)
-    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
-    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: Counter[str] = field(default_factory=Counter)
+    def __init__(
+        self,
+        config: Config,
+        limits: RequestLimits,
+        metrics: ServingMetrics,
+        addresses: Addresses,
+        clock: Callable[[], float],
+        ssl: tls.SSLContext | None = None,
+    ) -> None:
+        super().__init__(addresses, limits.max_connections, limits.receive_timeout_s, ssl)
+        self.limits, self.clock = limits, clock
+        self._config, self._metrics = config, metrics
+        self.is_draining = False
+        self.state = ServerState()
+        self._waiting: tuple[dict[Gate, float], ...] = ({}, {}, {}, {}, {})
+        self.idle, self.receiving, self.lingering, self.unread, self.closing = self._waiting
+        self.ahead: set[Gate] = set()
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
+        self._ended: Counter[str] = Counter()
 
-    def refusal(self, address: str) -> OverloadedError | None:
-        """Say why no connection from an address is taken now; None if one is. Makes room, if an idle one can go."""
-        if (reason := self.addresses.admit(address)) is not None:
-            self.note("penalty" if self.addresses.is_waiting(address) else "overloaded")
-            return OverloadedError(reason)
-        if len(self.open) - len(self.closing) < self.limits.max_connections:
-            return None
-        candidates = list(islice(self.idle, _EVICTION_CHOICE))
-        candidates = candidates or [gate for gate in islice(self.receiving, _EVICTION_CHOICE) if not gate.has_begun]
-        self.note("evicted" if candidates else "overloaded")
-        if not candidates:
-            limit = f"max_connections = {self.limits.max_connections}"
-            return OverloadedError(f"{limit} connections are open, none of them idle")
-        # Who holds most of them gives one back first.
-        max(candidates, key=lambda gate: self.addresses.connections(gate.address)).end()
-        return None
+    def new_connection(self, address: str) -> Gate:
+        """See `Front`."""
+        return Gate(self, address)
 
-    def make(self, address: str) -> Gate:
-        """Make the gate of a new connection, and count it in; `lose` counts it out."""
-        self.addresses.opened(address)
-        gate = Gate(self, address)
-        self.open.add(gate)
-        return gate
+    def idle_connections(self) -> list[Gate]:
+        """See `Front`: else those of which nothing has come."""
+        first = islice(self.idle, EVICTION_CHOICE)
+        return list(first) or [gate for gate in islice(self.receiving, EVICTION_CHOICE) if not gate.has_begun]
 
-    def lose(self, gate: Gate) -> None:
-        """Count a connection out."""
-        self.forget(gate)
-        self.open.discard(gate)
-        if not self.open:
-            self.all_closed.set()
-        self.addresses.closed(gate.address)
+    def num_open(self) -> int:
+        """See `Front`."""
+        return len(self.open) - len(self.closing)
+
+    def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
+        """See `Front`."""
+        connection.send(refusal(error, self.state.default_headers))
+
+    def leave(self, connection: Gate) -> None:
+        """See `Front`."""
+        self.forget(connection)
+        super().leave(connection)
 
     def new_protocol(self, state: dict[str, Any]) -> HttpToolsProtocol:
         """Make what is behind a gate; `state` gets into the scope of every request."""
-        protocol = HttpToolsProtocol(self.config, self.state, state)
+        protocol = HttpToolsProtocol(self._config, self.state, state)
         protocol.logger = _protocol_logger
         return protocol
 
     def note(self, kind: str) -> None:
-        """Count what was refused, or ended. It is logged with others of its second."""
-        self._ended[kind] += 1
-        self.metrics.failed("http", "connection", kind)
+        """Count what was refused, or ended. It is logged with others of its second, but TLS logs its own."""
+        if not kind.startswith("tls_"):
+            self._ended[kind] += 1
+        self._metrics.failed("http", "connection", kind)
 
     def tell(self) -> None:
         """Log what was noted since the last time, in one line."""
@@ -595,6 +594,6 @@ class Gates:
 
     def forget(self, gate: Gate) -> None:
         """Take a connection out of all that wait."""
-        for waiting in (self.idle, self.receiving, self.lingering, self.unread, self.closing):
+        for waiting in self._waiting:
             waiting.pop(gate, None)
         self.ahead.discard(gate)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
-import socket
 import ssl as tls
+import threading
+from collections.abc import AsyncIterator
 from email.utils import formatdate
+from functools import partial
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
-from serving.api.addresses import Addresses
-from serving.api.http import HttpApp
-from serving.api.http_framing import refusal
-from serving.api.http_gate import Gate, Gates
-from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
+from serving.api.documents import create_probes
+from serving.api.http import HttpApp, answer_whole
+from serving.api.http_gate import Gates
+from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
 from serving.rank.service import RankingService
 
@@ -24,24 +27,16 @@ logger = logging.getLogger(__name__)
 
 LAST_REQUEST_S = 0.5
 """How long a connection that may bring its first request is kept when the server stops."""
+ADMIN_DRAIN_TIMEOUT_S = 1.0
 _SWEEP_S = 0.5
 _SECOND_S = 1.0
 
 
 class HttpServer:
-    """An HTTP listener over one service.
+    """An HTTP listener over one service; without `tokens` everybody may do everything.
 
-    Args:
-        service: answers the requests.
-        drain_timeout_s: how long requests in flight may take once it is stopped.
-        app: what answers; by default the whole API.
-        addresses: accounts of whoever connects, shared with other listeners; by default its own.
-        ssl: for connections that are encrypted.
-        tokens: says who may do what; None lets everybody.
-
-    Attributes:
-        addresses: accounts of whoever connects.
-        handshake_timeout_s: how long a TLS handshake may take.
+    Requests in flight may take `drain_timeout_s` once it is stopped. `app` answers, by default the whole API.
+    `addresses` are accounts of whoever connects, shared with other listeners.
     """
 
     def __init__(
@@ -68,25 +63,14 @@ class HttpServer:
         )
         config.load()
         addresses = addresses or Addresses(limits, service.clock)
-        self._gates = Gates(config, limits, service.metrics, addresses, service.clock, is_tls=ssl is not None)
+        self._gates = Gates(config, limits, service.metrics, addresses, service.clock, ssl)
         self._drain_timeout_s = drain_timeout_s
-        self._metrics = service.metrics
-        self.addresses = addresses
-        self.handshake_timeout_s = limits.receive_timeout_s
-        self._ssl = ssl
-        self._acceptor: Acceptor[Gate] | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which is a free one if 0 was asked for.
-
-        Raises:
-            ListenError: if the port can't be bound.
-        """
-        listener = listening_socket(host, port, "HTTP")
-        self._acceptor = Acceptor(listener, self, self._ssl)
+        """Listen. Returns the port, which is a free one if 0 was asked for. Raises ListenError."""
+        bound = self._gates.listen(host, port, "HTTP")
         self._ticking = asyncio.create_task(self._tick())
-        bound: int = listener.getsockname()[1]
         return bound
 
     def begin_drain(self) -> None:
@@ -98,8 +82,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Take in what has connected, then nothing more; end idle connections, and wait for requests in flight."""
         self.begin_drain()
-        if self._acceptor is not None:
-            await self._acceptor.stop(self._drain_timeout_s)
+        await self._gates.stop_listening(self._drain_timeout_s)
         await self._drain()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -111,57 +94,25 @@ class HttpServer:
         for gate in list(gates.open):
             if gate.is_between_requests() and not gate.may_bring_request():
                 gate.end()
-        await self._all_closed(min(LAST_REQUEST_S, self._drain_timeout_s))
+        await gates.all_closed(min(LAST_REQUEST_S, self._drain_timeout_s))
         for gate in list(gates.open):
             if gate.is_between_requests():
                 gate.end()
-        await self._all_closed(self._drain_timeout_s)
+        await gates.all_closed(self._drain_timeout_s)
         if gates.open:
             logger.error("%d HTTP requests did not end within %s s", len(gates.state.tasks), self._drain_timeout_s)
         for task in list(gates.state.tasks):
             task.cancel()
         if gates.state.tasks:
             await asyncio.wait(gates.state.tasks, timeout=LAST_REQUEST_S)
-        await self._all_closed(LAST_REQUEST_S if gates.open else 0)
+        await gates.all_closed(LAST_REQUEST_S)
         for gate in list(gates.open):
             gate.drop()
-
-    async def _all_closed(self, timeout_s: float) -> None:
-        gates = self._gates
-        gates.all_closed.clear()
-        if gates.open:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(gates.all_closed.wait(), timeout_s)
-
-    def admit(self, connection: socket.socket, address: str) -> Gate | None:
-        """Make the gate of a new connection, or refuse it before it costs anything: in plain text it is told why."""
-        gates = self._gates
-        error = gates.refusal(address)
-        if error is not None:
-            if gates.addresses.is_waiting(address):
-                forget_unsent(connection)
-            elif self._ssl is None:
-                with contextlib.suppress(OSError):
-                    connection.send(refusal(error, gates.state.default_headers))
-            return None
-        return gates.make(address)
-
-    def give_up(self, protocol: Gate) -> None:
-        """Count a connection out that could not be made."""
-        if not protocol.has_connected:
-            self._gates.lose(protocol)
-
-    def note(self, kind: str) -> None:
-        """Count a connection that was refused, or ended; TLS logs its own."""
-        if kind.startswith("tls_"):
-            self._metrics.failed("http", "connection", kind)
-        else:
-            self._gates.note(kind)
 
     async def _tick(self) -> None:
         """Sweep, and keep the date that answers have; nobody else does."""
         gates, second = self._gates, 0.0
-        period_s = min(_SWEEP_S, self.handshake_timeout_s / 8)
+        period_s = min(_SWEEP_S, gates.limits.receive_timeout_s / 8)
         while True:
             if (now := gates.clock()) - second >= _SECOND_S:
                 second = now
@@ -169,3 +120,37 @@ class HttpServer:
                 gates.tell()
             gates.sweep()
             await asyncio.sleep(period_s)
+
+
+@contextlib.asynccontextmanager
+async def running_admin(
+    service: RankingService, host: str, port: int, *, tokens: Tokens | None = None, ssl: tls.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serve probes and metrics while the block runs, and give the port. Raises ListenError.
+
+    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks.
+    """
+    loop, stop = uvloop.new_event_loop(), asyncio.Event()
+    bound: concurrent.futures.Future[int] = concurrent.futures.Future()
+    # From now on it can't be cancelled, which the thread would not expect.
+    bound.set_running_or_notify_cancel()
+    app = partial(answer_whole, create_probes(service, tokens))
+
+    async def listen() -> None:
+        server = HttpServer(service, ADMIN_DRAIN_TIMEOUT_S, app=app, ssl=ssl)
+        try:
+            bound.set_result(await server.start(host, port))
+        except Exception as error:
+            bound.set_exception(error)
+            return
+        await stop.wait()
+        await server.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(listen(),), name="admin", daemon=True)
+    thread.start()
+    try:
+        yield await asyncio.wrap_future(bound)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        await asyncio.to_thread(thread.join)
+        loop.close()

@@ -63,15 +63,10 @@ class TokenFile(Frozen):
 
 
 class Tokens:
-    """The tokens of a file, which is read again when it changes. May be asked from any thread.
+    """The tokens of a file, which is read again when it changes; `note` is told the kind of each refusal.
 
-    Args:
-        path: the file.
-        clock: monotonic seconds.
-        note: told the kind of each refusal.
-
-    Raises:
-        TokensFileError: the file can't be read. Later that keeps the tokens of before, and logs one warning.
+    May be asked from any thread. Raises TokensFileError if the file can't be read; later that keeps the tokens of
+    before, and logs one warning.
     """
 
     def __init__(
@@ -89,9 +84,7 @@ class Tokens:
     def check(self, authorization: str | None, scope: Scope) -> str:
         """Let a request pass that needs a scope, and give the name of its token.
 
-        Args:
-            authorization: the value of the header or metadata `authorization`; None without one.
-            scope: what the request needs.
+        `authorization` is the value of the header or metadata of that name; None without one.
 
         Raises:
             UnauthenticatedError: no token, or one that is not known.
@@ -145,8 +138,7 @@ def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
 def add_token(path: Path, entry: TokenEntry) -> None:
     """Write an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
 
-    Raises:
-        TokensFileError: the file can't be read or written, or has that name already.
+    Raises TokensFileError if the file can't be read or written, or has that name already.
     """
     # Where a link leads to, not the link, is replaced.
     path = path.resolve()

@@ -29,23 +29,24 @@ from serving.errors import (
     MissingFeatureError,
     UnsupportedExtensionError,
 )
-from serving.formats.binary import (
+from serving.formats.bags import (
     DTYPES,
     INTEGERS,
     RAGGED,
-    Layout,
+    FeatureCounts,
     Tensor,
     array_of,
+    check_num_candidates,
     input_path,
     joined,
+    rank_request,
     text_of,
     wrong_count,
 )
-from serving.formats.checks import check_num_candidates, rank_request
 from serving.formats.json_text import count_above
 from serving.formats.protobuf import (
     MAX_VARINT_BYTES,
-    Message,
+    ProtobufMessage,
     count_varints,
     decode_varints,
     encode_field,
@@ -64,7 +65,6 @@ from serving.formats.schema import (
     OUTPUT_NAMES,
     SCORES,
     WEIGHTS_SUFFIX,
-    InputNames,
     RequestSchema,
 )
 from serving.limits import MAX_ID, RequestLimits
@@ -168,11 +168,11 @@ class InferRequest:
 
     def parse(self, schema: RequestSchema) -> RankRequest:
         """See `Unparsed`. Raises AmbiguousInputsError for a model that can't be called by this protocol."""
-        given, names, limits = self._inputs, schema.inputs, schema.limits
-        if given.keys() != names.required:
-            _check_names(names, given)
-        has_optional = len(given) > len(names.required)
-        layout = Layout(schema, schema.keys, input_path)
+        given, required, limits = self._inputs, schema.required_inputs, schema.limits
+        if given.keys() != required:
+            _check_names(schema, given)
+        has_optional = len(given) > len(required)
+        layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
         for name, is_context, _ in schema.kinds:
             tensor = given[name]
@@ -227,16 +227,16 @@ class InferRequest:
         return array_of(joined([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
 
 
-def _check_names(names: InputNames, given: dict[str, Tensor]) -> None:
+def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
     """Refuse inputs that the model does not have, and requests without one that it needs."""
-    known, model = names.by_name, names.schema.features.spec.model
+    known, model = schema.inputs, schema.features.spec.model
     for name in given:
         if name not in known:
-            if len(known) > MAX_NAMES_SHOWN or name in names.schema.features.index:
-                raise names.schema.unknown_feature("", name)
+            if len(known) > MAX_NAMES_SHOWN or name in schema.features.index:
+                raise schema.unknown_feature("", name)
             raise InvalidFieldError(input_path(name), f"model {model!r} has no such input; it has {list(known)}")
-    for name in known:
-        if name in names.required and name not in given:
+    for name, one in known.items():
+        if not one.optional and name not in given:
             raise MissingFeatureError(input_path(name), f"model {model!r} needs it")
 
 
@@ -292,11 +292,9 @@ _DECODERS = {
 
 
 class InferHttpCodec:
-    """Reads `POST /v2/models/{model}[/versions/{version}]/infer`.
+    """Reads `POST /v2/models/{model}[/versions/{version}]/infer`; version "" is the live one.
 
-    Args:
-        model, version: from the path; version "" for the live one.
-        header_length: the header `Inference-Header-Content-Length`; None without it.
+    `header_length` is the header `Inference-Header-Content-Length`, None without it.
     """
 
     api = "oip_http"
@@ -409,7 +407,7 @@ class JsonData:
             raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
         try:
             found: list[Any] = _DECODERS[datatype][nested].decode(text)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidFieldError(path, f"its data is not what its datatype says: {error}") from None
         if nested:
             if [len(found), *set(map(len, found))] != shape:
@@ -443,21 +441,24 @@ class InferGrpcCodec:
 
     def read(self, body: Buffer, limits: RequestLimits) -> InferRequest:
         """See `Codec`: read a message up to its tensors' elements."""
-        message = Message(body, _NAME, limits.max_message_fields)
+        message = ProtobufMessage(body, _NAME, limits.max_message_fields)
         texts = {"model_name": "", "model_version": "", "id": ""}
         parameters, inputs = dict[str, object](), dict[str, Tensor]()
         raw, outputs = list[memoryview](), list[Output]()
         for tag, start, end in message.fields():
             name = _REQUEST.get(tag)
             if name == "inputs":
-                tensor = _tensor(message, start, end)
+                tensor, own = _described(message, _TENSOR, start, end)
+                if own is not None:
+                    own.check(input_path(tensor.name))
                 if tensor.name in inputs:
                     raise InvalidFieldError(input_path(tensor.name), "it is given twice")
                 inputs[tensor.name] = tensor
             elif name == "raw_input_contents":
                 raw.append(message.view[start:end])
             elif name == "outputs":
-                outputs.append(_output(message, start, end))
+                tensor, own = _described(message, _OUTPUT, start, end)
+                outputs.append(Output(tensor.name, own))
             elif name == "parameters":
                 parameters |= _parameter(message, start, end)
             elif name is not None:
@@ -468,11 +469,11 @@ class InferGrpcCodec:
             if len(raw) != len(inputs):
                 problem = f"{len(raw)} of them; there must be one for each of {len(inputs)} inputs"
                 raise InvalidFieldError("raw_input_contents", problem)
-            for tensor, own in zip(inputs.values(), raw, strict=True):
+            for tensor, content in zip(inputs.values(), raw, strict=True):
                 if tensor.data is not _NO_DATA:
                     path = f"{input_path(tensor.name)}.contents"
                     raise InvalidFieldError(path, "it is given beside raw_input_contents")
-                tensor.data = own
+                tensor.data = content
         model, version, request_id = texts.values()
         return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
 
@@ -492,7 +493,7 @@ class _GrpcRequest(InferRequest):
 class ContentsData:
     """Elements in the typed fields of `InferTensorContents`. Raw contents are faster."""
 
-    def __init__(self, message: Message, start: int, end: int) -> None:
+    def __init__(self, message: ProtobufMessage, start: int, end: int) -> None:
         self._message, self._start, self._end = message, start, end
 
     def elements(self, path: str, datatype: str, count: int) -> Any:
@@ -520,11 +521,13 @@ class ContentsData:
         return decode_varints(numbers).astype(DTYPES[datatype]).data
 
 
-def _tensor(message: Message, start: int, end: int) -> Tensor:
-    """Read the layout of an input; where its raw contents lie is said elsewhere."""
+def _described(
+    message: ProtobufMessage, tags: dict[int, str], start: int, end: int
+) -> tuple[Tensor, TensorParameters | None]:
+    """Read an input, whose raw contents lie elsewhere; or an output that is asked for, which has less of the same."""
     tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
-        name = _TENSOR.get(tag)
+        name = tags.get(tag)
         if name == "name":
             tensor.name = message.text(at, stop, "inputs")
         elif name == "datatype":
@@ -539,24 +542,10 @@ def _tensor(message: Message, start: int, end: int) -> Tensor:
             tensor.data = ContentsData(message, at, stop)
         elif name == "parameters":
             parameters |= _parameter(message, at, stop)
-    if parameters:
-        _converted(parameters, TensorParameters).check(input_path(tensor.name))
-    return tensor
+    return tensor, _converted(parameters, TensorParameters) if parameters else None
 
 
-def _output(message: Message, start: int, end: int) -> Output:
-    """Read an output that is asked for."""
-    name, parameters = "", dict[str, object]()
-    for tag, at, stop in message.fields(start, end):
-        field = _OUTPUT.get(tag)
-        if field == "name":
-            name = message.text(at, stop, "outputs")
-        elif field == "parameters":
-            parameters |= _parameter(message, at, stop)
-    return Output(name, _converted(parameters, TensorParameters))
-
-
-def _parameter(message: Message, start: int, end: int) -> dict[str, object]:
+def _parameter(message: ProtobufMessage, start: int, end: int) -> dict[str, object]:
     """Read an entry of a map of parameters."""
     name, (first, last) = message.entry(start, end, "parameters")
     value: object = None

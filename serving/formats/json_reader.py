@@ -32,7 +32,7 @@ from serving.errors import (
     MalformedRequestError,
     MissingFeatureError,
 )
-from serving.formats.checks import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
+from serving.formats.bags import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
 from serving.formats.json_text import count_above, lookup_pieces, many_lists
 from serving.formats.requests import (
     Answer,
@@ -89,13 +89,7 @@ _DECODERS: dict[_Kind, tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any
 
 
 class JsonCodec:
-    """Reads the JSON form of a request to a model and writes its answer.
-
-    Args:
-        method: what is asked for.
-        model: from the path.
-        api: name of the API in metrics.
-    """
+    """Reads the JSON form of a request to a model and writes its answer; `api` is its name in metrics."""
 
     def __init__(self, method: Method, model: str, api: str = "http") -> None:
         self.method: Method = method
@@ -369,11 +363,7 @@ def rank_document(answer: RankAnswer) -> dict[str, Any]:
 
 
 def encode_request(request: Mapping[str, Any]) -> bytes:
-    """Write a request that is given as plain Python values as JSON text.
-
-    Raises:
-        InvalidFieldError: something in it that JSON has no form for.
-    """
+    """Write a request of plain Python values as JSON. Raises InvalidFieldError for what JSON has no form for."""
     try:
         return _ENCODER.encode(request)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -477,12 +467,7 @@ def _float(digits: str) -> float | _NoNumber:
 
 
 def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
-    """The error for a text that is not parsed; of a long one, the place is told only of what is no JSON.
-
-    Args:
-        text: of at most `max_json_bytes`.
-        problem: what the parser says.
-    """
+    """The error for a text that the parser has a `problem` with; of a long one, where is told only if it is no JSON."""
     steps: tuple[Any, ...] = ()
     try:
         if len(text) > MAX_SEARCHED_BYTES:

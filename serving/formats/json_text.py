@@ -32,10 +32,7 @@ RETRY_AFTER_S = 1
 
 @contextlib.contextmanager
 def many_lists() -> Iterator[None]:
-    """Hold the garbage collector off while lists are made by the hundred thousand.
-
-    It would go over all of them again and again, for most of the time that they take, and none is part of a cycle.
-    """
+    """Hold the garbage collector off, which would go over many new lists again and again, for most of their time."""
     if not gc.isenabled():
         yield
         return
@@ -47,10 +44,7 @@ def many_lists() -> Iterator[None]:
 
 
 def count_above(body: Buffer, character: int, most: int) -> int:
-    """Count a character outside of strings, if it stands there more than `most` times; else return 0.
-
-    Exact for JSON; any other text is refused in any case.
-    """
+    """Count a character outside of strings if it is there more than `most` times; else return 0. Exact for JSON."""
     # The whole text is counted first, several times faster than `bytes.count`; what stands in strings only adds to it.
     if len(body) <= most or int(np.count_nonzero(np.frombuffer(body, np.uint8) == character)) <= most:
         return 0

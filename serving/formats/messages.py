@@ -20,16 +20,21 @@ from serving.errors import (
     MalformedRequestError,
     SchemaDigestError,
 )
-from serving.formats.binary import RAGGED, Layout, array_of, joined, text_of, values_of
-from serving.formats.checks import (
+from serving.formats.bags import (
+    RAGGED,
+    FeatureCounts,
+    array_of,
     check_lookup_size,
     check_num_candidates,
     dense_matrix,
+    joined,
     keyed_bags,
     lookup_request,
     rank_request,
+    text_of,
+    values_of,
 )
-from serving.formats.protobuf import Message, encode_field, encode_message, packed_bytes, signed, tags_of
+from serving.formats.protobuf import ProtobufMessage, encode_field, encode_message, packed_bytes, signed, tags_of
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -70,7 +75,7 @@ class MessageCodec:
 
     def read(self, body: Buffer, limits: RequestLimits) -> UnparsedMessage:
         """See `Codec`: read the outer fields."""
-        unparsed = UnparsedMessage(Message(body, _NAMES[self.method], limits.max_message_fields), self.method)
+        unparsed = UnparsedMessage(ProtobufMessage(body, _NAMES[self.method], limits.max_message_fields), self.method)
         if self._model is not None:
             if unparsed.model not in ("", self._model):
                 raise InvalidFieldError("model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}")
@@ -83,7 +88,7 @@ class MessageCodec:
 class UnparsedMessage:
     """A message whose outer fields were read. See `Unparsed`."""
 
-    def __init__(self, message: Message, method: Method) -> None:
+    def __init__(self, message: ProtobufMessage, method: Method) -> None:
         self._message = message
         self._is_lookup = method == "lookup"
         self._numbers: dict[str, int] = {}
@@ -205,7 +210,9 @@ class UnparsedMessage:
         )
         wanted_texts = int(ids_per_key[schema.is_string].sum()) if schema.features.string_features else 0
         wanted = int(ids_per_key.sum()) - wanted_texts
-        if (wanted, wanted_texts) != (ids.size, len(texts)):
+        is_mismatch = (wanted, wanted_texts) != (ids.size, len(texts))
+        # A feature of fewer than none would let the others have more; what repeats by these counts can't do that.
+        if is_mismatch or ((weights.size or texts) and (ids_per_key < 0).any()):
             self._refuse_lengths(lengths, ids.size, len(texts), f"{wanted} and {wanted_texts}")
         if weights.size:
             if weights.size != wanted + wanted_texts:
@@ -233,7 +240,7 @@ class _Features:
         texts: string ids of all features in flat order, once `bags` has read them.
     """
 
-    def __init__(self, schema: RequestSchema, message: Message, *, lookup: bool = False) -> None:
+    def __init__(self, schema: RequestSchema, message: ProtobufMessage, *, lookup: bool = False) -> None:
         self._schema, self._message, self._lookup = schema, message, lookup
         # Of each feature the bytes of its columns, and where those lie.
         self._found: dict[str, tuple[list[int], tuple[list[Buffer], ...]]] = {}
@@ -256,7 +263,7 @@ class _Features:
                 sizes[column] += stop - at
                 columns[column].append(message.view[at:stop])
 
-    def layout(self) -> Layout:
+    def layout(self) -> FeatureCounts:
         """Count ids and bags."""
         schema, found, lookup = self._schema, self._found, self._lookup
         keys = schema.keys
@@ -266,7 +273,7 @@ class _Features:
             # Only features of the model are there, each once, so that their number tells whether all are.
             for part in cast(tuple[Part, ...], ("context", "candidates")):
                 schema.check_names(part, found.keys() & schema.name_sets[part], all_needed=True)
-        layout = Layout(schema, keys, self._path, lookup=lookup)
+        layout = FeatureCounts(schema, keys, self._path, lookup=lookup)
         for key in keys.tolist():
             name, is_context, is_string = schema.kinds[key]
             sizes, columns = found[name]
@@ -290,7 +297,7 @@ class _Features:
                 joined_column.extend(column)
         return layout
 
-    def bags(self, layout: Layout) -> KeyedBags:
+    def bags(self, layout: FeatureCounts) -> KeyedBags:
         """Make flat bags of features that were counted, and are within the limits."""
         ids, lengths, weights, strings = self._columns
         self.texts = [text_of("string_ids", position, one) for position, one in enumerate(strings)]

@@ -30,7 +30,7 @@ _INT64_SIGN = 1 << 63
 _MAX_TAG = (1 << 32) - 1
 
 
-class Message:
+class ProtobufMessage:
     """One message of a type, and what may still be read of it: `max_fields` in it and all messages inside."""
 
     __slots__ = ("_left", "_max_fields", "_name", "data", "view")
@@ -44,9 +44,8 @@ class Message:
     def fields(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Walk over the fields between two positions.
 
-        Yields:
-            The tag (`number << 3 | wire type`), and two numbers: where the content begins and ends; for a varint its
-            value as an unsigned integer, and 0.
+        Yields the tag (`number << 3 | wire type`), and where the content begins and ends; for a varint its value as an
+        unsigned integer, and 0.
         """
         data, at, end = self.data, start, len(self.data) if end is None else end
         while at < end:

@@ -20,9 +20,8 @@ class Options(NamedTuple):
 
     Attributes:
         timeout_ms: its deadline; None for the server's default.
-        timeout_us: the same in microseconds, as the Open Inference Protocol has it; the earlier one counts.
+        timeout_us: the same as the Open Inference Protocol has it; the earlier one counts.
         top_k: how many positions `order` shall have; None for all.
-        request_id: the caller's own name for the request, or "".
         routing_key: what a canary is chosen by, or "".
     """
 
@@ -38,11 +37,9 @@ class RankRequest:
     """A rank request, checked against the schema of the version that will answer it.
 
     Attributes:
-        bags: raw ids. keys are all the model's flat feature indices; a context feature has 1 bag, a candidate
-            feature num_candidates.
+        bags: raw ids, of all the model's features in flat order; 1 bag for a context feature, else num_candidates.
         num_candidates: N, at least 1.
-        context_dense: float32 [Kc], finite.
-        candidate_dense: float32 [N, Kd], finite.
+        context_dense, candidate_dense: float32 [Kc] and [N, Kd], finite.
         timeout_s: the deadline, from when the call began.
         top_k: how many positions `order` has, or None for all N.
         request_id: the caller's own name for the request, or "".
@@ -65,7 +62,6 @@ class LookupRequest:
 
     Attributes:
         bags: raw ids of any of the model's features, with any number of bags each; keys are flat feature indices.
-        timeout_s, request_id, texts: as in `RankRequest`.
         num_floats: of the answer; each row and each bag of rows counts as one more.
     """
 
@@ -124,7 +120,6 @@ class Encoded(NamedTuple):
 
     Attributes:
         body: all of it, or its beginning.
-        content_type: as an HTTP header has it.
         headers: further HTTP headers; names in lower case.
         more: the rest of the body. Each piece is made when it is asked for, so that others may have a turn before.
     """
@@ -139,7 +134,6 @@ class Unparsed(Protocol):
     """A request of which only is known who shall answer it: what its numbers mean depends on the version.
 
     Attributes:
-        model: its name.
         version: that must answer; None for the live one, or the canary.
         key: what a canary is chosen by, or "".
     """
@@ -149,11 +143,7 @@ class Unparsed(Protocol):
     key: str
 
     def parse(self, schema: RequestSchema) -> Request:
-        """Read and check everything else.
-
-        Raises:
-            BadRequestError: one of its subclasses, naming the field, the value and what is allowed.
-        """
+        """Read and check everything else. Raises BadRequestError, naming the field, the value and what is allowed."""
         ...
 
     def encode(self, answer: Answer) -> Encoded:
@@ -173,9 +163,5 @@ class Codec(Protocol):
     method: Method
 
     def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
-        """Read a request as far as that needs no schema.
-
-        Raises:
-            BadRequestError: it is not of this form.
-        """
+        """Read a request as far as that needs no schema. Raises BadRequestError if it is not of this form."""
         ...

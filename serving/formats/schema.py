@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from heapq import nlargest
 from operator import eq
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
@@ -21,6 +19,7 @@ from shard_node.bags import Int32Array, Int64Array
 
 # The part of a request that a feature stands in. A lookup has only one part.
 Part = Literal["context", "candidates", ""]
+PARTS: tuple[Part, ...] = get_args(Part)
 PART_OF_SIDE: dict[Side, Part] = {"context": "context", "candidate": "candidates"}
 
 # An error names all of a model's features if they are few, else those that are spelled most alike.
@@ -34,78 +33,99 @@ def part_path(part: Part, rest: str) -> str:
     return f"{part}.{rest}" if part else rest
 
 
-@dataclass(frozen=True)
+Datatype: TypeAlias = Literal["INT64", "INT32", "FP32", "BYTES"]
+
+LENGTHS_SUFFIX = ".lengths"
+WEIGHTS_SUFFIX = ".weights"
+CONTEXT_DENSE = "context.dense"
+CANDIDATE_DENSE = "candidates.dense"
+SCORES = "scores"
+ORDER = "order"
+VARIES = -1
+
+
+class TensorSpec(NamedTuple):
+    """An input or output of the Open Inference Protocol, as metadata tell of it.
+
+    Attributes:
+        datatype: of its elements; inputs may come in others, see docs/open-inference-protocol.md.
+        shape: -1 for a dimension that varies.
+        optional: whether a request may leave it out.
+    """
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+OUTPUTS = (TensorSpec(SCORES, "FP32", (VARIES,)), TensorSpec(ORDER, "INT64", (VARIES,)))
+OUTPUT_NAMES = tuple(one.name for one in OUTPUTS)
+
+
 class RequestSchema:
     """The features and dense inputs that a request must bring, in the flat order of `FeatureSchema`.
 
     Attributes:
-        features: the model's features.
+        features: the model's features, F of them.
         limits: what a request may take.
+        names, kinds: of each feature its name; and with it whether it is a context feature, and has strings for ids.
+        keys: int32 [F], 0..F-1: a rank request brings every feature.
+        is_string, is_weighted: bool [F], True where ids are strings, and where they may have weights.
+        weighted_names: features whose ids may have weights.
+        name_sets: the features that may stand in each part.
+        candidate_names: candidate features in flat order.
+        embedding_dims: int64 [F], width of each feature's embeddings.
+        num_context_dense, num_candidate_dense: Kc, dense values of a request; Kd, those of a candidate.
     """
 
-    features: FeatureSchema
-    limits: RequestLimits
+    def __init__(self, features: FeatureSchema, limits: RequestLimits) -> None:
+        self.features, self.limits = features, limits
+        spec, every = features.spec, features.features
+        self.names = tuple(one.name for one in every)
+        self.keys: Int32Array = np.arange(len(every), dtype=np.int32)
+        self.is_string = np.array([name in features.string_features for name in self.names], dtype=np.bool_)
+        self.is_weighted = np.array([one.weighted for one in every], dtype=np.bool_)
+        self.kinds = tuple(zip(self.names, features.is_context.tolist(), self.is_string.tolist(), strict=True))
+        self.weighted_names = frozenset(one.name for one in every if one.weighted)
+        self.name_sets = {part: frozenset(self.names_of(part)) for part in PARTS}
+        self.candidate_names = self.names_of("candidates")
+        self.embedding_dims: Int64Array = np.array([spec.table_of(name).embedding_dim for name in self.names], np.int64)
+        self.num_context_dense, self.num_candidate_dense = spec.dense_inputs.context, spec.dense_inputs.candidate
 
     @cached_property
-    def inputs(self) -> InputNames:
-        """The inputs that clients of the Open Inference Protocol call the model's features by."""
-        return InputNames(self)
+    def inputs(self) -> dict[str, TensorSpec]:
+        """Inputs of the Open Inference Protocol by name, as metadata list them.
+
+        Raises AmbiguousInputsError if two have the same name.
+        """
+        found: dict[str, TensorSpec] = {}
+        for one in self._input_specs():
+            if one.name in found:
+                raise AmbiguousInputsError(
+                    f"model {self.features.spec.model!r} has two inputs named {one.name!r}, so it can't be called by "
+                    "this protocol; rename the feature"
+                )
+            found[one.name] = one
+        return found
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Feature names in flat order."""
-        return tuple(feature.name for feature in self.features.features)
+    def required_inputs(self) -> frozenset[str]:
+        """Names of the inputs that every request has. Raises AmbiguousInputsError."""
+        return frozenset(name for name, one in self.inputs.items() if not one.optional)
 
-    @cached_property
-    def candidate_names(self) -> tuple[str, ...]:
-        """Candidate features in flat order."""
-        return self.names_of("candidates")
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[str, bool, bool], ...]:
-        """Of each feature in flat order: its name, whether it is a context feature, and whether its ids are strings."""
-        return tuple(zip(self.names, self.features.is_context.tolist(), self.is_string.tolist(), strict=True))
-
-    @cached_property
-    def keys(self) -> Int32Array:
-        """int32 [F], 0..F-1: a rank request brings every feature."""
-        return np.arange(len(self.names), dtype=np.int32)
-
-    @cached_property
-    def is_string(self) -> npt.NDArray[np.bool_]:
-        """Bool [F], True where ids are strings."""
-        return np.array([name in self.features.string_features for name in self.names], dtype=np.bool_)
-
-    @cached_property
-    def weighted_names(self) -> frozenset[str]:
-        """Features whose ids may have weights."""
-        return frozenset(one.name for one in self.features.features if one.weighted)
-
-    @cached_property
-    def is_weighted(self) -> npt.NDArray[np.bool_]:
-        """Bool [F], True where ids may have weights."""
-        return np.array([one.weighted for one in self.features.features], dtype=np.bool_)
-
-    @cached_property
-    def embedding_dims(self) -> Int64Array:
-        """int64 [F], width of each feature's embeddings."""
-        spec = self.features.spec
-        return np.array([spec.table_of(name).embedding_dim for name in self.names], dtype=np.int64)
-
-    @cached_property
-    def num_context_dense(self) -> int:
-        """Kc, dense values of a request."""
-        return self.features.spec.dense_inputs.context
-
-    @cached_property
-    def num_candidate_dense(self) -> int:
-        """Kd, dense values of a candidate."""
-        return self.features.spec.dense_inputs.candidate
-
-    @cached_property
-    def name_sets(self) -> dict[Part, frozenset[str]]:
-        """The features that may stand in each part."""
-        return {part: frozenset(self.names_of(part)) for part in get_args(Part)}
+    def _input_specs(self) -> Iterator[TensorSpec]:
+        for name, is_context, is_string in self.kinds:
+            shape = (VARIES,) if is_context else (VARIES, VARIES)
+            yield TensorSpec(name, "BYTES" if is_string else "INT64", shape)
+            if not is_context:
+                yield TensorSpec(name + LENGTHS_SUFFIX, "INT64", (VARIES,), optional=True)
+            if name in self.weighted_names:
+                yield TensorSpec(name + WEIGHTS_SUFFIX, "FP32", shape, optional=True)
+        if self.num_context_dense:
+            yield TensorSpec(CONTEXT_DENSE, "FP32", (self.num_context_dense,))
+        if self.num_candidate_dense:
+            yield TensorSpec(CANDIDATE_DENSE, "FP32", (VARIES, self.num_candidate_dense))
 
     def names_of(self, part: Part) -> tuple[str, ...]:
         """The features that may stand in a part, in flat order."""
@@ -120,11 +140,11 @@ class RequestSchema:
         return np.where(self.features.is_context, 1, num_candidates)
 
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
-        """Refuse features that do not belong into a part, and missing ones.
+        """Refuse features that do not belong into a part, and with `all_needed` a part that lacks one.
 
         Raises:
             UnknownFeatureError: for one that the model does not have, or has on the other side.
-            MissingFeatureError: for one that the model needs, if `all_needed`.
+            MissingFeatureError: for one that the model needs.
         """
         expected = self.name_sets[part]
         for name in given:
@@ -158,85 +178,3 @@ def _most_alike(name: str, names: tuple[str, ...]) -> list[str]:
         return list(forward).count(True) + list(backward).count(True)
 
     return nlargest(_MAX_COMPARED, names, letters)
-
-
-Datatype: TypeAlias = Literal["INT64", "INT32", "FP32", "BYTES"]
-Role: TypeAlias = Literal["ids", "lengths", "weights", "context_dense", "candidate_dense"]
-
-LENGTHS_SUFFIX = ".lengths"
-WEIGHTS_SUFFIX = ".weights"
-CONTEXT_DENSE = "context.dense"
-CANDIDATE_DENSE = "candidates.dense"
-SCORES = "scores"
-ORDER = "order"
-VARIES = -1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """An input or output, as metadata tell of it.
-
-    Attributes:
-        name: its name.
-        datatype: of its elements; inputs may come in others, see docs/open-inference-protocol.md.
-        shape: -1 for a dimension that varies.
-        optional: whether a request may leave it out.
-        role: what an input is; None for an output.
-        feature: flat index of the feature that an input belongs to; -1 if it is dense, or an output.
-    """
-
-    name: str
-    datatype: Datatype
-    shape: tuple[int, ...]
-    optional: bool = False
-    role: Role | None = None
-    feature: int = -1
-
-
-OUTPUTS = (TensorSpec(SCORES, "FP32", (VARIES,)), TensorSpec(ORDER, "INT64", (VARIES,)))
-OUTPUT_NAMES = tuple(one.name for one in OUTPUTS)
-
-
-@dataclass(frozen=True)
-class InputNames:
-    """The inputs of a model version, as its schema has them."""
-
-    schema: RequestSchema
-
-    @cached_property
-    def by_name(self) -> dict[str, TensorSpec]:
-        """Inputs by name, in the order in which metadata list them.
-
-        Raises:
-            AmbiguousInputsError: if two have the same name.
-        """
-        found: dict[str, TensorSpec] = {}
-        for spec in self._specs():
-            if spec.name in found:
-                model = self.schema.features.spec.model
-                raise AmbiguousInputsError(
-                    f"model {model!r} has two inputs named {spec.name!r}, so it can't be called by this protocol; "
-                    "rename the feature"
-                )
-            found[spec.name] = spec
-        return found
-
-    @cached_property
-    def required(self) -> frozenset[str]:
-        """Names of the inputs that every request has. Raises AmbiguousInputsError."""
-        return frozenset(name for name, spec in self.by_name.items() if not spec.optional)
-
-    def _specs(self) -> Iterator[TensorSpec]:
-        schema = self.schema
-        for key, feature in enumerate(schema.features.features):
-            is_context = feature.side == "context"
-            shape = (VARIES,) if is_context else (VARIES, VARIES)
-            yield TensorSpec(feature.name, "BYTES" if schema.is_string[key] else "INT64", shape, False, "ids", key)
-            if not is_context:
-                yield TensorSpec(feature.name + LENGTHS_SUFFIX, "INT64", (VARIES,), True, "lengths", key)
-            if feature.weighted:
-                yield TensorSpec(feature.name + WEIGHTS_SUFFIX, "FP32", shape, True, "weights", key)
-        if schema.num_context_dense:
-            yield TensorSpec(CONTEXT_DENSE, "FP32", (schema.num_context_dense,), False, "context_dense")
-        if schema.num_candidate_dense:
-            yield TensorSpec(CANDIDATE_DENSE, "FP32", (VARIES, schema.num_candidate_dense), False, "candidate_dense")

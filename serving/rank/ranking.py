@@ -19,7 +19,7 @@ from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
 from serving.errors import ModelOutputError, UnknownIdError
-from serving.formats.checks import place_of
+from serving.formats.bags import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler

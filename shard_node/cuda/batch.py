@@ -367,7 +367,7 @@ class RowChecks:
     """
 
     def __init__(self, layout: TableLayout, partition: Partition) -> None:
-        self._layout = layout
+        self.layout = layout
         self._is_here: BoolArray = np.asarray(partition.card_of_bucket >= 0)
         self._is_divided: BoolArray = np.asarray(~self._is_here.all(axis=1))
         self._any_divided = bool(self._is_divided.any())
@@ -379,7 +379,7 @@ class RowChecks:
         Raises:
             InvalidBagsError: naming what is wrong, with table and row.
         """
-        self._layout.check(bags, tables)
+        self.layout.check(bags, tables)
         if not self._any_divided:
             return
         if tables is None:
@@ -399,5 +399,5 @@ class RowChecks:
         here = self._is_here[table, (bags.values >> self._shift[table]) & (NUM_BUCKETS - 1)]
         if not here.all():
             wrong = int(here.argmin())
-            name = self._layout.tables[int(table[wrong])].name
+            name = self.layout.tables[int(table[wrong])].name
             raise InvalidBagsError(f"row {int(bags.values[wrong])} of table {name!r} is not on this node")

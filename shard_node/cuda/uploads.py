@@ -142,7 +142,7 @@ class RowWriter:
     def write(self, table: int, rows: Int64Array, stored: ByteArray) -> int:
         """As `Engine.write_rows`."""
         checks = self._rows.checks
-        checks.limits.check_rows(table, rows, stored)
+        checks.layout.check_rows(table, rows, stored)
         here = checks.here(table, rows)
         if here is not None and not here.all():
             rows, stored = rows[here], stored[here]

@@ -79,7 +79,6 @@ class CallHead(NamedTuple):
     Attributes:
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
-        authorization: credentials; None without any.
         refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
     """
 
@@ -176,11 +175,8 @@ class MessageReader:
     def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
         """Take bytes up to the end of a message.
 
-        Returns:
-            A message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other bytes.
-
-        Raises:
-            BodyTooLargeError: the message is longer than the limit; it need not have come.
+        Returns a message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other
+        bytes. Raises BodyTooLargeError for one that is longer than the limit, whether it has come or not.
         """
         if not self.missing:
             needs = PREFIX_BYTES - len(self._prefix)
@@ -215,8 +211,10 @@ class MessageReader:
         self._parts = []
 
 
-async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) -> bytes:
-    """A message as it was before it was compressed. Raises ShardrankError if it can't be had."""
+async def plain_message(
+    flag: int, message: bytes, coding: str, max_bytes: int, spent: Callable[[float], object]
+) -> bytes:
+    """A message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
     if not flag:
         return message
     if flag > 1:
@@ -225,32 +223,33 @@ async def plain_message(flag: int, message: bytes, coding: str, max_bytes: int) 
         raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
     if coding not in CODINGS:
         raise UnknownCodingError(coding, KNOWN_CODINGS)
-    return await expand(message, max_bytes)
+    return await expand(message, max_bytes, spent)
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class GrpcMethod:
     """What answers the calls of one path.
 
     Attributes:
         answer: gives the bytes of the one answer; or None once it has written those of a streamed call.
-        max_message_bytes: of a request.
         scope: what a token has to allow; None if anybody may call it.
         worth_s: work that a completed call makes good.
         is_streamed: whether a call may have several messages, in either direction, and go on for ever.
     """
 
-    answer: Callable[[Call], Awaitable[bytes | None]]
+    answer: Callable[[GrpcCall], Awaitable[bytes | None]]
     max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
     scope: Scope | None = None
     worth_s: float = SMALL_CALL_WORTH_S
     is_streamed: bool = False
 
 
-def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None) -> Method:
+def streamed(
+    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None
+) -> GrpcMethod:
     """A method that turns messages into messages, until the client, its deadline or the server's end ends the call."""
 
-    async def answer(call: Call) -> None:
+    async def answer(call: GrpcCall) -> None:
         try:
             async with asyncio.timeout(call.time_remaining()):
                 async with contextlib.aclosing(answers(call.messages())) as made:
@@ -259,29 +258,26 @@ def streamed(answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], s
         except TimeoutError:
             raise DeadlineExceededError("the deadline passed") from None
 
-    return Method(answer, scope=scope, is_streamed=True)
+    return GrpcMethod(answer, scope=scope, is_streamed=True)
 
 
 @dataclass(slots=True)
-class Methods:
-    """The methods of a server, and their calls under way.
+class GrpcMethods:
+    """The methods of a server by path, such as `/shardrank.v1.RankingService/Rank`, and their calls under way.
 
-    Attributes:
-        by_path: such as `/shardrank.v1.RankingService/Rank`.
-        receive_timeout_s: in which a call's one message must be complete.
-        tokens: None lets everybody do everything.
+    A call's one message must be complete within `receive_timeout_s`; without `tokens` everybody may do everything.
     """
 
-    by_path: Mapping[bytes, Method]
+    by_path: Mapping[bytes, GrpcMethod]
     max_header_bytes: int
     receive_timeout_s: float
     tokens: Tokens | None = None
-    tasks: dict[asyncio.Task[None], Method] = field(default_factory=dict)
+    tasks: dict[asyncio.Task[None], GrpcMethod] = field(default_factory=dict)
     takes_streamed: bool = True
 
-    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> Call:
+    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
         """The call of a new stream."""
-        return Call(connection, stream_id, read_head(request, self.max_header_bytes), self)
+        return GrpcCall(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
         """End the streamed calls, and take no more of them."""
@@ -291,10 +287,10 @@ class Methods:
                 task.cancel()
 
 
-class Call:
+class GrpcCall:
     """One call: a stream whose data are messages."""
 
-    def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: Methods) -> None:
+    def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: GrpcMethods) -> None:
         self._head, self._connection, self._stream_id, self._methods = head, connection, stream_id, methods
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
@@ -431,7 +427,7 @@ class Call:
             self._drained = self._connection.loop.create_future()
             await self._drained
 
-    async def _run(self, method: Method) -> None:
+    async def _run(self, method: GrpcMethod) -> None:
         """Answer it, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
         try:
             message = await method.answer(self)
@@ -478,7 +474,8 @@ class Call:
             connection.grant(self._stream_id, PREFIX_BYTES + len(message))
         if flag:
             try:
-                message = await plain_message(flag, message, self._head.coding, method.max_message_bytes)
+                max_bytes, coding = method.max_message_bytes, self._head.coding
+                message = await plain_message(flag, message, coding, max_bytes, connection.spent)
             except BodyTooLargeError:
                 connection.spent(BYTE_WORTH_S * method.max_message_bytes)
                 raise

@@ -83,15 +83,10 @@ class _Stream:
 
 
 class Connection:
-    """A server's end of one connection.
-
-    Args:
-        clock: monotonic seconds.
-        open_stream: makes what serves a stream, from its id and the headers of its request.
+    """A server's end of one connection; `open_stream` makes what serves a stream, from its id and its request.
 
     Attributes:
         streams: those that are neither answered nor dropped, by id.
-        last_stream_id: the highest that the peer has opened.
         can_read: whether there is more to read of what was fed already.
         is_refusing: whether further streams are passed over; the peer was told that they will be.
         is_over: whether everything was said, and only the peer's close is waited for.
@@ -223,9 +218,7 @@ class Connection:
     def tick(self, num_held: int, num_taken: int) -> bool:
         """Do what time asks for, every half of `patience_s` or so. Returns False if the connection is to be cut off.
 
-        Args:
-            num_held: bytes that were sent and that the peer's host does not have yet.
-            num_taken: those that it has.
+        The peer's host has `num_taken` of the bytes that were sent, and not yet `num_held`.
         """
         if self.is_over:
             return True

@@ -6,27 +6,32 @@ Bytes are handed to a `Connection` as they come, and sent once a turn of the loo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
-import socket
-import ssl
+import ssl as tls
 import struct
 import termios
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import TypeAlias, cast
 
-from serving.api.addresses import FORGIVEN_S, HANDSHAKE_S, Addresses
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening_socket import Acceptor, forget_unsent, listening_socket
+from serving.api.listening import (
+    CONNECT_S,
+    EVICTION_CHOICE,
+    FORGIVEN_S,
+    TURN_S,
+    Accepted,
+    Addresses,
+    Front,
+    forget_unsent,
+)
 
-TURN_S, TURN_OF_ALL_S = 0.005, 0.01
-"""Of a turn of the event loop, for one connection and for all of a listener; then others come first."""
+TURN_OF_ALL_S = 0.01
+"""Of a turn of the event loop, for all connections of a listener."""
 CALLS_OF_A_TURN = 16
 """That one connection may begin in a turn: each parses its message in the next one."""
-CONNECT_S = 50e-6
-"""What a connection costs before it brings a byte."""
 TELL_S = 0.005
 """Work that nothing was completed for is told to the address in portions of so much."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
@@ -34,10 +39,10 @@ LINGER_S, MAX_TICK_S = 1.0, 1.0
 MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
-class Http2Protocol(asyncio.Protocol):
+class Http2Protocol(Accepted, asyncio.Protocol):
     """One connection's socket."""
 
-    def __init__(self, listener: Http2Listener) -> None:
+    def __init__(self, listener: Http2Listener, address: str) -> None:
         self.loop, self.clock = listener.loop, listener.clock
         self.connection = Connection(listener.limits, listener.clock, self._open_stream)
         self.listener = listener
@@ -46,39 +51,35 @@ class Http2Protocol(asyncio.Protocol):
         # To be told once the answers of streams are sent.
         self._untaken: dict[int, Callable[[], None]] = {}
         self._transport: asyncio.Transport
-        self.address = ""
+        self.address = address
         # Work that was paid for by completed calls, less work that was not; seconds.
         self._balance_s = -CONNECT_S
         # Of its handshake, until a call is answered.
         self._unpaid_s = listener.handshake_cost_s
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the settings, or close what is not welcome."""
+        """Send the settings."""
         # Uvloop's are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.address = peer[0] if isinstance(peer, tuple) else ""
-        if self.listener.welcome(self, self.address):
-            self.flush()
-            self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
-        else:
-            self._transport.close()
+        self.has_connected = True
+        self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
+        if self.listener.is_stopping:
+            self.connection.ask_to_go()
+        self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop every stream."""
         del exc
-        if self._timer is None:
-            # It was not welcome.
-            return
         self._timer.cancel()
-        self._timer, self._begun = None, []
+        self._begun = []
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()
-        self.listener.lost(self, self.address, self._unpaid_s + max(0.0, -self._balance_s))
+        self.listener.addresses.spent(self.address, self._unpaid_s + max(0.0, -self._balance_s))
+        self.listener.lose(self)
 
     def pause_writing(self) -> None:
         """Do not read from a peer that takes no answers."""
@@ -167,8 +168,9 @@ class Http2Protocol(asyncio.Protocol):
         self.connection.ask_to_go()
         self._changed()
 
-    def evict(self) -> None:
-        """Close an idle connection, for another to have its place."""
+    def end(self) -> None:
+        """Close it, which is idle, for another to have its place."""
+        self.listener.leave(self)
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, "idle for longest while there are max_connections"))
         self._is_lingering = True
         self.flush()
@@ -258,109 +260,67 @@ class Http2Protocol(asyncio.Protocol):
             self.abort()
 
 
-class Http2Listener:
+class Http2Listener(Front[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
-    Args:
-        api: what is served, for errors.
-        limits: of each connection.
-        max_connections: at once; a further one takes the place of the one that is idle for longest.
-        addresses: accounts of those who connect.
-        make_exchange: from a connection and the request that it got; what it raises is a defect.
-        clock: monotonic seconds.
-        tls: a server's context, which offers `h2`; None for plain text.
-        note: told the kind of each connection that is refused before it is made.
+    `make_exchange` makes what serves a stream, of a connection and the request that it got; what it raises is a defect.
+    `note` is told the kind of each connection that is refused.
     """
 
     def __init__(
         self,
-        api: str,
         limits: ConnectionLimits,
         max_connections: int,
         addresses: Addresses,
         make_exchange: MakeExchange,
         clock: Callable[[], float],
-        tls: ssl.SSLContext | None = None,
+        ssl: tls.SSLContext | None = None,
         note: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        self.limits, self.addresses, self.make_exchange, self.clock = limits, addresses, make_exchange, clock
+        super().__init__(addresses, max_connections, limits.patience_s, ssl)
+        self.limits, self.make_exchange, self.clock = limits, make_exchange, clock
         self.loop: asyncio.AbstractEventLoop
-        self.port = 0
-        self._api, self._max_connections, self._tls = api, max_connections, tls
-        self.handshake_timeout_s, self.note = limits.patience_s, note
+        self.is_stopping = False
+        self._note = note
         tick_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
         self.tick_s = max(0.01, tick_s)
-        self.handshake_cost_s = 0.0 if tls is None else HANDSHAKE_S
-        self._connections: set[Http2Protocol] = set()
         # Those without a stream; the one that is idle for longest is the first.
-        self._idle: OrderedDict[Http2Protocol, None] = OrderedDict()
+        self._idle: dict[Http2Protocol, None] = {}
         self._waiting: deque[Http2Protocol] = deque()
         self._turn = self._turn_ends = 0.0
-        self._acceptor: Acceptor[Http2Protocol] | None = None
-        self._none_left = asyncio.Event()
-        self._none_left.set()
-        self._is_stopping = False
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError."""
+    def start(self, host: str, port: int, api: str) -> int:
+        """Listen, see `listen`."""
         self.loop = asyncio.get_running_loop()
-        listener = listening_socket(host, port, self._api)
-        self.port = bound = int(listener.getsockname()[1])
-        self._acceptor = Acceptor(listener, self, self._tls)
-        return bound
+        return self.listen(host, port, api)
 
     async def stop(self, grace_s: float) -> None:
         """Take in what has connected, then nothing more; end connections as streams do, or when the time is over."""
-        self._is_stopping = True
-        if self._acceptor is not None:
-            await self._acceptor.stop(grace_s)
-        for connection in list(self._connections):
+        self.is_stopping = True
+        await self.stop_listening(grace_s)
+        for connection in list(self.open):
             connection.ask_to_go()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._none_left.wait()
-        for connection in list(self._connections):
+        await self.all_closed(grace_s)
+        for connection in list(self.open):
             connection.abort()
-        await self._none_left.wait()
+        await self.all_closed(LINGER_S)
 
-    def admit(self, connection: socket.socket, address: str) -> Http2Protocol | None:
-        """Make the protocol of a new connection, unless its address is not welcome."""
-        if self.addresses.admit(address) is None:
-            return Http2Protocol(self)
-        if is_waiting := self.addresses.is_waiting(address):
-            forget_unsent(connection)
-        self.note("penalty" if is_waiting else "overloaded")
-        return None
+    def new_connection(self, address: str) -> Http2Protocol:
+        """See `Front`."""
+        return Http2Protocol(self, address)
 
-    def give_up(self, protocol: Http2Protocol) -> None:
-        """Nothing: a connection counts from when it is made."""
+    def idle_connections(self) -> list[Http2Protocol]:
+        """See `Front`."""
+        return list(islice(self._idle, EVICTION_CHOICE))
 
-    def welcome(self, connection: Http2Protocol, address: str) -> bool:
-        """Take a new connection in, if there is a place for it and its address is welcome."""
-        # Once more: with TLS others of its address were quicker, perhaps.
-        if self.addresses.admit(address) is not None:
-            self.note("overloaded")
-            return False
-        if len(self._connections) >= self._max_connections:
-            longest = next(iter(self._idle), None)
-            if longest is None:
-                self.note("overloaded")
-                return False
-            self._remove(longest)
-            longest.evict()
-        self._connections.add(connection)
-        self._none_left.clear()
-        self._idle[connection] = None
-        self.addresses.opened(address)
-        if self._is_stopping:
-            connection.ask_to_go()
-        return True
+    def note(self, kind: str) -> None:
+        """See `Front`."""
+        self._note(kind)
 
-    def lost(self, connection: Http2Protocol, address: str, owed_s: float) -> None:
-        """Forget a connection that has ended, with what it still owes."""
-        self.addresses.spent(address, owed_s)
-        self.addresses.closed(address)
-        self._remove(connection)
+    def leave(self, connection: Http2Protocol) -> None:
+        """See `Front`."""
+        self._idle.pop(connection, None)
+        super().leave(connection)
 
     def busy(self, connection: Http2Protocol) -> None:
         """Note that a connection has a stream."""
@@ -368,7 +328,7 @@ class Http2Listener:
 
     def idle(self, connection: Http2Protocol) -> None:
         """Note that it has none any more."""
-        if connection in self._connections:
+        if connection in self.open:
             self._idle[connection] = None
 
     def turn(self) -> float:
@@ -394,9 +354,3 @@ class Http2Listener:
             self._waiting.popleft()
         if self._waiting:
             self.loop.call_soon(self._go_on)
-
-    def _remove(self, connection: Http2Protocol) -> None:
-        self._idle.pop(connection, None)
-        self._connections.discard(connection)
-        if not self._connections:
-            self._none_left.set()

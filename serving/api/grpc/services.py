@@ -16,17 +16,17 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from serving.api import inference_documents as documents
-from serving.api.addresses import Addresses
-from serving.api.grpc.calls import Call, Method, Methods, streamed
+from serving.api import documents
+from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
+from serving.api.listening import Addresses
 from serving.api.tokens import Scope, Tokens
 from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
-from serving.observe.calls import Call as ServedCall
+from serving.observe.calls import Call
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
@@ -49,13 +49,9 @@ class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="
 
 
 class GrpcServer:
-    """A gRPC listener over one service.
+    """A gRPC listener over one service, with the accounts of `addresses` in common with other fronts.
 
-    Args:
-        service: answers the requests.
-        tokens: say who may do what; None lets everybody.
-        tls: a context whose ALPN offers `h2`; None for plain text.
-        addresses: shared with the other fronts of the process.
+    Without `tokens` everybody may do everything; the context `tls` offers `h2`.
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class GrpcServer:
         limits = service.limits
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = Methods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
+        self._methods = GrpcMethods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
         patience_s = limits.receive_timeout_s / 2
         of_a_connection = ConnectionLimits(
             max_streams=limits.max_concurrent_streams,
@@ -80,7 +76,6 @@ class GrpcServer:
             grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
         )
         self._listener = Http2Listener(
-            "gRPC",
             of_a_connection,
             limits.max_connections,
             addresses or Addresses(limits, time.monotonic),
@@ -93,7 +88,7 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen. Returns the port, a free one if 0 was asked for. Raises ListenError if it can't be bound."""
-        bound = await self._listener.start(host, port)
+        bound = self._listener.start(host, port, "gRPC")
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
@@ -109,10 +104,10 @@ class GrpcServer:
             await asyncio.wait(list(self._methods.tasks))
 
 
-def ranking_methods(service: RankingService) -> dict[bytes, Method]:
+def ranking_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     """Those of `shardrank.v1.RankingService`."""
 
-    def describe(counted: ServedCall, request: ranking_pb2.GetModelRequest) -> bytes:
+    def describe(counted: Call, request: ranking_pb2.GetModelRequest) -> bytes:
         _check_model(request.model)
         version = request.version if request.HasField("version") else None
         description = service.describe(request.model, version)
@@ -129,7 +124,7 @@ def ranking_methods(service: RankingService) -> dict[bytes, Method]:
     )
 
 
-def inference_methods(service: RankingService) -> dict[bytes, Method]:
+def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     """Those of `inference.GRPCInferenceService`."""
 
     def refuse(request: Any) -> _Fields:
@@ -144,19 +139,19 @@ def inference_methods(service: RankingService) -> dict[bytes, Method]:
         "ServerLive": (lambda _: {"live": True}, None),
         "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
         "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, None),
-        "ServerMetadata": (lambda _: documents.server_metadata(), "describe"),
+        "ServerMetadata": (lambda _: documents.server_metadata(service), "describe"),
         "ModelMetadata": (lambda asked: documents.model_metadata(*model_of(asked)), "describe"),
         "ModelConfig": (lambda asked: {"config": documents.model_config(*model_of(asked))}, "describe"),
         "ModelStatistics": (lambda asked: documents.model_statistics(service, asked.name, asked.version), "describe"),
         "RepositoryIndex": (
-            lambda asked: {"models": documents.repository_index(service, ready_only=asked.ready)},
+            lambda asked: {"models": documents.version_index(service, ready_only=asked.ready)},
             "describe",
         ),
         "RepositoryModelLoad": (refuse, "admin"),
         "RepositoryModelUnload": (refuse, "admin"),
     }
 
-    def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> Method:
+    def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> GrpcMethod:
         takes, gives = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
         return _document(service, "oip_grpc", takes, lambda _, asked: gives(**fields(asked)).SerializeToString(), scope)
 
@@ -191,11 +186,11 @@ class Health:
                 self._changed.set_result(None)
                 self._changed = None
 
-    def by_path(self) -> dict[bytes, Method]:
+    def by_path(self) -> dict[bytes, GrpcMethod]:
         """Its methods."""
-        return _paths(HEALTH, {"Check": Method(self._check), "Watch": streamed(self._watch)})
+        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
 
-    async def _check(self, call: Call) -> bytes:
+    async def _check(self, call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
             raise UnknownServiceError("there is no such service")
@@ -222,7 +217,7 @@ class Health:
         return message.SerializeToString()
 
 
-def reflection_methods() -> dict[bytes, Method]:
+def reflection_methods() -> dict[bytes, GrpcMethod]:
     """Server reflection, in both of its versions: their messages are the same but for the package's name."""
     pool, names = DescriptorPool(), []
     own = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
@@ -239,7 +234,7 @@ def reflection_methods() -> dict[bytes, Method]:
         async for response in servicer.ServerReflectionInfo(requests, None):
             yield response.SerializeToString()
 
-    methods: dict[bytes, Method] = {}
+    methods: dict[bytes, GrpcMethod] = {}
     for package in REFLECTION:
         methods |= _paths(f"{package}.ServerReflection", {"ServerReflectionInfo": streamed(tell, "describe")})
     return methods
@@ -253,23 +248,23 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
     return moved
 
 
-def _ranked(service: RankingService, codec: Codec) -> Method:
-    async def ranked(call: Call) -> bytes:
+def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
+    async def ranked(call: GrpcCall) -> bytes:
         return (await answer(service, codec, call.receive, call)).body
 
-    return Method(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
+    return GrpcMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 
 
 def _document(
     service: RankingService,
     api: str,
     takes: type[_Read],
-    tell: Callable[[ServedCall, _Read], bytes],
+    tell: Callable[[Call, _Read], bytes],
     scope: Scope | None = "describe",
-) -> Method:
+) -> GrpcMethod:
     """A method that tells what is known; without a scope it is a probe, which is answered under any load."""
 
-    async def document(call: Call) -> bytes:
+    async def document(call: GrpcCall) -> bytes:
         with service.call(api, "model") as counted:
             data = await call.receive()
             counted.received = service.clock()
@@ -277,10 +272,10 @@ def _document(
                 service.admit(counted)
             return tell(counted, _decoded(data, takes))
 
-    return Method(document, scope=scope)
+    return GrpcMethod(document, scope=scope)
 
 
-def _paths(service: str, methods: dict[str, Method]) -> dict[bytes, Method]:
+def _paths(service: str, methods: dict[str, GrpcMethod]) -> dict[bytes, GrpcMethod]:
     return {f"/{service}/{name}".encode(): method for name, method in methods.items()}
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from serving.api.addresses import FORGIVEN_S, MAX_REMEMBERED, Addresses, client_key
+from serving.api.listening import FORGIVEN_S, MAX_REMEMBERED, Addresses, client_key
 from serving.limits import RequestLimits
 
 HOME, PROXY = "192.0.2.1", "10.1.2.3"

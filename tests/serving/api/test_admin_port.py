@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from serving.api.admin import running_admin
+from serving.api.http_server import running_admin
 from serving.errors import ListenError, ServingError
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve

@@ -16,6 +16,11 @@ from shardrank_testing.http_wire import Served, chunked, errors, post, statuses
 AMBIGUOUS = {
     "no host": b"GET / HTTP/1.1\r\n\r\n",
     "two hosts": b"GET / HTTP/1.1\r\nhost: a\r\nHost: a\r\n\r\n",
+    "a list of hosts": b"GET / HTTP/1.1\r\nhost: a, b\r\n\r\n",
+    "a host with a space": b"GET / HTTP/1.1\r\nhost: a b\r\n\r\n",
+    "a host with a path": b"GET / HTTP/1.1\r\nhost: a/b\r\n\r\n",
+    "a host with a user": b"GET / HTTP/1.1\r\nhost: a@b\r\n\r\n",
+    "a host beyond ASCII": b"GET / HTTP/1.1\r\nhost: \xff\r\n\r\n",
     "two hosts in 1.0": b"GET / HTTP/1.0\r\nhost: a\r\nHost: a\r\n\r\n",
     "gzip, chunked": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "chunked twice": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n" * 1
@@ -64,6 +69,18 @@ def test_what_could_be_understood_in_two_ways_is_refused_and_never_reaches_the_a
     asyncio.run(main())
     # One line a second, for all of them together, and not by the gate itself.
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "host", ["a", "a.example:8080", "127.0.0.1:80", "[::1]:8080", "[fe80::1%25eth0]", "", "my_shop"]
+)
+def test_whatever_may_be_a_host_is_one(host):
+    async def main() -> None:
+        served = Served()
+        wire = await served.converse([f"GET / HTTP/1.1\r\nHost: {host} \r\n\r\n".encode()])
+        assert statuses(wire.sent) == [200]
+
+    asyncio.run(main())
 
 
 def test_connect_is_not_allowed_here():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import select
+from pathlib import Path
 
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
@@ -79,6 +81,22 @@ def test_who_causes_work_and_completes_nothing_is_ended_and_its_address_waits():
         assert served.gates.refusal(HOME) is not None
         assert served.gates.refusal("192.0.2.2") is None
         assert errors(served.metrics)["penalty"] == 2.0
+
+    asyncio.run(main())
+
+
+def test_an_answer_makes_no_more_good_than_a_usual_request_takes():
+    async def main() -> None:
+        served = Served()
+        gate, wire = served.connect()
+        for _ in range(3):
+            gate.data_received(post())
+            await settled(lambda: not served.gates.state.tasks)
+            gate.spent(0.0005)
+        assert not wire.is_closed
+        gate.spent(0.3)
+        assert wire.is_aborted
+        assert served.addresses.is_waiting(HOME)
 
     asyncio.run(main())
 
@@ -207,6 +225,25 @@ def test_a_long_body_is_given_on_as_one_and_what_follows_it_is_another_request()
         wire = await served.converse([post(body)[:70_000], post(body)[70_000:] + post(b"next")])
         assert statuses(wire.sent) == [200, 200]
         assert [told for _, _, told, _ in served.calls] == [body, b"next"]
+
+    asyncio.run(main())
+
+
+def test_a_length_that_is_only_said_takes_no_memory():
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    async def main() -> None:
+        served = Served(RequestLimits())
+        length = served.gates.limits.max_body_bytes
+        before = resident_bytes()
+        gates = [served.connect()[0] for _ in range(20)]
+        for gate in gates:
+            gate.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\nx" % length)
+        assert resident_bytes() - before < 4 * length
+        for gate in gates:
+            gate.drop()
+            gate.connection_lost(None)
 
     asyncio.run(main())
 

@@ -20,9 +20,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from serving.api import listening_socket
-from serving.api.addresses import HANDSHAKE_S
+from serving.api import listening
 from serving.api.grpc import wire as frames
+from serving.api.listening import HANDSHAKE_S
 from serving.api.tokens import Scope, TokenFile, new_token
 from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError, UnavailableError
 from serving.limits import RequestLimits
@@ -564,7 +564,7 @@ def test_who_shakes_hands_for_each_request_and_completes_it_never_has_to_wait(ap
 
 @pytest.mark.parametrize("api", ["http", "grpc"])
 def test_of_many_handshakes_that_do_not_go_on_the_oldest_is_ended(api_model, papers, caplog, api, monkeypatch):
-    monkeypatch.setattr(listening_socket, "MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(listening, "MAX_HANDSHAKES", 3)
 
     async def main() -> None:
         service = served_service(api_model, RequestLimits(receive_timeout_s=600))

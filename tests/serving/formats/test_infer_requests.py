@@ -291,6 +291,14 @@ def test_json_data_must_be_what_shape_and_datatype_say(name, data, message):
         parse(read_body(json.dumps(body).encode()))
 
 
+@pytest.mark.parametrize("text", [b'"Oslo"', b'"city"'])
+def test_json_that_is_not_utf_8_is_refused(text):
+    body = json_body(tensors())
+    assert text in body
+    with pytest.raises(BadRequestError):
+        parse(read_body(body.replace(text, b'"\xff"', 1)))
+
+
 def test_flat_json_data_is_taken_for_any_shape():
     body = json.loads(json_body(tensors()))
     dense = next(one for one in body["inputs"] if one["name"] == "candidates.dense")

@@ -244,6 +244,8 @@ def changed(array: bytes, dtype: str, position: int, value: Any) -> bytes:
 
 
 GOOD = packed().packed
+# Features whose ids add up to what is there, though one of them has less than none.
+_BELOW_ZERO = changed(changed(GOOD.lengths, "<i4", 17, -1), "<i4", 18, 6)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +262,8 @@ GOOD = packed().packed
             r"packed\.lengths\[3\]: -1 is not in 0\.\.",
         ),
         ({"lengths": changed(GOOD.lengths, "<i4", 3, 2**31 - 1)}, InvalidFieldError, r"packed\.lengths\[3\]"),
+        ({"lengths": _BELOW_ZERO}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
+        ({"lengths": _BELOW_ZERO, "weights": b""}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
         ({"weights": GOOD.weights[:-4]}, CountMismatchError, r"packed\.weights: \d+ of them for \d+ ids"),
         (
             {"weights": changed(GOOD.weights, "<f4", 0, 0.5)},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serving.errors import LimitExceededError, MalformedRequestError
 from serving.formats.protobuf import (
-    Message,
+    ProtobufMessage,
     count_varints,
     decode_varints,
     encode_field,
@@ -27,8 +27,8 @@ from serving.proto.shardrank.v1 import ranking_pb2
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300)
 
 
-def message(data: bytes, max_fields: int = 1000) -> Message:
-    return Message(data, "a.Message", max_fields)
+def message(data: bytes, max_fields: int = 1000) -> ProtobufMessage:
+    return ProtobufMessage(data, "a.Message", max_fields)
 
 
 def as_array(data: bytes) -> Any:

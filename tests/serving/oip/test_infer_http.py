@@ -197,6 +197,7 @@ def test_errors_are_texts_with_a_status_and_a_kind(api_model, service):
                 (await post(f"/v2/repository/models/{MODEL}/load"), 400, "repository_control", "rollouts"),
                 (await post(f"/v2/repository/models/{MODEL}/unload"), 400, "repository_control", "rollouts"),
                 (await post("/v2/repository/index", content=b"["), 400, "malformed", "ready"),
+                (await post("/v2/repository/index", content=b'{"a":' + b"[" * 2000), 400, "malformed", "ready"),
             ]
             for answer, status, kind, text in cases:
                 assert (answer.status_code, answer.headers["shardrank-error-kind"]) == (status, kind)

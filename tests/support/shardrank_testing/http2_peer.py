@@ -12,10 +12,10 @@ from typing import Any
 import hpack
 import uvloop
 
-from serving.api.addresses import Addresses
 from serving.api.grpc import wire as frames
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, Header
+from serving.api.listening import Addresses
 from serving.limits import RequestLimits
 
 LIMITS = ConnectionLimits(
@@ -197,7 +197,6 @@ def echo_listener(
     """A listener that echoes; `requests` has the limits of addresses."""
     addresses = Addresses(requests or RequestLimits(), clock)
     return Http2Listener(
-        "echoes",
         limits,
         max_connections,
         addresses,
@@ -211,7 +210,7 @@ async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[H
     """A client, connected to a listener that echoes."""
     echo = Echo()
     listener = echo_listener(echo, limits)
-    port = await listener.start("127.0.0.1", 0)
+    port = listener.start("127.0.0.1", 0, "echoes")
     peer = Http2Peer(*await asyncio.open_connection("127.0.0.1", port))
     try:
         yield peer, echo, listener

@@ -7,8 +7,8 @@ from typing import Any
 
 import uvicorn
 
-from serving.api.addresses import Addresses
 from serving.api.http_gate import Gates
+from serving.api.listening import Addresses
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
 

@@ -56,7 +56,7 @@ def code_of(going) -> int:
 async def listening(limits=LIMITS, requests=None, clock=None, max_connections=8):
     echo = Echo()
     listener = echo_listener(echo, limits, requests, clock or asyncio.get_running_loop().time, max_connections)
-    await listener.start("127.0.0.1", 0)
+    listener.start("127.0.0.1", 0, "echoes")
     peers = []
 
     async def connect(source: str = "127.0.0.1") -> Http2Peer:
@@ -169,7 +169,7 @@ def test_a_connection_has_its_turn_and_then_others_come_first():
                 peer.send(PING)
                 await peer.find(frames.PING)
             here = busy._writer.get_extra_info("sockname")
-            (protocol,) = [one for one in listener._connections if one._transport.get_extra_info("peername") == here]
+            (protocol,) = [one for one in listener.open if one._transport.get_extra_info("peername") == here]
             # All of it is there at once; a turn is good for some five of them.
             busy.send(PING * 2000)
             while not protocol.connection.can_read:  # noqa: ASYNC110  # nobody is told

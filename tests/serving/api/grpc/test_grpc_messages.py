@@ -39,6 +39,10 @@ def received(headers) -> HeaderList:
     return HeaderDecoder(2**20).decode(header_block(headers, status=None))
 
 
+def no_charge(seconds: float) -> None:
+    pass
+
+
 def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity") -> list[bytes]:
     messages = []
     for piece in pieces:
@@ -47,7 +51,7 @@ def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity
         while data:
             message, data = reader.feed(data)
             if message is not None:
-                messages.append(asyncio.run(plain_message(*message, coding, 1000)))
+                messages.append(asyncio.run(plain_message(*message, coding, 1000, no_charge)))
     return messages
 
 
@@ -171,7 +175,7 @@ def test_a_long_message_is_expanded_in_pieces_with_turns_between_them():
 
     async def main() -> None:
         nonlocal turns
-        expanding = asyncio.create_task(plain_message(1, gzip.compress(bytes(2**23)), "gzip", 2**24))
+        expanding = asyncio.create_task(plain_message(1, gzip.compress(bytes(2**23)), "gzip", 2**24, no_charge))
         while not expanding.done():
             turns += 1
             await asyncio.sleep(0)

@@ -67,7 +67,7 @@ async def connected(echo: Echo | None = None, limits: ConnectionLimits = LIMITS)
     transport = Written()
     listener = echo_listener(echo or Echo(), limits)
     listener.loop = asyncio.get_running_loop()
-    connection = Http2Protocol(listener)
+    connection = listener.make("")
     connection.connection_made(transport)
     await asyncio.sleep(0)
     del transport.pieces[:]
@@ -453,15 +453,15 @@ def test_a_connection_that_is_lost_leaves_nothing_that_only_the_garbage_collecto
                 other.begin()
                 other.send(other.headers(1), data(1, b"x" * 1000, END), ends_it)
                 await (other.find(frames.GOAWAY) if ends_it else other.find(frames.DATA, 1))
-                held = [weakref.ref(one) for one in listener._connections]
+                held = [weakref.ref(one) for one in listener.open]
                 other.close()
                 del other
                 echo.streams.clear()
                 async with asyncio.timeout(10):
-                    while len(listener._connections) > 1:  # noqa: ASYNC110  # the kernel tells it
+                    while len(listener.open) > 1:  # noqa: ASYNC110  # the kernel tells it
                         await asyncio.sleep(0.005)
                 await asyncio.sleep(0.01)
-                assert [one() for one in held if one() is not None] == list(listener._connections)
+                assert [one() for one in held if one() is not None] == list(listener.open)
             peer.close()
 
     gc.collect()
