@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

@@ -1,4 +1,4 @@
-"""`shardrank up`, `coordinator` and `token`: what an operator runs around serving processes and shard nodes."""
+"""`shardrank demo`, `up`, `coordinator` and `token`: a fleet on this machine, and what an operator runs around one."""
 
 from __future__ import annotations
 
@@ -12,63 +12,104 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from serving.cli.group import GroupWithExamples, WithExamples
+from serving.cli import GroupWithExamples, WithExamples
 from serving.cli.options import (
     FILE,
-    Duration,
+    FOLDER,
     cards_option,
-    count_option,
+    count,
+    device_option,
     device_options,
+    duration,
+    films_options,
     fleet_options,
-    folder_option,
     front_options,
     max_memory_option,
     memory_budget_option,
-    opened_registry,
+    option,
     port_options,
     ranking_options,
     registry_option,
-    registry_url,
     replicate_option,
     sharding_option,
     store_option,
+    switch,
     tls_options,
     tokens_option,
-    validated,
     verify_option,
 )
+from serving.cli.output import stdout_console
 from serving.cli.settings import (
+    Options,
     Protection,
     arguments,
+    config_of,
     device_arguments,
     front_arguments,
     num_replicas,
+    opened_registry,
+    registry_url,
     run_until_stopped,
     warn_if_open,
 )
 
 if TYPE_CHECKING:
-    from router.plan import Plan
     from serving.fleet.local_fleet import Beginning, FleetConfig
 
-_QUOTED_TABLES = 8
+
+@click.command(cls=WithExamples)
+@films_options
+@option("--store", "Keep the snapshot in this store; without it, it is removed at the end.", FOLDER)
+@count("--shards", "Shard nodes; each is a process.", 1, 64, 2)
+@cards_option(2)
+@device_option("cpu")
+@sharding_option
+@switch("--local", "Everything in this process, nothing serialised between router and rows.")
+@port_options
+@switch("--once", "Stop after the report.")
+@option(
+    "--json",
+    "Also write the report as JSON.",
+    click.Path(path_type=Path, dir_okay=False, writable=True),
+    name="json_file",
+)
+@click.pass_context
+def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: Any) -> None:
+    """The whole path from one command: train, export, serve, rank.
+
+    Trains a small ranking model on film ratings (MovieLens 100K with --movielens, else generated ones with planted
+    tastes), exports it as an int8 snapshot, starts shard nodes and a serving process, ranks every held-out rating over
+    HTTP and gRPC, and reports quality, latency and sizes from the answers. Then it keeps serving until Ctrl-C. Exits
+    with 1 if any request failed.
+
+    Examples:
+      shardrank demo
+      shardrank demo --movielens ml-100k --shards 3 --sharding table
+      shardrank demo --local --once --json report.json
+      shardrank demo --local --device cuda:0
+      shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
+    """
+    from serving.demo.run import DemoConfig, run_demo
+
+    config = config_of(DemoConfig, options | ({"shards": 1} if options["local"] else {}))
+    ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
 
 
 @click.command(cls=WithExamples)
 @store_option
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME", help="What to serve. Repeatable; default: all of the store."
+@option(
+    "--model", "What to serve. Repeatable; default: all of the store.", metavar="NAME", multiple=True, name="models"
 )
-@count_option(
+@count(
     "--version",
     "What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
 )
-@folder_option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.")
+@option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.", FOLDER)
 @registry_option
-@count_option("--shards", "Shards.", 1, 64, default=2)
-@count_option("--replicas", "Nodes of each shard.", 1, 16, default=1)
+@count("--shards", "Shards.", 1, 64, 2)
+@count("--replicas", "Nodes of each shard.", 1, 16, 1)
 @cards_option(1)
-@count_option("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, default=1)
+@count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
 @sharding_option
 @replicate_option
 @memory_budget_option
@@ -103,44 +144,37 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     warn_if_open(options["host"], protection)
     # Refuses what needs rows in the serving process itself.
     num_replicas(options["ranking_replicas"], None)
-    same = (
-        *("registry", "shards", "replicas", "cards", "workers", "sharding", "replicate_bytes", "memory_budget_gb"),
-        *("verify", "host", "http_port", "grpc_port"),
-    )
-    config = FleetConfig.model_validate(
-        _what(options["store"], options["models"], options["version"], options["snapshot"])
-        | {name: options[name] for name in same}
-        | {
-            "shard_node_arguments": (*arguments(options, ["max_memory_gb"]), *device_arguments(options)),
-            "serve_arguments": (*arguments(options, ["ranking_replicas", "dtype"]), *front_arguments(options)),
-            "log_level": ctx.find_root().params.get("log_level", "info"),
-        }
+    config = config_of(
+        FleetConfig,
+        options,
+        **_what(options),
+        shard_node_arguments=(*arguments(options, ["max_memory_gb"]), *device_arguments(options)),
+        serve_arguments=(*arguments(options, ["ranking_replicas", "dtype"]), *front_arguments(options)),
+        log_level=ctx.find_root().params.get("log_level", "info"),
     )
     _run(config, protection.scheme)
 
 
-def _what(store: Path | None, models: tuple[str, ...], version: int | None, snapshot: Path | None) -> dict[str, Any]:
+def _what(options: Options) -> dict[str, Any]:
     """`store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
-    if snapshot is not None:
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.store import Store
+
+    store, models, version = options["store"], options["models"], options["version"]
+    if options["snapshot"] is not None:
         if store is not None or models or version is not None:
             raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
-        from loader.snapshot.reader import Snapshot
-
         # Only the manifest and the headers: each child checks the files that it loads.
-        opened = Snapshot.open(snapshot.resolve(), verify=False)
+        opened = Snapshot.open(options["snapshot"].resolve(), verify=False)
         name = opened.spec.model
         return {"store": opened.path.parent.parent, "models": (name,), "versions": {name: opened.version}}
     if store is None:
         raise click.UsageError("Name a store: --store FOLDER [--model NAME ...], or --snapshot FOLDER.")
-    from loader.snapshot.store import Store
-
     Store(store).check_exists()
     models = models or tuple(Store(store).models())
-    if version is None:
-        return {"store": store, "models": models}
-    if len(models) != 1:
+    if version is not None and len(models) != 1:
         raise click.UsageError(f"--version is of one model, but there are several: {list(models)}")
-    return {"store": store, "models": models, "versions": {models[0]: version}}
+    return {"store": store, "models": models, "versions": {} if version is None else {models[0]: version}}
 
 
 def _run(config: FleetConfig, scheme: str) -> None:
@@ -162,6 +196,8 @@ def _run(config: FleetConfig, scheme: str) -> None:
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
+    from serving.fleet.local_fleet import placement_line
+
     for one in beginnings:
         if len(beginnings) > 1:
             click.echo(f"{one.model} version {one.version}:")
@@ -173,43 +209,24 @@ def _tell(beginnings: Sequence[Beginning]) -> None:
             )
 
 
-def placement_line(plan: Plan) -> str:
-    """Say which tables every shard holds: `on every shard: genre, city; split over 2 shards: user, film`."""
-    from router.plan import REPLICATED
-
-    if plan.num_shards == 1:
-        return f"one shard holds every table: {_quoted([table.name for table in plan.layout.tables])}"
-    whole: list[str] = []
-    rest: list[str] = []
-    for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
-        (whole if owners[0] == REPLICATED else rest).append(table.name)
-    how = "whole on one shard each" if plan.sharding == "table" else f"split over {plan.num_shards} shards"
-    return f"on every shard: {_quoted(whole)}; {how}: {_quoted(rest)}"
-
-
-def _quoted(names: list[str]) -> str:
-    shown = ", ".join(names[:_QUOTED_TABLES]) or "none"
-    return f"{shown} and {len(names) - _QUOTED_TABLES} more" if len(names) > _QUOTED_TABLES else shown
-
-
 @click.command(cls=WithExamples)
 @fleet_options
-@click.option(
+@option(
     "--stage-timeout",
-    "stage_timeout_s",
-    type=Duration(),
+    "How long nodes may take to stage a version before the rollout is rolled back. Default: 1h.",
+    duration,
     metavar="TIME",
-    help="How long nodes may take to stage a version before the rollout is rolled back. Default: 1h.",
+    name="stage_timeout_s",
 )
-@click.option(
+@option(
     "--step-timeout",
-    "step_timeout_s",
-    type=Duration(),
+    "How long every other step may take. Default: 2m.",
+    duration,
     metavar="TIME",
-    help="How long every other step may take. Default: 2m.",
+    name="step_timeout_s",
 )
-@click.option("--owner", hidden=True, help="In whose name the lock is held; its own by default.")
-@click.option("--step-delay", "step_delay_s", type=Duration(), hidden=True, help="Pause before each step, for drills.")
+@option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
+@option("--step-delay", "Pause before each step, for drills.", duration, hidden=True, name="step_delay_s")
 def coordinator(registry: str | None, store: Path | None, owner: str | None, **times: float | None) -> None:
     """Carry out the rollouts of a fleet.
 
@@ -222,7 +239,7 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
     """
     from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 
-    config = validated(CoordinatorConfig, {name: value for name, value in times.items() if value is not None})
+    config = config_of(CoordinatorConfig, times)
     url, name = registry_url(registry, store), owner or f"{socket.gethostname()}:{os.getpid()}"
 
     async def program() -> None:
@@ -243,19 +260,18 @@ def token() -> None:
 
 
 @token.command()
-@click.option("--name", required=True, metavar="NAME", help="Whose it is: letters, digits, and _ . -")
-@click.option(
+@option("--name", "Whose it is: letters, digits, and _ . -", metavar="NAME", required=True)
+@option(
     "--scope",
-    type=click.Choice(["rank", "describe", "admin"]),
+    "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
+    "everything, metrics too.",
+    click.Choice(["rank", "describe", "admin"]),
     required=True,
-    help="rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. "
-    "admin: everything, metrics too.",
 )
-@click.option(
+@option(
     "--tokens",
-    type=FILE,
-    metavar="FILE",
-    help="The file that it is added to, made with mode 0600 if it is not there. Without, its entry is printed.",
+    "The file that it is added to, made with mode 0600 if it is not there. Without, its entry is printed.",
+    FILE,
 )
 def new(name: str, scope: Literal["rank", "describe", "admin"], tokens: Path | None) -> None:
     """Make a random token of 256 bits and print it, this once: the file has only its SHA-256.

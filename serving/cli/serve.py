@@ -13,53 +13,60 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 from serving.cli.options import (
-    Assignment,
+    FILE,
+    PORT,
     FiniteRange,
+    assignments,
     cards_option,
-    count_option,
+    count,
     device_options,
     front_options,
     max_memory_option,
     member_options,
     memory_budget_option,
     node_tls_options,
+    option,
     port_options,
     ranking_options,
     replicate_option,
     sharding_option,
     stage_share_option,
+    switch,
     tls_options,
     tokens_option,
     verify_option,
 )
 from serving.cli.settings import (
+    ANY_HOST,
     DEVICE_FLAGS,
+    Options,
     Protection,
     arguments,
     belongs_to_fleet,
+    config_of,
     default_name,
     device_arguments,
     flags,
     front_arguments,
     given_flags,
     member_folder,
-    node_settings,
+    node_config,
+    node_identity,
     num_replicas,
     open_card_set,
+    plan_of,
     read_limits,
     run_until_stopped,
     to_bytes,
     warn_if_open,
-    with_proxies,
 )
 
 if TYPE_CHECKING:
     from loader.registry.typed import FleetRegistry
     from loader.snapshot.manifest import ModelSpec
-    from router.plan import Plan
-    from serving.limits import RequestLimits
+    from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
     from serving.versions.serving_node import LocalRows
@@ -67,48 +74,38 @@ if TYPE_CHECKING:
     from shard_node.node import Partition
     from shard_node.wire.tls import TlsClientConfig
 
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
-
 _ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb")
 _FLEET_ONLY = ("local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share")
-_ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 
 
 @click.command(cls=WithExamples)
 @member_options
-@click.option(
+@option(
     "--shard",
-    "shards",
-    multiple=True,
+    "Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. Without "
+    "any, the rows are loaded into this process.",
     metavar="ADDRESS[,ADDRESS...]",
-    help="Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. "
-    "Without any, the rows are loaded into this process.",
+    multiple=True,
+    name="shards",
 )
-@click.option(
-    "--local",
-    is_flag=True,
-    help="With --registry: load the rows into this process, swap them and apply row updates here.",
-)
-@click.option(
+@switch("--local", "With --registry: load the rows into this process, swap them and apply row updates here.")
+@option(
     "--node-id",
+    "With --registry: the process' name, the same after a restart. Default: made of host and port.",
     metavar="NAME",
     envvar="SHARDRANK_NODE_ID",
-    help="With --registry: the process' name, the same after a restart. Default: made of host and port.",
 )
-@click.option(
+@option(
     "--advertise",
+    "With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
     metavar="URL",
     envvar="SHARDRANK_ADVERTISE",
-    help="With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
 )
-@click.option(
+@assignments(
     "--max-staleness",
-    type=Assignment("MODEL=SECONDS"),
-    multiple=True,
-    metavar="MODEL=SECONDS",
-    help="With --registry: how old the rows of a model may be, compared with its row updates, before /readyz calls it "
-    "degraded. Repeatable.",
+    "MODEL=SECONDS",
+    "With --registry: how old the rows of a model may be, compared with its row updates, before /readyz calls it "
+    "degraded.",
 )
 @cards_option(1)
 @sharding_option
@@ -118,42 +115,27 @@ _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 @max_memory_option("With --local: ")
 @stage_share_option
 @port_options
-@tls_options(
-    "Let in only clients with a certificate of these CAs, over HTTP and gRPC. They also are the default of --node-ca."
-)
+@tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC. Also the default of --node-ca.")
 @node_tls_options
 @tokens_option
 @front_options
-@count_option(
-    "--workers",
-    "Serving processes that share the ports. Those that hold rows hold all of them each.",
-    1,
-    64,
-    default=1,
-)
+@count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
 @ranking_options
 @verify_option
-@click.option(
+@option(
     "--shutdown-delay-s",
-    type=FiniteRange(0, 600),
-    default=0.5,
-    show_default=True,
-    metavar="S",
-    help="After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
+    "After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
+    FiniteRange(0, 600),
+    0.5,
+    "S",
 )
-@click.option(
+@option(
     "--profile",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. With "
+    "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. With "
     "several --workers each has its own: FILE with -0, -1, ... before its ending.",
+    FILE,
 )
-@click.option(
-    "--probe-port",
-    type=click.IntRange(0, 65535),
-    hidden=True,
-    help="A private HTTP port of this one worker, on loopback.",
-)
+@option("--probe-port", "A private HTTP port of this one worker, on loopback.", PORT, hidden=True)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> None:
     """Serve models over HTTP and gRPC.
@@ -177,70 +159,67 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
+    from serving.server import ServerConfig
+
     in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
     if in_fleet and not options["local"] and (wrong := sorted(given_flags(ctx) & {*_ROWS, *DEVICE_FLAGS})):
         raise click.UsageError(f"{flags(wrong)}: with --registry only for --local rows; shard nodes have their own.")
-    limits = read_limits(options["limits_file"], with_proxies(options))
     protection = Protection.of(options)
-    config = _server_config(options, protection)
+    config = config_of(ServerConfig, options, tls=protection.tls)
     folder = None if in_fleet else _static_folder(ctx)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
         warn_if_open(options["host"], protection)
     if options["workers"] > 1:
-        if folder is not None:
-            from loader.snapshot.reader import Snapshot
-
-            # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
-            Snapshot.open(folder, verify=False)
-        same = [*worker_arguments(options, folder), *front_arguments(options)]
-        own = _own_arguments(options, named=folder is None)
-        environment = {REGISTRY_VARIABLE: options["registry"]} if folder is None else {}
-        _run_workers(ctx, [[*same, *one] for one in own], protection.scheme, environment)
-        return
-    say = partial(_say, protection.scheme)
-    if folder is None:
-        _run_registered(options, limits, config, protection.node_tls, say)
+        _run_workers(ctx, folder, protection.scheme)
+    elif folder is None:
+        _serve_in_fleet(options, config, protection)
     else:
-        _run(_source(options, folder, protection.node_tls), options, limits, config, say)
+        _serve_snapshot(options, folder, config, protection)
 
 
 def _static_folder(ctx: click.Context) -> Path:
     """The snapshot's folder. Raises UsageError and SnapshotNotFoundError."""
-    if ctx.params["shards"]:
-        given = given_flags(ctx)
-        wrong = [name for name in ("memory_budget_gb", *DEVICE_FLAGS) if name in given]
-        if wrong:
-            verb = "is" if len(wrong) == 1 else "are"
-            raise click.UsageError(f"{flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    if ctx.params["shards"] and (wrong := sorted(given_flags(ctx) & {"memory_budget_gb", *DEVICE_FLAGS})):
+        verb = "is" if len(wrong) == 1 else "are"
+        raise click.UsageError(f"{flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
     return member_folder(ctx.params)
 
 
-def _server_config(options: dict[str, Any], protection: Protection) -> ServerConfig:
-    from serving.server import ServerConfig
+def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, protection: Protection) -> None:
+    from serving.rank.service import RankingService
+    from serving.versions.loading import load_when_possible
 
-    names = ("host", "http_port", "grpc_port", "admin_port", "shutdown_delay_s")
-    protected = {"tls": protection.tls, "tokens": protection.tokens}
-    return ServerConfig.model_validate({name: options[name] for name in names} | protected)
-
-
-def _say(scheme: str, listening: Listening) -> None:
-    click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
-    click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
-    if listening.admin_port is not None:
-        click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
+    limits = read_limits(options)
+    source = _source(options, folder, protection.node_tls)
+    # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
+    service = RankingService(limits, expected_models=[folder.parent.name])
+    _answer(options, service, config, load=partial(load_when_possible, source, service))
 
 
-def _check_ports(options: dict[str, Any]) -> None:
-    """Makes sure that a process which stands alone shares no port; a worker's are held by its supervisor."""
+def _answer(options: Options, service: RankingService, config: ServerConfig, **steps: Callable[..., Any]) -> None:
+    """Serves until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
+    from serving.observe.profile import profiled
+    from serving.server import serve_until_signalled
+
+    scheme = "http" if config.tls is None else "https"
+
+    def say(listening: Listening) -> None:
+        click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
+        click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
+        if listening.admin_port is not None:
+            click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
 
     if options["probe_port"] is None:
+        # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
+    with profiled(options["profile"], service.metrics):
+        serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
-def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
+def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
     """Raises as `open_card_set`, and AddressError."""
     from serving.versions.loading import ModelSource
     from shard_node.wire.address import Address
@@ -249,42 +228,19 @@ def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | N
     budget_bytes = to_bytes(options["memory_budget_gb"])
     card_set = None if shards else open_card_set(options)
     may_wait = bool(shards) or budget_bytes is not None
-    replicas = num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait)
-    same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
-    return ModelSource.model_validate(
-        {name: options[name] for name in same}
-        | {"snapshot": folder, "shards": shards, "node_tls": node_tls, "num_replicas": replicas}
-        | {"memory_budget_bytes": budget_bytes, "card_set": card_set}
+    return config_of(
+        ModelSource,
+        options,
+        snapshot=folder,
+        shards=shards,
+        node_tls=node_tls,
+        num_replicas=num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait),
+        memory_budget_bytes=budget_bytes,
+        card_set=card_set,
     )
 
 
-def _run(
-    source: ModelSource,
-    options: dict[str, Any],
-    limits: RequestLimits,
-    config: ServerConfig,
-    say: Callable[[Listening], None],
-) -> None:
-    from serving.observe.profile import profiled
-    from serving.rank.service import RankingService
-    from serving.server import serve_until_signalled
-    from serving.versions.loading import load_when_possible
-
-    # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
-    service = RankingService(limits, expected_models=[source.snapshot.parent.name])
-    _check_ports(options)
-    with profiled(options["profile"], service.metrics):
-        load = partial(load_when_possible, source, service)
-        serve_until_signalled(service, config, load, say, options["probe_port"])
-
-
-def _run_registered(
-    options: dict[str, Any],
-    limits: RequestLimits,
-    config: ServerConfig,
-    node_tls: TlsClientConfig | None,
-    say: Callable[[Listening], None],
-) -> None:
+def _serve_in_fleet(options: Options, config: ServerConfig, protection: Protection) -> None:
     """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
 
     Raises:
@@ -295,58 +251,42 @@ def _run_registered(
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from loader.registry.opening import open_registry
     from loader.registry.typed import FleetRegistry
-    from serving.observe.profile import profiled
     from serving.rank.service import RankingService
-    from serving.server import serve_until_signalled
     from serving.versions.serving_node import ServingConfig, ServingNode
     from shard_node.agent.agent import AgentConfig
 
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     models: tuple[str, ...] = options["models"]
-    service = RankingService(
-        limits, expected_models=models or None, max_staleness_s=staleness_limits(options["max_staleness"], models)
-    )
+    limits_s = staleness_limits(options["max_staleness"], models)
+    service = RankingService(read_limits(options), expected_models=models or None, max_staleness_s=limits_s)
     fleet = FleetRegistry(open_registry(options["registry"]))
     node_id = options["node_id"] or default_node_id(config.http_port)
     card_set = open_card_set(options) if options["local"] else None
-    serving = ServingConfig.model_validate(
-        {name: options[name] for name in ("store", "verify", "dtype", "stage_cpu_share")}
-        | {
-            "node_id": node_id,
-            "node_tls": node_tls,
-            "num_replicas": num_replicas(options["ranking_replicas"], card_set),
-        }
-    )
+    replicas = num_replicas(options["ranking_replicas"], card_set)
+    serving = config_of(ServingConfig, options, node_id=node_id, node_tls=protection.node_tls, num_replicas=replicas)
     local = _local_rows(options, fleet, node_id, card_set) if options["local"] else None
     node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
 
     def on_listening(listening: Listening) -> None:
-        node.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
+        node.address = options["advertise"] or advertised(listening, protection.scheme)
 
-    _check_ports(options)
-    with profiled(options["profile"], service.metrics):
-        serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
+    _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave)
 
 
-def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
+def _local_rows(options: Options, fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
     """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
-    from router.plan import Plan
     from serving.versions.serving_node import LocalRows
-    from shard_node.agent.node_agent import NodeActions, NodeConfig
-    from shard_node.node import NodeIdentity, ShardNode
-
-    def plan(spec: ModelSpec) -> Plan:
-        return Plan.make(spec, 1, options["sharding"], options["cards"], options["replicate_bytes"])
+    from shard_node.agent.node_agent import NodeActions
+    from shard_node.node import ShardNode
 
     def partition(spec: ModelSpec) -> tuple[Partition, str]:
-        planned = plan(spec)
-        return planned.partition(0), planned.digest
+        plan = plan_of(options, 1, spec)
+        return plan.partition(0), plan.digest
 
-    config = NodeConfig.model_validate(node_settings(options) | {"node_id": node_id, "address": ""})
-    identity = {"shard_index": 0, "num_shards": 1, "num_cards": options["cards"], "sharding": options["sharding"]}
-    node = ShardNode(NodeIdentity.model_validate(identity))
-    return LocalRows(node, NodeActions(node, fleet, partition, config, card_set=card_set), plan)
+    node = ShardNode(node_identity(options, 0, 1))
+    actions = NodeActions(node, fleet, partition, node_config(options, node_id), card_set=card_set)
+    return LocalRows(node, actions, partial(plan_of, options, 1))
 
 
 def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
@@ -354,57 +294,20 @@ def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]
     limits: dict[str, float] = {}
     for model, text in pairs:
         try:
-            limit_s = float(text)
+            limits[model] = float(text)
         except ValueError:
-            limit_s = 0.0
-        if not 0 < limit_s < float("inf"):
+            limits[model] = 0.0
+        if not 0 < limits[model] < float("inf"):
             raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
         if models and model not in models:
             raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
-        limits[model] = limit_s
     return limits
 
 
 def advertised(listening: Listening, scheme: str = "http") -> str:
     """Return where others reach it over HTTP: every interface stands for this host's name."""
-    host = socket.gethostname() if listening.host in _ANY_HOST else listening.host
-    return f"{scheme}://[{host}]:{listening.http_port}" if ":" in host else f"{scheme}://{host}:{listening.http_port}"
-
-
-def worker_arguments(options: dict[str, Any], folder: Path | None) -> list[str]:
-    """Return the flags that every worker is given, but ports and limits.
-
-    Args:
-        options: of the command.
-        folder: of the snapshot; None in a fleet. A worker gets the registry by a variable, see `REGISTRY_VARIABLE`.
-    """
-    told = ["--verify" if options["verify"] else "--no-verify"]
-    told += arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
-    if folder is not None:
-        told += ["--snapshot", str(folder)]
-        for shard in options["shards"]:
-            told += ["--shard", shard]
-        told += arguments(options, ["cards", "sharding", "replicate_bytes", "memory_budget_gb"])
-        return told if options["shards"] else told + device_arguments(options)
-    told += ["--store", str(options["store"].resolve())]
-    for model in options["models"]:
-        told += ["--model", model]
-    for model, limit_s in options["max_staleness"]:
-        told += ["--max-staleness", f"{model}={limit_s}"]
-    told += arguments(options, ["advertise", "stage_cpu_share"])
-    return [*told, "--local", *arguments(options, _ROWS), *device_arguments(options)] if options["local"] else told
-
-
-def _own_arguments(options: dict[str, Any], *, named: bool) -> list[list[str]]:
-    """The flags of each worker alone: its node id in a fleet, and a profile, for counts can't share a file."""
-    node_id, profile = options["node_id"] or default_node_id(options["http_port"]), options["profile"]
-    own: list[list[str]] = []
-    for worker in range(options["workers"]):
-        told = ["--node-id", f"{node_id}-{worker}"] if named else []
-        if profile is not None:
-            told += ["--profile", str(profile.absolute().with_stem(f"{profile.stem}-{worker}"))]
-        own.append(told)
-    return own
+    host = socket.gethostname() if listening.host in ANY_HOST else listening.host
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
 
 
 def default_node_id(http_port: int) -> str:
@@ -412,20 +315,55 @@ def default_node_id(http_port: int) -> str:
     return default_name(f"serve-{socket.gethostname()}-{http_port or f'pid{os.getpid()}'}")
 
 
-def _run_workers(ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str]) -> None:
-    from serving.fleet.local_fleet import held_ports, worker_specs
+def _run_workers(ctx: click.Context, folder: Path | None, scheme: str) -> None:
+    """Runs `--workers` processes of this command until SIGTERM or SIGINT."""
+    from loader.snapshot.reader import Snapshot
+    from serving.fleet.local_fleet import REGISTRY_VARIABLE, held_ports, worker_specs
     from serving.fleet.supervisor import SupervisionConfig, supervised
 
-    host, log_level = ctx.params["host"], ctx.find_root().params["log_level"]
+    options, environment = ctx.params, {}
+    if folder is None:
+        environment[REGISTRY_VARIABLE] = options["registry"]
+    else:
+        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+        Snapshot.open(folder, verify=False)
+    told = worker_arguments(options, folder)
+    workers = [[*told, *_own_arguments(options, folder, worker)] for worker in range(options["workers"])]
 
     async def program() -> None:
-        with held_ports(host, ctx.params["http_port"], ctx.params["grpc_port"], len(workers)) as ports:
+        with held_ports(options["host"], options["http_port"], options["grpc_port"], len(workers)) as ports:
             async with supervised(SupervisionConfig()) as supervisor:
-                folder = supervisor.run_directory
-                await supervisor.start(worker_specs(folder, ports, workers, log_level, environment))
-                click.echo(f"logs: {folder}")
-                click.echo(f"HTTP: {scheme}://{host}:{ports.http}/docs")
-                click.echo(f"gRPC: {host}:{ports.grpc}")
+                log_level = ctx.find_root().params["log_level"]
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, log_level, environment))
+                click.echo(f"logs: {supervisor.run_directory}")
+                click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
+                click.echo(f"gRPC: {ports.host}:{ports.grpc}")
                 await asyncio.Event().wait()
 
     run_until_stopped(program)
+
+
+def worker_arguments(options: Options, folder: Path | None) -> list[str]:
+    """Return the flags that every worker is given, but ports and the registry, which may have a password.
+
+    Args:
+        options: of the command.
+        folder: of the snapshot; None in a fleet.
+    """
+    told = ["--verify" if options["verify"] else "--no-verify", *front_arguments(options)]
+    told += arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
+    if folder is not None:
+        told += ["--snapshot", str(folder), *arguments(options, ["shards", *_ROWS[:-1]])]
+        return told if options["shards"] else told + device_arguments(options)
+    told += ["--store", str(options["store"].resolve())]
+    told += arguments(options, ["models", "max_staleness", "advertise", "stage_cpu_share"])
+    return [*told, "--local", *arguments(options, _ROWS), *device_arguments(options)] if options["local"] else told
+
+
+def _own_arguments(options: Options, folder: Path | None, worker: int) -> list[str]:
+    """The flags of one worker alone: its node id in a fleet, and a profile, for counts can't share a file."""
+    node_id, profile = options["node_id"] or default_node_id(options["http_port"]), options["profile"]
+    told = ["--node-id", f"{node_id}-{worker}"] if folder is None else []
+    if profile is not None:
+        told += ["--profile", str(profile.absolute().with_stem(f"{profile.stem}-{worker}"))]
+    return told

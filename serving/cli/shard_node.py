@@ -6,37 +6,44 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 from serving.cli.options import (
     FiniteRange,
-    ShardNumber,
     cards_option,
-    count_option,
+    count,
     device_options,
     max_memory_option,
     member_options,
     memory_budget_option,
+    option,
     replicate_option,
+    shard_number,
     sharding_option,
     stage_share_option,
     tls_options,
-    validated,
     verify_option,
 )
 from serving.cli.settings import (
+    ANY_HOST,
+    Options,
     Protection,
     belongs_to_fleet,
+    config_of,
     default_name,
     member_folder,
-    node_settings,
+    node_config,
+    node_identity,
     open_card_set,
+    opened_registry,
+    plan_of,
     run_until_stopped,
     to_bytes,
     warn_if_node_is_open,
@@ -46,12 +53,12 @@ if TYPE_CHECKING:
     from loader.registry.records import FleetRecord
     from loader.registry.typed import FleetRegistry
     from loader.snapshot.manifest import ModelSpec
-    from shard_node.agent.agent import Agent, AgentConfig
-    from shard_node.agent.node_agent import NodeActions, NodeConfig
+    from shard_node.agent.agent import AgentConfig
+    from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import Partition, ShardNode
     from shard_node.wire.address import Address
-    from shard_node.wire.server import ServerLimits
+    from shard_node.wire.server import NodeServer
     from shard_node.wire.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
@@ -59,38 +66,32 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 5.0
 """How long SIGTERM lets requests in flight end."""
 _JOIN_RETRY_S = 0.5
-_ANY_HOST = frozenset({"0.0.0.0", "::"})
 _FLEET_ONLY = ("advertise", "node_id", "max_memory_gb", "stage_cpu_share", "stage_mb_per_s")
 
 
 @click.command("shard-node", cls=WithExamples)
 @member_options
-@click.option(
-    "--shard",
-    "shard",
-    type=ShardNumber(),
-    required=True,
-    metavar="I/N",
-    help="Which shard of how many this node serves, counted from 0.",
+@option(
+    "--shard", "Which shard of how many this node serves, counted from 0.", shard_number, metavar="I/N", required=True
 )
-@click.option(
+@option(
     "--listen",
+    "host:port, or unix:/path of a socket. May be given several times.",
+    metavar="ADDRESS",
     multiple=True,
     required=True,
-    metavar="ADDRESS",
-    help="host:port, or unix:/path of a socket. May be given several times.",
 )
-@click.option(
+@option(
     "--advertise",
+    "With --registry: where routers reach this node. Default: the first address that it listens on.",
     metavar="ADDRESS",
     envvar="SHARDRANK_ADVERTISE",
-    help="With --registry: where routers reach this node. Default: the first address that it listens on.",
 )
-@click.option(
+@option(
     "--node-id",
+    "With --registry: the node's name, the same after a restart. Default: made of shard, host and port.",
     metavar="NAME",
     envvar="SHARDRANK_NODE_ID",
-    help="With --registry: the node's name, the same after a restart. Default: made of shard, host and port.",
 )
 @tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
 @cards_option(1)
@@ -100,18 +101,18 @@ _FLEET_ONLY = ("advertise", "node_id", "max_memory_gb", "stage_cpu_share", "stag
 @device_options
 @max_memory_option("With --registry: ")
 @stage_share_option
-@click.option(
+@option(
     "--stage-mb-per-s",
-    type=FiniteRange(0, min_open=True),
+    "With --registry: read at most this much of a version in a second, in 10^6 bytes.",
+    FiniteRange(0, min_open=True),
     metavar="MB",
-    help="With --registry: read at most this much of a version in a second, in 10^6 bytes.",
 )
-@count_option(
+@count(
     "--threads",
     "Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
     1,
     256,
-    default=1,
+    1,
 )
 @verify_option
 @click.pass_context
@@ -134,40 +135,38 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
       shardrank shard-node --store m --shard 0/1 --listen 10.0.0.7:7000 --tls-cert crt --tls-key key --tls-client-ca ca
       shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
     """
+    from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from shard_node.node import ShardNode
     from shard_node.wire.address import Address
 
-    tls = _tls(options)
-    in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
-    addresses = tuple(Address.parse(text) for text in options["listen"])
-    if in_fleet:
-        member = FleetMember.of(options)
-        warn_if_node_is_open(addresses, tls)
-        _run_registered(member, options, addresses, tls)
-        return
-    folder = member_folder(options)
-    warn_if_node_is_open(addresses, tls)
-    _serve(_load(folder, options), addresses, options["threads"], tls)
-
-
-def _tls(options: dict[str, Any]) -> TlsConfig | None:
-    """Raises UsageError if nobody would be kept out, and TlsConfigError."""
     tls = Protection.of(options).tls
     if tls is not None and tls.client_ca is None:
         raise click.UsageError("--tls-cert needs --tls-client-ca: certificates are all that keeps strangers out here.")
-    return tls
+    in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
+    addresses = tuple(Address.parse(text) for text in options["listen"])
+    if not in_fleet:
+        folder = member_folder(options)
+        warn_if_node_is_open(addresses, tls)
+        _serve(_load(folder, options), addresses, options["threads"], tls)
+        return
+    member = FleetMember.of(options)
+    warn_if_node_is_open(addresses, tls)
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    card_set = open_card_set(options)
+    node = ShardNode(node_identity(options, *options["shard"]))
+    _run_node(node, lambda: _serve_in_fleet(member, node, card_set, addresses, tls))
 
 
-def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
+def _load(folder: Path, options: Options) -> ShardNode:
     """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
     from loader.snapshot.reader import Snapshot
-    from router.plan import Plan
     from shard_node.engine.loading import load_tables
     from shard_node.node import ShardNode
 
-    index, count = options["shard"]
+    index, num_shards = options["shard"]
     card_set = open_card_set(options)
     snapshot = Snapshot.open(folder, verify=options["verify"])
-    plan = Plan.make(snapshot.spec, count, options["sharding"], options["cards"], options["replicate_bytes"])
+    plan = plan_of(options, num_shards, snapshot.spec)
     tables = load_tables(
         snapshot,
         plan.partition(index),
@@ -181,41 +180,6 @@ def _load(folder: Path, options: dict[str, Any]) -> ShardNode:
     for use in node.info().memory:
         logger.info("card %d: %d bytes of rows in tier %s", use.card, use.size_bytes, use.tier)
     return node
-
-
-def _limits(node: ShardNode, threads: int) -> ServerLimits:
-    """The server's limits: where a disk or a card may have to be waited for, the event loop never pools by itself."""
-    from shard_node.wire.server import ServerLimits
-
-    if any(use.tier != "ram" for use in node.info().memory):
-        return ServerLimits(threads=threads, max_inline_bytes=0)
-    return ServerLimits(threads=threads)
-
-
-def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
-    """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time.
-
-    Raises:
-        CardError: the cards have failed; only a new process can use them.
-    """
-    from loader.memory import settle_heap
-    from shard_node.agent.card_watch import watch_cards
-    from shard_node.wire.server import NodeServer
-    from shard_node.wire.tls import server_context
-
-    async def program() -> None:
-        server = NodeServer(node, _limits(node, threads), tls=None if tls is None else server_context(tls))
-        try:
-            await server.start(addresses)
-            settle_heap()
-            for address in server.addresses:
-                click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
-            await watch_cards(node)
-        finally:
-            await server.drain(DRAIN_TIMEOUT_S)
-            await server.close()
-
-    _run_node(node, program)
 
 
 def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
@@ -232,144 +196,141 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
         node.close()
 
 
+@asynccontextmanager
+async def _listening(
+    node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None, *, may_wait: bool
+) -> AsyncIterator[NodeServer]:
+    """Listens while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
+    from shard_node.wire.server import NodeServer, ServerLimits
+    from shard_node.wire.tls import server_context
+
+    limits = ServerLimits(threads=threads, max_inline_bytes=0) if may_wait else ServerLimits(threads=threads)
+    server = NodeServer(node, limits, tls=None if tls is None else server_context(tls))
+    try:
+        await server.start(addresses)
+        for address in server.addresses:
+            click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
+        yield server
+    finally:
+        await server.close()
+
+
+def _serve(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
+    """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time.
+
+    Raises:
+        CardError: the cards have failed; only a new process can use them.
+    """
+    from loader.memory import settle_heap
+    from shard_node.agent.card_watch import watch_cards
+
+    async def program() -> None:
+        async with _listening(node, addresses, threads, tls, may_wait=_may_wait(node)) as server:
+            settle_heap()
+            try:
+                await watch_cards(node)
+            finally:
+                await server.drain(DRAIN_TIMEOUT_S)
+
+    _run_node(node, program)
+
+
+def _may_wait(node: ShardNode) -> bool:
+    """Tells whether a disk or a card may have to be waited for."""
+    return any(use.tier != "ram" for use in node.info().memory)
+
+
 @dataclass(frozen=True, slots=True)
 class FleetMember:
     """A shard node of a fleet as its command line says it.
 
     Attributes:
+        options: of the command.
         record: how its fleet has to divide rows.
         node: whose address and, unless it was given, node id are set once it listens.
         agent: which models it holds.
-        shard, cards: which rows are its own, and on how many cards.
-        node_id, advertise: None for those made of what it listens on.
+        advertise: None for the first address that it listens on.
     """
 
+    options: Options
     record: FleetRecord
     node: NodeConfig
     agent: AgentConfig
-    shard: int
-    cards: int
-    node_id: str | None
     advertise: Address | None
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> FleetMember:
+    def of(cls, options: Options) -> FleetMember:
         """Check the options. Raises AddressError and UsageError, naming what can't be."""
         from loader.registry.records import FleetRecord
         from shard_node.agent.agent import AgentConfig
-        from shard_node.agent.node_agent import NodeConfig
         from shard_node.wire.address import Address
 
-        index, count = options["shard"]
-        node_id, advertise, rate = options["node_id"], options["advertise"], options["stage_mb_per_s"]
-        named = {"node_id": node_id or "shard", "address": "", "stage_bytes_per_s": rate and rate * 1e6}
-        fleet = {name: options[name] for name in ("sharding", "replicate_bytes")} | {"num_shards": count}
+        rate, advertise = options["stage_mb_per_s"], options["advertise"]
         return cls(
-            record=validated(FleetRecord, fleet),
-            node=validated(NodeConfig, node_settings(options) | named),
-            agent=validated(AgentConfig, {"models": options["models"] or None}),
-            shard=index,
-            cards=options["cards"],
-            node_id=node_id,
+            options,
+            record=config_of(FleetRecord, options, num_shards=options["shard"][1]),
+            node=node_config(options, options["node_id"] or "shard", stage_bytes_per_s=rate and rate * 1e6),
+            agent=config_of(AgentConfig, {}, models=options["models"] or None),
             advertise=None if advertise is None else Address.parse(advertise),
         )
 
     def listening_on(self, bound: Address) -> NodeConfig:
         """Return the node's config with its address and id."""
-        address, node_id = self.advertise or advertised(bound), self.node_id or default_node_id(self.shard, bound)
+        address = self.advertise or advertised(bound)
+        node_id = self.options["node_id"] or default_node_id(self.options["shard"][0], bound)
         return self.node.model_copy(update={"address": str(address), "node_id": node_id})
 
     def partition(self, spec: ModelSpec) -> tuple[Partition, str]:
         """Return which rows of a model are this node's, and the digest of the plan that says so."""
-        from router.plan import Plan
-
-        record = self.record
-        plan = Plan.make(spec, record.num_shards, record.sharding, self.cards, record.replicate_bytes)
-        return plan.partition(self.shard), plan.digest
+        index, num_shards = self.options["shard"]
+        plan = plan_of(self.options, num_shards, spec)
+        return plan.partition(index), plan.digest
 
 
-def _run_registered(
-    member: FleetMember, options: dict[str, Any], addresses: Sequence[Address], tls: TlsConfig | None
+async def _serve_in_fleet(
+    member: FleetMember,
+    node: ShardNode,
+    card_set: CardSet | None,
+    addresses: Sequence[Address],
+    tls: TlsConfig | None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
+    """Serves what the fleet wants until it is cancelled; then leaves the fleet and ends what is in flight.
 
     Raises:
         FleetMismatchError: it divides rows otherwise than its fleet.
         AddressError: it can't listen.
-        ShardNodeError: the devices can't be had.
         RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
         CardError: the cards have failed; only a new process can use them.
     """
-    from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
-    from shard_node.node import NodeIdentity, ShardNode
-
-    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    card_set = open_card_set(options)
-    identity = {"shard_index": member.shard, "num_shards": member.record.num_shards, "num_cards": member.cards}
-    node = ShardNode(NodeIdentity.model_validate(identity | {"sharding": member.record.sharding}))
-    threads = options["threads"]
-    _run_node(node, lambda: _program(member, node, card_set, options["registry"], addresses, threads, tls))
-
-
-async def _program(
-    member: FleetMember,
-    node: ShardNode,
-    card_set: CardSet | None,
-    registry_url: str,
-    addresses: Sequence[Address],
-    threads: int,
-    tls: TlsConfig | None,
-) -> None:
     from loader.memory import settle_heap
-    from loader.registry.opening import open_registry
-    from loader.registry.typed import FleetRegistry
     from shard_node.agent.agent import Agent
     from shard_node.agent.card_watch import watch_cards
     from shard_node.agent.node_agent import NodeActions
-    from shard_node.wire.server import NodeServer, ServerLimits
-    from shard_node.wire.tls import server_context
 
-    # Where a disk or a card may have to be waited for, the event loop never pools by itself.
-    mapped = {} if member.node.memory_budget_bytes is None and card_set is None else {"max_inline_bytes": 0}
-    registry = open_registry(registry_url)
-    context = None if tls is None else server_context(tls)
-    server = NodeServer(node, ServerLimits(threads=threads, **mapped), tls=context)
-    try:
-        await server.start(addresses)
-        for address in server.addresses:
-            click.echo(f"shard {member.shard}/{member.record.num_shards} listens on {address}")
-        fleet = FleetRegistry(registry)
+    may_wait = member.node.memory_budget_bytes is not None or card_set is not None
+    async with (
+        opened_registry(member.options["registry"]) as fleet,
+        _listening(node, addresses, member.options["threads"], tls, may_wait=may_wait) as server,
+    ):
         await _join(fleet, member.record)
         config = member.listening_on(server.addresses[0])
         actions = NodeActions(node, fleet, member.partition, config, card_set=card_set)
         agent = Agent(fleet, actions, member.agent)
         settle_heap()
-        cards = None if card_set is None else card_set.cards
-        await _follow(watch_cards(node, cards), agent, actions, server.drain)
-    finally:
-        await server.close()
-        await registry.close()
-
-
-async def _follow(
-    watch: Coroutine[Any, Any, NoReturn],
-    agent: Agent,
-    actions: NodeActions,
-    drain: Callable[[float], Awaitable[bool]],
-) -> None:
-    running, watching = asyncio.create_task(agent.run()), asyncio.create_task(watch)
-    try:
-        ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
-    finally:
-        watching.cancel()
-        # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
-        await agent.leave()
-        await drain(DRAIN_TIMEOUT_S)
-        running.cancel()
-        await asyncio.wait([running])
-        await actions.close()
+        running = asyncio.create_task(agent.run())
+        watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))
+        try:
+            ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            watching.cancel()
+            # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
+            await agent.leave()
+            await server.drain(DRAIN_TIMEOUT_S)
+            running.cancel()
+            await asyncio.wait([running])
+            await actions.close()
 
 
 async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
@@ -379,14 +340,12 @@ async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
     told = False
     while True:
         try:
-            await join_fleet(fleet, record)
+            return await join_fleet(fleet, record)
         except RegistryUnavailableError as error:
             if not told:
                 logger.warning("waits for the registry: %s", error)
             told = True
             await asyncio.sleep(_JOIN_RETRY_S)
-        else:
-            return
 
 
 def advertised(bound: Address) -> Address:
@@ -395,7 +354,7 @@ def advertised(bound: Address) -> Address:
 
     if bound.is_unix:
         return Address(path=str(Path(bound.path).absolute()))
-    return Address(host=socket.gethostname(), port=bound.port) if bound.host in _ANY_HOST else bound
+    return Address(host=socket.gethostname(), port=bound.port) if bound.host in ANY_HOST else bound
 
 
 def default_node_id(shard_index: int, bound: Address) -> str:

@@ -19,12 +19,18 @@ from rich.console import Console
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.cli.fleet import placement_line
 from serving.cli.output import progress_bars
 from serving.client import Client, ClientError, RetryPolicy
 from serving.demo.ranking import Answers, DemoError, RankCallError, UsersFilms, rank_all, rank_arguments
 from serving.demo.report import DemoReport, print_report, print_top_films
-from serving.fleet.local_fleet import FleetConfig, WorkerPorts, connectable_host, held_ports, running_fleet
+from serving.fleet.local_fleet import (
+    FleetConfig,
+    WorkerPorts,
+    connectable_host,
+    held_ports,
+    placement_line,
+    running_fleet,
+)
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server

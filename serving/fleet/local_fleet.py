@@ -30,7 +30,7 @@ from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from router.plan import Plan
+from router.plan import REPLICATED, Plan
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
@@ -53,6 +53,7 @@ REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
+QUOTED_TABLES = 8
 
 
 class FleetConfig(Frozen):
@@ -123,6 +124,23 @@ class Beginning:
     version: int
     plan: Plan
     latest: int
+
+
+def placement_line(plan: Plan) -> str:
+    """Say which tables every shard holds: `on every shard: genre, city; split over 2 shards: user, film`."""
+    if plan.num_shards == 1:
+        return f"one shard holds every table: {_quoted([table.name for table in plan.layout.tables])}"
+    whole: list[str] = []
+    rest: list[str] = []
+    for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
+        (whole if owners[0] == REPLICATED else rest).append(table.name)
+    how = "whole on one shard each" if plan.sharding == "table" else f"split over {plan.num_shards} shards"
+    return f"on every shard: {_quoted(whole)}; {how}: {_quoted(rest)}"
+
+
+def _quoted(names: list[str]) -> str:
+    shown = ", ".join(names[:QUOTED_TABLES]) or "none"
+    return f"{shown} and {len(names) - QUOTED_TABLES} more" if len(names) > QUOTED_TABLES else shown
 
 
 class _OccupiedError(FleetError):

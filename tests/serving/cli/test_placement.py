@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.plan import Plan
-from serving.cli.fleet import placement_line
+from serving.fleet.local_fleet import placement_line
 from serving.training.description import with_bucketing
 from shardrank_testing.snapshots import make_spec
 
