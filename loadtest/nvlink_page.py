@@ -14,8 +14,7 @@ import click
 import numpy as np
 
 from loader.snapshot.manifest import RowDtype
-from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
-from serving.cli.model_catalog import DLRM_V2_HOTNESS, catalog_model
+from serving.cli.capacity import DLRM_V2_HOTNESS, CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from shard_node.cuda.partial_pooling import BagShape, gathered_bytes, partial_pooled_bytes, partial_pooling_from
 from shard_node.cuda.row_format import RowFormat
 from shard_node.planning.card_systems import SYSTEMS

@@ -24,7 +24,7 @@ COMMANDS = {
     "demo": "fleet",
     "up": "fleet",
     "serve": "serve",
-    "shard-node": "shard_node",
+    "shard-node": "serve",
     "train": "snapshots",
     "export": "snapshots",
     "plan": "plan",
@@ -44,9 +44,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 class WithExamples(click.Command):
     """A command whose docstring may end in a block `Examples:`, shown line by line after the options."""
 
-    def __init__(self, *args: Any, help: str | None = None, **more: Any) -> None:
-        text, _, examples = inspect.cleandoc(help or "").partition("\nExamples:\n")
-        super().__init__(*args, help=text, epilog=f"\b\nExamples:\n{examples}" if examples else None, **more)
+    def __init__(self, name: str | None, **more: Any) -> None:
+        more["help"], _, examples = inspect.cleandoc(more.get("help") or "").partition("\nExamples:\n")
+        if examples:
+            more["epilog"] = f"\b\nExamples:\n{examples}"
+        super().__init__(name, **more)
 
 
 class GroupWithExamples(WithExamples, click.Group):

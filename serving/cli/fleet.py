@@ -12,62 +12,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from serving.cli import GroupWithExamples, WithExamples
-from serving.cli.options import (
-    FILE,
-    FOLDER,
-    cards_option,
-    count,
-    device_option,
-    device_options,
-    duration,
-    films_options,
-    fleet_options,
-    front_options,
-    max_memory_option,
-    memory_budget_option,
-    option,
-    port_options,
-    ranking_options,
-    registry_option,
-    replicate_option,
-    sharding_option,
-    store_option,
-    switch,
-    tls_options,
-    tokens_option,
-    verify_option,
-)
+from serving.cli import GroupWithExamples, WithExamples, settings
+from serving.cli import options as opts
 from serving.cli.output import stdout_console
-from serving.cli.settings import (
-    Options,
-    Protection,
-    arguments,
-    config_of,
-    device_arguments,
-    front_arguments,
-    num_replicas,
-    opened_registry,
-    registry_url,
-    run_until_stopped,
-    warn_if_open,
-)
+from serving.cli.settings import Options, Protection, config_of, opened_registry, registry_url
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning, FleetConfig
 
 
 @click.command(cls=WithExamples)
-@films_options
-@option("--store", "Keep the snapshot in this store; without it, it is removed at the end.", FOLDER)
-@count("--shards", "Shard nodes; each is a process.", 1, 64, 2)
-@cards_option(2)
-@device_option("cpu")
-@sharding_option
-@switch("--local", "Everything in this process, nothing serialised between router and rows.")
-@port_options
-@switch("--once", "Stop after the report.")
-@option(
+@opts.films_options
+@opts.option("--store", "Keep the snapshot in this store; without it, it is removed at the end.", opts.FOLDER)
+@opts.count("--shards", "Shard nodes; each is a process.", 1, 64, 2)
+@opts.cards_option(2)
+@opts.device_option("cpu")
+@opts.sharding_option
+@opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
+@opts.port_options
+@opts.switch("--once", "Stop after the report.")
+@opts.option(
     "--json",
     "Also write the report as JSON.",
     click.Path(path_type=Path, dir_okay=False, writable=True),
@@ -96,31 +60,29 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 
 
 @click.command(cls=WithExamples)
-@store_option
-@option(
-    "--model", "What to serve. Repeatable; default: all of the store.", metavar="NAME", multiple=True, name="models"
-)
-@count(
+@opts.store_option
+@opts.option("--model NAME", "What to serve. Repeatable; default: all of the store.", multiple=True, name="models")
+@opts.count(
     "--version",
     "What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
 )
-@option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.", FOLDER)
-@registry_option
-@count("--shards", "Shards.", 1, 64, 2)
-@count("--replicas", "Nodes of each shard.", 1, 16, 1)
-@cards_option(1)
-@count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
-@sharding_option
-@replicate_option
-@memory_budget_option
-@device_options
-@max_memory_option("", ", on each shard node")
-@port_options
-@tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
-@tokens_option
-@front_options
-@ranking_options
-@verify_option
+@opts.option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.", opts.FOLDER)
+@opts.registry_option
+@opts.count("--shards", "Shards.", 1, 64, 2)
+@opts.count("--replicas", "Nodes of each shard.", 1, 16, 1)
+@opts.cards_option(1)
+@opts.count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.memory_budget_option
+@opts.device_options
+@opts.max_memory_option("", ", on each shard node")
+@opts.port_options
+@opts.tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
+@opts.tokens_option
+@opts.front_options
+@opts.ranking_options
+@opts.verify_option
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
@@ -140,19 +102,18 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     """
     from serving.fleet.local_fleet import FleetConfig
 
-    protection = Protection.of(options)
-    warn_if_open(options["host"], protection)
+    settings.warn_if_open(options["host"], Protection.of(options))
     # Refuses what needs rows in the serving process itself.
-    num_replicas(options["ranking_replicas"], None)
+    settings.num_replicas(options["ranking_replicas"], None)
     config = config_of(
         FleetConfig,
         options,
         **_what(options),
-        shard_node_arguments=(*arguments(options, ["max_memory_gb"]), *device_arguments(options)),
-        serve_arguments=(*arguments(options, ["ranking_replicas", "dtype"]), *front_arguments(options)),
+        shard_node_arguments=settings.arguments(options, ["max_memory_gb"]) + settings.device_arguments(options),
+        serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype"]) + settings.front_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )
-    _run(config, protection.scheme)
+    _run(config, settings.scheme(options))
 
 
 def _what(options: Options) -> dict[str, Any]:
@@ -210,23 +171,21 @@ def _tell(beginnings: Sequence[Beginning]) -> None:
 
 
 @click.command(cls=WithExamples)
-@fleet_options
-@option(
-    "--stage-timeout",
+@opts.fleet_options
+@opts.option(
+    "--stage-timeout TIME",
     "How long nodes may take to stage a version before the rollout is rolled back. Default: 1h.",
-    duration,
-    metavar="TIME",
+    opts.duration,
     name="stage_timeout_s",
 )
-@option(
-    "--step-timeout",
+@opts.option(
+    "--step-timeout TIME",
     "How long every other step may take. Default: 2m.",
-    duration,
-    metavar="TIME",
+    opts.duration,
     name="step_timeout_s",
 )
-@option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
-@option("--step-delay", "Pause before each step, for drills.", duration, hidden=True, name="step_delay_s")
+@opts.option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
+@opts.option("--step-delay", "Pause before each step, for drills.", opts.duration, hidden=True, name="step_delay_s")
 def coordinator(registry: str | None, store: Path | None, owner: str | None, **times: float | None) -> None:
     """Carry out the rollouts of a fleet.
 
@@ -247,7 +206,7 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
-    run_until_stopped(program)
+    settings.run_until_stopped(program)
 
 
 @click.group(cls=GroupWithExamples)
@@ -260,18 +219,18 @@ def token() -> None:
 
 
 @token.command()
-@option("--name", "Whose it is: letters, digits, and _ . -", metavar="NAME", required=True)
-@option(
+@opts.option("--name NAME", "Whose it is: letters, digits, and _ . -", required=True)
+@opts.option(
     "--scope",
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
     "everything, metrics too.",
     click.Choice(["rank", "describe", "admin"]),
     required=True,
 )
-@option(
+@opts.option(
     "--tokens",
     "The file that it is added to, made with mode 0600 if it is not there. Without, its entry is printed.",
-    FILE,
+    opts.FILE,
 )
 def new(name: str, scope: Literal["rank", "describe", "admin"], tokens: Path | None) -> None:
     """Make a random token of 256 bits and print it, this once: the file has only its SHA-256.

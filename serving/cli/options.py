@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -66,18 +67,25 @@ def duration(text: str) -> float:
     return seconds
 
 
-def option(
-    flag: str, text: str, kind: Any = None, default: Any = None, metavar: str | None = None, **more: Any
-) -> Option:
-    """Declare an option: its help text, type, and default, which the help shows."""
+def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: Any) -> Option:
+    """Declare an option.
+
+    Args:
+        flag: `--flag`, or `--flag METAVAR`; what the kinds here are called by themselves needs none.
+        text: its help.
+        kind: a click type, or a function that reads a text.
+        default: shown in the help.
+        more: of `click.option`, and `name` for another name than the flag's.
+    """
+    flag, _, metavar = flag.partition(" ")
+    if not metavar and isinstance(kind, click.IntRange):
+        metavar = "PORT" if kind is PORT else "N"
+    elif not metavar and isinstance(kind, click.Path):
+        metavar = "FILE" if kind.dir_okay is False else "FOLDER" if kind.file_okay is False else "PATH"
     if default is not None:
         more["default"] = default
-    if metavar is None and isinstance(kind, click.IntRange):
-        metavar = "PORT" if kind is PORT else "N"
-    elif metavar is None and isinstance(kind, click.Path):
-        metavar = "FILE" if kind.dir_okay is False else "FOLDER" if kind.file_okay is False else "PATH"
     names = [flag, more.pop("name")] if "name" in more else [flag]
-    return click.option(*names, type=kind, show_default=True, metavar=metavar, help=text, **more)
+    return click.option(*names, type=kind, show_default=True, metavar=metavar or None, help=text, **more)
 
 
 def count(flag: str, text: str, low: int = 1, high: int | None = None, default: int | None = None) -> Option:
@@ -87,7 +95,7 @@ def count(flag: str, text: str, low: int = 1, high: int | None = None, default: 
 
 def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero: bool = False) -> Option:
     """Declare an option for memory in 10^9 bytes."""
-    return option(flag, text, FiniteRange(0, min_open=above_zero), default, "GB")
+    return option(f"{flag} GB", text, FiniteRange(0, min_open=above_zero), default)
 
 
 def choice(flag: str, text: str, *values: str, default: str | None = None) -> Option:
@@ -95,8 +103,9 @@ def choice(flag: str, text: str, *values: str, default: str | None = None) -> Op
     return option(flag, text, click.Choice(values), default or values[0])
 
 
-def assignments(flag: str, metavar: str, text: str) -> Option:
+def assignments(flag: str, text: str) -> Option:
     """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs."""
+    metavar = flag.partition(" ")[2]
 
     def assignment(given: str) -> tuple[str, str]:
         name, _, value = given.partition("=")
@@ -104,62 +113,46 @@ def assignments(flag: str, metavar: str, text: str) -> Option:
             raise click.BadParameter(f"{given!r} is not {metavar}.")
         return name, value
 
-    return option(flag, f"{text} Repeatable.", assignment, metavar=metavar, multiple=True)
+    return option(flag, f"{text} Repeatable.", assignment, multiple=True)
 
 
 def switch(flag: str, text: str, **more: Any) -> Option:
     """Declare an option without a value."""
-    return click.option(flag, is_flag=True, help=text, **more)
+    return option(flag, text, is_flag=True, **more)
 
 
 def json_flag(what: str) -> Option:
     """Declare `--json` as a flag: print JSON in place of tables."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+    return switch("--json", f"Print {what} as JSON.", name="as_json")
 
 
 def together(*options: Option) -> Option:
     """Join options into one decorator; the help lists them in this order."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for one in reversed(options):
-            function = one(function)
-        return function
-
-    return decorate
+    return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
 
 
 store_option = option("--store", "The folder that holds <model>/<version>/ snapshots.", FOLDER)
 out_store_option = option("--store", "Where the snapshot goes: FOLDER/<model>/<version>/.", FOLDER, required=True)
 snapshot_options = together(
     store_option,
-    option("--model", "The model; without it, the store's only one.", metavar="NAME"),
+    option("--model NAME", "The model; without it, the store's only one."),
     count("--version", "The version; without it, the store's latest."),
     option("--snapshot", "The snapshot's own folder, in place of --store, --model and --version.", FOLDER),
 )
 registry_option = option(
-    "--registry",
+    "--registry URL",
     "redis://… or rediss://… (with ?fleet=NAME for one of several), or a folder. Use the variable SHARDRANK_REGISTRY "
     "if it has a password.",
-    metavar="URL",
     envvar="SHARDRANK_REGISTRY",
 )
 fleet_options = together(registry_option, option("--store", "The fleet's store, if its registry lies in it.", FOLDER))
+_MEMBER_MODEL = "With --registry only this model, repeatable; default: all. Without, the model; default: the only one."
 member_options = together(
     registry_option,
     store_option,
-    option(
-        "--model",
-        "With --registry only this model, repeatable; default: all. Without, the model; default: the only one.",
-        metavar="NAME",
-        multiple=True,
-        name="models",
-    ),
+    option("--model NAME", _MEMBER_MODEL, multiple=True, name="models"),
     count("--version", "Without --registry: the version; default: the store's latest."),
-    option(
-        "--snapshot",
-        "Without --registry: the snapshot's own folder, in place of --store, --model and --version.",
-        FOLDER,
-    ),
+    option("--snapshot", "Without --registry: the snapshot's own folder, and none of the three before.", FOLDER),
 )
 follow_option = switch("--follow", "Show how far it is until it ends; exit code 1 unless it is done.")
 hash_threads_option = count("--threads", "How many files are hashed at a time.", 1, 64, 2)
@@ -177,12 +170,8 @@ sharding_option = choice(
     "with that bucketing, except those that --replicate-bytes or a single shard leaves whole.",
     *("hash", "range", "table"),
 )
-replicate_option = count(
-    "--replicate-bytes",
-    "Tables of at most this many bytes are held whole by every shard.",
-    0,
-    default=DEFAULT_REPLICATE_BYTES,
-)
+_REPLICATE = "Tables of at most this many bytes are held whole by every shard."
+replicate_option = count("--replicate-bytes", _REPLICATE, 0, default=DEFAULT_REPLICATE_BYTES)
 memory_budget_option = gigabytes(
     "--memory-budget-gb",
     "RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM. "
@@ -199,13 +188,8 @@ def max_memory_option(whose: str, where: str = "") -> Option:
     )
 
 
-stage_share_option = option(
-    "--stage-cpu-share",
-    "With --registry: share of one core for loading a version beside the live one.",
-    FiniteRange(0.01, 1),
-    0.5,
-    "SHARE",
-)
+_STAGE_SHARE = "With --registry: share of one core for loading a version beside the live one."
+stage_share_option = option("--stage-cpu-share SHARE", _STAGE_SHARE, FiniteRange(0.01, 1), 0.5)
 verify_option = option(
     "--verify/--no-verify",
     "Compare every file's SHA-256 before serving; leave it out only for a local store that you trust.",
@@ -216,28 +200,17 @@ port_options = together(
     option("--http-port", "HTTP port; 0 takes a free one.", PORT, 8080),
     option("--grpc-port", "gRPC port; 0 takes a free one.", PORT, 8081),
 )
-front_options = together(
-    option(
-        "--admin-port",
-        "A port for probes and /metrics alone, answered by a thread of its own; 0 takes a free one. Serving processes "
-        "that share their ports share it too.",
-        PORT,
-    ),
-    option(
-        "--trusted-proxy",
-        "A balancer or proxy that stands for many clients: its connections are not counted, and it never has to wait. "
-        "Repeatable.",
-        metavar="ADDRESS[/BITS]",
-        multiple=True,
-        name="trusted_proxies",
-    ),
+_ADMIN_PORT = (
+    "A port for probes and /metrics alone, with a thread of its own, shared by all workers; 0 takes a free one."
 )
+_PROXY = "A balancer that stands for many clients: its connections are not counted and never have to wait. Repeatable."
+front_options = together(
+    option("--admin-port", _ADMIN_PORT, PORT),
+    option("--trusted-proxy ADDRESS[/BITS]", _PROXY, multiple=True, name="trusted_proxies"),
+)
+_MOVIELENS = "Folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre)."
 films_options = together(
-    option(
-        "--movielens",
-        "Folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre).",
-        click.Path(path_type=Path, file_okay=False, exists=True),
-    ),
+    option("--movielens", _MOVIELENS, click.Path(path_type=Path, file_okay=False, exists=True)),
     count("--ratings", "How many ratings to generate, without --movielens.", 1000, 10_000_000, 40_000),
     count("--epochs", "Passes over the data; default: the trainer's own.", 1, 1000),
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),
@@ -248,15 +221,14 @@ ranking_options = together(
         "Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on GPUs "
         "in this process they take turns over the cards. 0: the event loop scores between requests, only with all rows "
         "in this process's RAM, and the default there. Else 1, or one for each GPU.",
-        0,
-        64,
+        *(0, 64),
     ),
     choice(
         "--dtype",
         "Number format of the dense model; auto is bfloat16 where the device has it and golden scores allow it.",
         *("auto", "float32", "bfloat16"),
     ),
-    assignments("--limit", "NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
+    assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),
 )
 
@@ -264,11 +236,10 @@ ranking_options = together(
 def device_option(default: str) -> Option:
     """Declare `--device`."""
     return option(
-        "--device",
+        "--device DEVICE",
         "Where rows lie and are pooled: cpu; cuda (one GPU for each card); cuda:0 or cuda:0,1 (these, with several "
         "logical cards on each if there are more cards); or auto: GPUs if CuPy and one for each card are here.",
         default=default,
-        metavar="DEVICE",
     )
 
 
@@ -302,29 +273,21 @@ device_options = together(
 
 def tls_options(client_ca_help: str) -> Option:
     """Declare `--tls-cert`, `--tls-key`, `--tls-client-ca`."""
+    certificate = (
+        "Speak TLS with this certificate (PEM, with those between it and its CA). Files of TLS are read again "
+    )
     return together(
-        option(
-            "--tls-cert",
-            "Speak TLS with this certificate (PEM, with those between it and its CA). Files of TLS are read again when "
-            "they change; open connections stay.",
-            FILE,
-        ),
+        option("--tls-cert", f"{certificate}when they change; open connections stay.", FILE),
         option("--tls-key", "Private key of --tls-cert, PEM, without a password.", FILE),
         option("--tls-client-ca", client_ca_help, FILE),
     )
 
 
+_NODE_CA = "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs. Default: --tls-client-ca."
+_TOKENS = "Let in only who has one of these tokens; see `shardrank token new`. Probes need none. Read again on change."
 node_tls_options = together(
-    option(
-        "--node-ca",
-        "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs. Default: --tls-client-ca.",
-        FILE,
-    ),
+    option("--node-ca", _NODE_CA, FILE),
     option("--node-cert", "Certificate to show to shard nodes. Default: --tls-cert, if TLS is spoken to them.", FILE),
     option("--node-key", "Private key of --node-cert. Default: --tls-key.", FILE),
 )
-tokens_option = option(
-    "--tokens",
-    "Let in only who has one of these tokens; see `shardrank token new`. Probes need none. Read again on change.",
-    FILE,
-)
+tokens_option = option("--tokens", _TOKENS, FILE)

@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from serving.cli import WithExamples
-from serving.cli.options import (
-    DEFAULT_PINNED_GB,
-    FiniteRange,
-    assignments,
-    choice,
-    count,
-    gigabytes,
-    json_flag,
-    option,
-    replicate_option,
-    sharding_option,
-    switch,
-)
+from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table
 from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
@@ -45,60 +33,57 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 
 
 @click.command(cls=WithExamples)
-@option(
-    "--model",
+@opts.option(
+    "--model FILE",
     "A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, merlin-tiny, -small, "
     "-medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
-    metavar="FILE",
     required=True,
 )
-@choice("--system", "Whose bandwidths.", *SYSTEM_NAMES, default="h100")
-@count("--cards", "Cards of each node; default: the system's.", 1, 64)
-@gigabytes(
+@opts.choice("--system", "Whose bandwidths.", *SYSTEM_NAMES, default="h100")
+@opts.count("--cards", "Cards of each node; default: the system's.", 1, 64)
+@opts.gigabytes(
     "--card-memory-gb",
     "Memory of each card for rows and places, in 10^9 bytes; default: all of the system's card. An engine leaves "
     "an eighth of it to everything else if nothing is said.",
     above_zero=True,
 )
-@gigabytes(
+@opts.gigabytes(
     "--pinned-memory-gb",
     "Host memory for rows that no card has room for, which cards read in place.",
-    DEFAULT_PINNED_GB,
+    opts.DEFAULT_PINNED_GB,
 )
-@gigabytes(
+@opts.gigabytes(
     "--hot-gb",
     "Memory of each card for copies of the hottest rows. Default: what is left when all rows are on cards, else a "
     "sixteenth.",
 )
-@count("--versions", "Versions side by side, each with its part of the memory; a rollout needs 2.", 1, 8, 1)
-@count("--shards", "Nodes that share rows.", 1, 1024, 1)
-@sharding_option
-@replicate_option
-@switch("--no-peer-access", "Plan for cards that can't read each other's memory.")
-@switch("--no-mapped", "Fail if rows would stay in the mapped snapshot.")
-@count("--batch", "Candidates of a batch.", 1, 10_000_000, 500)
-@count("--requests", "Requests of a batch; context features are looked up once for each.", 1, 10_000_000, 1)
-@assignments(
-    "--hotness",
-    "FEATURE=N",
+@opts.count("--versions", "Versions side by side, each with its part of the memory; a rollout needs 2.", 1, 8, 1)
+@opts.count("--shards", "Nodes that share rows.", 1, 1024, 1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.switch("--no-peer-access", "Plan for cards that can't read each other's memory.")
+@opts.switch("--no-mapped", "Fail if rows would stay in the mapped snapshot.")
+@opts.count("--batch", "Candidates of a batch.", 1, 10_000_000, 500)
+@opts.count("--requests", "Requests of a batch; context features are looked up once for each.", 1, 10_000_000, 1)
+@opts.assignments(
+    "--hotness FEATURE=N",
     "Ids in a bag of a feature, in the mean. Default: what the published model or the snapshot's golden requests have, "
     "else 1.",
 )
-@option(
-    "--zipf",
+@opts.option(
+    "--zipf S",
     "Lookups of a table's row r in proportion to r^-S; 0 is uniform. Default: the published model's, else 0.",
-    FiniteRange(0, 8),
-    metavar="S",
+    opts.FiniteRange(0, 8),
 )
-@option(
+@opts.option(
     "--dtype",
     "Rows stored so, in place of what the model says; published models are int8 by default.",
     click.Choice(["int8", "int4", "fp16", "fp32"]),
 )
-@option("--hbm-gb-per-s", "What a copy within a card reaches.", FiniteRange(1), metavar="GB")
-@option("--nvlink-gb-per-s", "Line rate between cards, one direction.", FiniteRange(1), metavar="GB")
-@option("--host-gb-per-s", "Line rate from host to card, one direction.", FiniteRange(1), metavar="GB")
-@json_flag("the plan")
+@opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
+@opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
+@opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
+@opts.json_flag("the plan")
 def plan(**options: Any) -> None:
     """Reckon what a model takes on a node of cards.
 
@@ -170,8 +155,7 @@ def planned_model(named: str, dtype: RowDtype | None) -> tuple[ModelSpec, Lookup
         ExportError: a description that can't be read.
         SnapshotError: a snapshot that can't be read.
     """
-    from serving.cli.capacity import LookupProfile
-    from serving.cli.model_catalog import CATALOG, catalog_model
+    from serving.cli.capacity import CATALOG, LookupProfile, catalog_model
 
     name, _, scale = named.partition(":")
     if name in CATALOG:

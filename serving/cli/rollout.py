@@ -18,20 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.cli import GroupWithExamples, WithExamples
-from serving.cli.options import (
-    FOLDER,
-    assignments,
-    choice,
-    duration,
-    fleet_options,
-    follow_option,
-    hash_threads_option,
-    json_flag,
-    option,
-    registry_option,
-    share,
-    switch,
-)
+from serving.cli import options as opts
 from serving.cli.output import (
     human_bytes,
     human_time,
@@ -66,17 +53,18 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @click.command(cls=WithExamples)
 @click.argument("snapshot_folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@option("--store", "Where the fleet's processes find snapshots; default: the store in which the folder lies.", FOLDER)
-@registry_option
-@option(
-    "--retain",
+@opts.option(
+    "--store", "Where the fleet's processes find snapshots; default: the store in which the folder lies.", opts.FOLDER
+)
+@opts.registry_option
+@opts.option(
+    "--retain K",
     "Keep the K highest published versions of the model and delete the others from the store, but never one that is "
     "wanted, rolled out, or the last rollout's origin. Default: keep all.",
     click.IntRange(1),
-    metavar="K",
 )
-@hash_threads_option
-@json_flag("what was published")
+@opts.hash_threads_option
+@opts.json_flag("what was published")
 def publish(
     snapshot_folder: Path, store: Path | None, registry: str | None, retain: int | None, threads: int, as_json: bool
 ) -> None:
@@ -112,14 +100,14 @@ def publish(
     click.echo(f"{record.model} version {record.version} {news}; {human_bytes(record.rows_bytes)} of rows")
     click.echo(f"{how} {published.folder}, identity {record.identity}")
     if retained is not None:
-        kept, deleted = (", ".join(map(str, found)) or "none" for found in (retained.kept, retained.dropped))
-        click.echo(f"kept: {kept}; deleted: {deleted}")
+        told = [", ".join(map(str, found)) or "none" for found in (retained.kept, retained.dropped)]
+        click.echo(f"kept: {told[0]}; deleted: {told[1]}")
 
 
 @click.command(cls=WithExamples)
 @click.argument("model", required=False)
-@fleet_options
-@json_flag("the list")
+@opts.fleet_options
+@opts.json_flag("the list")
 def versions(model: str | None, registry: str | None, store: Path | None, as_json: bool) -> None:
     """List the versions that are published, and what they are used for.
 
@@ -187,27 +175,25 @@ def rollout() -> None:
 @rollout.command()
 @click.argument("model")
 @click.argument("version", type=click.IntRange(min=1))
-@option("--canary", "First send a stable share of the requests to it, such as 5%.", share, metavar="SHARE")
-@option(
-    "--bake",
+@opts.option("--canary SHARE", "First send a stable share of the requests to it, such as 5%.", opts.share)
+@opts.option(
+    "--bake TIME",
     "How long the canary, or without one the flipped version, is held against the live one's errors, p99 and scores "
     "before the rollout goes on, such as 60s or 2m. Default: 60s with --canary, else none.",
-    duration,
-    metavar="TIME",
+    opts.duration,
 )
-@choice(
+@opts.choice(
     "--strategy",
     "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
     "after the other changes over; needs two replicas of each shard.",
     *("beside", "by-replica"),
 )
-@assignments(
-    "--guard",
-    "NAME=VALUE",
+@opts.assignments(
+    "--guard NAME=VALUE",
     "What the bake allows: min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift.",
 )
-@follow_option
-@fleet_options
+@opts.follow_option
+@opts.fleet_options
 @click.pass_context
 def start(
     ctx: click.Context,
@@ -262,9 +248,9 @@ def start(
 
 @rollout.command()
 @click.argument("model", required=False)
-@switch("--watch", "Keep showing it until Ctrl-C.")
-@fleet_options
-@json_flag("the status")
+@opts.switch("--watch", "Keep showing it until Ctrl-C.")
+@opts.fleet_options
+@opts.json_flag("the status")
 def status(model: str | None, watch: bool, registry: str | None, store: Path | None, as_json: bool) -> None:
     """Show how far the rollout of a model is, or was; of every model without MODEL.
 
@@ -304,8 +290,8 @@ def status(model: str | None, watch: bool, registry: str | None, store: Path | N
 
 @rollout.command()
 @click.argument("model")
-@option("--reason", "Kept in its record.", default="aborted by hand", metavar="TEXT")
-@fleet_options
+@opts.option("--reason TEXT", "Kept in its record.", default="aborted by hand")
+@opts.fleet_options
 def abort(model: str, reason: str, registry: str | None, store: Path | None) -> None:
     """End a running rollout in the version that was live before.
 
@@ -322,8 +308,8 @@ def abort(model: str, reason: str, registry: str | None, store: Path | None) -> 
 
 @click.command(cls=WithExamples)
 @click.argument("model")
-@follow_option
-@fleet_options
+@opts.follow_option
+@opts.fleet_options
 @click.pass_context
 def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None, store: Path | None) -> None:
     """Return to the version that was live before the last rollout.

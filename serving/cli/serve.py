@@ -1,141 +1,109 @@
-"""`shardrank serve`: HTTP and gRPC in front of shard nodes or of rows in this very process, alone or in a fleet."""
+"""`shardrank serve` and `shard-node`: the processes that answer, of one snapshot or in a fleet."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from serving.cli import WithExamples
-from serving.cli.options import (
-    FILE,
-    PORT,
-    FiniteRange,
-    assignments,
-    cards_option,
-    count,
-    device_options,
-    front_options,
-    max_memory_option,
-    member_options,
-    memory_budget_option,
-    node_tls_options,
-    option,
-    port_options,
-    ranking_options,
-    replicate_option,
-    sharding_option,
-    stage_share_option,
-    switch,
-    tls_options,
-    tokens_option,
-    verify_option,
-)
-from serving.cli.settings import (
-    ANY_HOST,
-    DEVICE_FLAGS,
-    Options,
-    Protection,
-    arguments,
-    belongs_to_fleet,
-    config_of,
-    default_name,
-    device_arguments,
-    flags,
-    front_arguments,
-    given_flags,
-    member_folder,
-    node_config,
-    node_identity,
-    num_replicas,
-    open_card_set,
-    plan_of,
-    read_limits,
-    run_until_stopped,
-    to_bytes,
-    warn_if_open,
-)
+from serving.cli import WithExamples, settings
+from serving.cli import options as opts
+from serving.cli.settings import Options, Protection, config_of
 
 if TYPE_CHECKING:
+    from loader.registry.records import FleetRecord
     from loader.registry.typed import FleetRegistry
-    from loader.snapshot.manifest import ModelSpec
     from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
     from serving.versions.serving_node import LocalRows
+    from shard_node.agent.agent import AgentConfig
+    from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
-    from shard_node.node import Partition
-    from shard_node.wire.tls import TlsClientConfig
+    from shard_node.node import ShardNode
+    from shard_node.wire.address import Address
+    from shard_node.wire.server import NodeServer
+    from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 5.0
+"""How long SIGTERM lets requests in flight at a shard node end."""
+_JOIN_RETRY_S = 0.5
 _ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb")
-_FLEET_ONLY = ("local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share")
+_FLEET_ONLY = (
+    "advertise",
+    "node_id",
+    "max_memory_gb",
+    "stage_cpu_share",
+    "stage_mb_per_s",
+    "local",
+    "max_staleness",
+)
+_ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+_PROFILE = (
+    "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. Of several "
+    "--workers each has its own: FILE with -0, -1, ... before its ending."
+)
 
 
 @click.command(cls=WithExamples)
-@member_options
-@option(
-    "--shard",
+@opts.member_options
+@opts.option(
+    "--shard ADDRESS[,ADDRESS...]",
     "Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. Without "
     "any, the rows are loaded into this process.",
-    metavar="ADDRESS[,ADDRESS...]",
     multiple=True,
     name="shards",
 )
-@switch("--local", "With --registry: load the rows into this process, swap them and apply row updates here.")
-@option(
-    "--node-id",
+@opts.switch("--local", "With --registry: load the rows into this process, swap them and apply row updates here.")
+@opts.option(
+    "--node-id NAME",
     "With --registry: the process' name, the same after a restart. Default: made of host and port.",
-    metavar="NAME",
     envvar="SHARDRANK_NODE_ID",
 )
-@option(
-    "--advertise",
+@opts.option(
+    "--advertise URL",
     "With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
-    metavar="URL",
     envvar="SHARDRANK_ADVERTISE",
 )
-@assignments(
-    "--max-staleness",
-    "MODEL=SECONDS",
-    "With --registry: how old the rows of a model may be, compared with its row updates, before /readyz calls it "
-    "degraded.",
+@opts.assignments(
+    "--max-staleness MODEL=SECONDS",
+    "With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded.",
 )
-@cards_option(1)
-@sharding_option
-@replicate_option
-@memory_budget_option
-@device_options
-@max_memory_option("With --local: ")
-@stage_share_option
-@port_options
-@tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC. Also the default of --node-ca.")
-@node_tls_options
-@tokens_option
-@front_options
-@count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
-@ranking_options
-@verify_option
-@option(
-    "--shutdown-delay-s",
+@opts.cards_option(1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.memory_budget_option
+@opts.device_options
+@opts.max_memory_option("With --local: ")
+@opts.stage_share_option
+@opts.port_options
+@opts.tls_options("Let in only clients with a certificate of these CAs. Also the default of --node-ca.")
+@opts.node_tls_options
+@opts.tokens_option
+@opts.front_options
+@opts.count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
+@opts.ranking_options
+@opts.verify_option
+@opts.option(
+    "--shutdown-delay-s S",
     "After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
-    FiniteRange(0, 600),
+    opts.FiniteRange(0, 600),
     0.5,
-    "S",
 )
-@option(
-    "--profile",
-    "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. With "
-    "several --workers each has its own: FILE with -0, -1, ... before its ending.",
-    FILE,
-)
-@option("--probe-port", "A private HTTP port of this one worker, on loopback.", PORT, hidden=True)
+@opts.option("--profile", _PROFILE, opts.FILE)
+@opts.option("--probe-port", "A private HTTP port of this one worker, on loopback.", opts.PORT, hidden=True)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> None:
     """Serve models over HTTP and gRPC.
@@ -161,37 +129,33 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     """
     from serving.server import ServerConfig
 
-    in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
-    if in_fleet and not options["local"] and (wrong := sorted(given_flags(ctx) & {*_ROWS, *DEVICE_FLAGS})):
-        raise click.UsageError(f"{flags(wrong)}: with --registry only for --local rows; shard nodes have their own.")
+    in_fleet, given = settings.belongs_to_fleet(ctx, _FLEET_ONLY), settings.given_flags(ctx)
+    if in_fleet and not options["local"] and (wrong := sorted(given & {*_ROWS, *settings.DEVICE_FLAGS})):
+        named = settings.flags(wrong)
+        raise click.UsageError(f"{named}: with --registry only for --local rows; shard nodes have their own.")
     protection = Protection.of(options)
     config = config_of(ServerConfig, options, tls=protection.tls)
-    folder = None if in_fleet else _static_folder(ctx)
+    if options["shards"] and (wrong := sorted(given & {"memory_budget_gb", *settings.DEVICE_FLAGS})):
+        verb = "is" if len(wrong) == 1 else "are"
+        raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    folder = None if in_fleet else settings.member_folder(options)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
-        warn_if_open(options["host"], protection)
+        settings.warn_if_open(options["host"], protection)
     if options["workers"] > 1:
-        _run_workers(ctx, folder, protection.scheme)
+        _run_workers(options, folder, ctx.find_root().params["log_level"])
     elif folder is None:
-        _serve_in_fleet(options, config, protection)
+        _serve_in_fleet(options, config, protection.node_tls)
     else:
-        _serve_snapshot(options, folder, config, protection)
+        _serve_snapshot(options, folder, config, protection.node_tls)
 
 
-def _static_folder(ctx: click.Context) -> Path:
-    """The snapshot's folder. Raises UsageError and SnapshotNotFoundError."""
-    if ctx.params["shards"] and (wrong := sorted(given_flags(ctx) & {"memory_budget_gb", *DEVICE_FLAGS})):
-        verb = "is" if len(wrong) == 1 else "are"
-        raise click.UsageError(f"{flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
-    return member_folder(ctx.params)
-
-
-def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, protection: Protection) -> None:
+def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
     from serving.rank.service import RankingService
     from serving.versions.loading import load_when_possible
 
-    limits = read_limits(options)
-    source = _source(options, folder, protection.node_tls)
+    limits = settings.read_limits(options)
+    source = _source(options, folder, node_tls)
     # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
     service = RankingService(limits, expected_models=[folder.parent.name])
     _answer(options, service, config, load=partial(load_when_possible, source, service))
@@ -203,7 +167,7 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
     from serving.observe.profile import profiled
     from serving.server import serve_until_signalled
 
-    scheme = "http" if config.tls is None else "https"
+    scheme = settings.scheme(options)
 
     def say(listening: Listening) -> None:
         click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
@@ -225,8 +189,8 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
     from shard_node.wire.address import Address
 
     shards = tuple(tuple(map(Address.parse, replicas.split(","))) for replicas in options["shards"])
-    budget_bytes = to_bytes(options["memory_budget_gb"])
-    card_set = None if shards else open_card_set(options)
+    budget_bytes = settings.to_bytes(options["memory_budget_gb"])
+    card_set = None if shards else settings.open_card_set(options)
     may_wait = bool(shards) or budget_bytes is not None
     return config_of(
         ModelSource,
@@ -234,13 +198,13 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         snapshot=folder,
         shards=shards,
         node_tls=node_tls,
-        num_replicas=num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait),
+        num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait),
         memory_budget_bytes=budget_bytes,
         card_set=card_set,
     )
 
 
-def _serve_in_fleet(options: Options, config: ServerConfig, protection: Protection) -> None:
+def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
     """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
 
     Raises:
@@ -257,19 +221,19 @@ def _serve_in_fleet(options: Options, config: ServerConfig, protection: Protecti
 
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    models: tuple[str, ...] = options["models"]
-    limits_s = staleness_limits(options["max_staleness"], models)
-    service = RankingService(read_limits(options), expected_models=models or None, max_staleness_s=limits_s)
+    limits, models = settings.read_limits(options), options["models"] or None
+    limits_s = staleness_limits(options["max_staleness"], options["models"])
+    service = RankingService(limits, expected_models=models, max_staleness_s=limits_s)
     fleet = FleetRegistry(open_registry(options["registry"]))
-    node_id = options["node_id"] or default_node_id(config.http_port)
-    card_set = open_card_set(options) if options["local"] else None
-    replicas = num_replicas(options["ranking_replicas"], card_set)
-    serving = config_of(ServingConfig, options, node_id=node_id, node_tls=protection.node_tls, num_replicas=replicas)
-    local = _local_rows(options, fleet, node_id, card_set) if options["local"] else None
-    node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
+    card_set = settings.open_card_set(options) if options["local"] else None
+    named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
+    replicas = settings.num_replicas(options["ranking_replicas"], card_set)
+    serving = config_of(ServingConfig, options, num_replicas=replicas, **named)
+    local = _local_rows(options, fleet, serving.node_id, card_set) if options["local"] else None
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local)
 
     def on_listening(listening: Listening) -> None:
-        node.address = options["advertise"] or advertised(listening, protection.scheme)
+        node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
 
     _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave)
 
@@ -280,13 +244,9 @@ def _local_rows(options: Options, fleet: FleetRegistry, node_id: str, card_set: 
     from shard_node.agent.node_agent import NodeActions
     from shard_node.node import ShardNode
 
-    def partition(spec: ModelSpec) -> tuple[Partition, str]:
-        plan = plan_of(options, 1, spec)
-        return plan.partition(0), plan.digest
-
-    node = ShardNode(node_identity(options, 0, 1))
-    actions = NodeActions(node, fleet, partition, node_config(options, node_id), card_set=card_set)
-    return LocalRows(node, actions, partial(plan_of, options, 1))
+    node, config = ShardNode(settings.node_identity(options, 0, 1)), settings.node_config(options, node_id)
+    actions = NodeActions(node, fleet, partial(settings.partition_of, options, 0, 1), config, card_set=card_set)
+    return LocalRows(node, actions, partial(settings.plan_of, options, 1))
 
 
 def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
@@ -304,66 +264,334 @@ def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]
     return limits
 
 
-def advertised(listening: Listening, scheme: str = "http") -> str:
+def advertised_url(listening: Listening, scheme: str = "http") -> str:
     """Return where others reach it over HTTP: every interface stands for this host's name."""
-    host = socket.gethostname() if listening.host in ANY_HOST else listening.host
+    host = socket.gethostname() if listening.host in _ANY_HOST else listening.host
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
 
 
-def default_node_id(http_port: int) -> str:
+def serving_node_id(http_port: int) -> str:
     """Return `serve-<host>-<HTTP port>`; a process that takes any port has its number there, another one next time."""
-    return default_name(f"serve-{socket.gethostname()}-{http_port or f'pid{os.getpid()}'}")
+    return _node_id(f"serve-{socket.gethostname()}-{http_port or f'pid{os.getpid()}'}")
 
 
-def _run_workers(ctx: click.Context, folder: Path | None, scheme: str) -> None:
+def _node_id(text: str) -> str:
+    return "".join(one if one.isascii() and (one.isalnum() or one in "_.:-") else "_" for one in text)[:200]
+
+
+def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
     """Runs `--workers` processes of this command until SIGTERM or SIGINT."""
     from loader.snapshot.reader import Snapshot
     from serving.fleet.local_fleet import REGISTRY_VARIABLE, held_ports, worker_specs
     from serving.fleet.supervisor import SupervisionConfig, supervised
 
-    options, environment = ctx.params, {}
-    if folder is None:
-        environment[REGISTRY_VARIABLE] = options["registry"]
-    else:
+    environment = {REGISTRY_VARIABLE: options["registry"]} if folder is None else {}
+    if folder is not None:
         # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
         Snapshot.open(folder, verify=False)
-    told = worker_arguments(options, folder)
-    workers = [[*told, *_own_arguments(options, folder, worker)] for worker in range(options["workers"])]
+    workers = [worker_arguments(options, folder, worker) for worker in range(options["workers"])]
+    scheme, addresses = settings.scheme(options), (options["host"], options["http_port"], options["grpc_port"])
 
     async def program() -> None:
-        with held_ports(options["host"], options["http_port"], options["grpc_port"], len(workers)) as ports:
+        with held_ports(*addresses, len(workers)) as ports:
             async with supervised(SupervisionConfig()) as supervisor:
-                log_level = ctx.find_root().params["log_level"]
                 await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, log_level, environment))
                 click.echo(f"logs: {supervisor.run_directory}")
                 click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
                 click.echo(f"gRPC: {ports.host}:{ports.grpc}")
                 await asyncio.Event().wait()
 
-    run_until_stopped(program)
+    settings.run_until_stopped(program)
 
 
-def worker_arguments(options: Options, folder: Path | None) -> list[str]:
-    """Return the flags that every worker is given, but ports and the registry, which may have a password.
+def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
+    """Return the flags of a worker, but ports and the registry, which may have a password.
 
     Args:
         options: of the command.
         folder: of the snapshot; None in a fleet.
+        worker: its number: node ids differ, and so do profiles, for counts can't share a file.
     """
-    told = ["--verify" if options["verify"] else "--no-verify", *front_arguments(options)]
-    told += arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
+    told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
+    told += settings.arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
+    if options["profile"] is not None:
+        path = options["profile"].absolute()
+        told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
+    has_rows = options["local"] if folder is None else not options["shards"]
     if folder is not None:
-        told += ["--snapshot", str(folder), *arguments(options, ["shards", *_ROWS[:-1]])]
-        return told if options["shards"] else told + device_arguments(options)
-    told += ["--store", str(options["store"].resolve())]
-    told += arguments(options, ["models", "max_staleness", "advertise", "stage_cpu_share"])
-    return [*told, "--local", *arguments(options, _ROWS), *device_arguments(options)] if options["local"] else told
+        told += ["--snapshot", str(folder), *settings.arguments(options, ["shards", *_ROWS[:-1]])]
+    else:
+        node_id = options["node_id"] or serving_node_id(options["http_port"])
+        told += ["--node-id", f"{node_id}-{worker}", "--store", str(options["store"].resolve())]
+        told += settings.arguments(options, ["models", "max_staleness", "advertise", "stage_cpu_share"])
+        told += ["--local", *settings.arguments(options, _ROWS)] if has_rows else []
+    return told + settings.device_arguments(options) if has_rows else told
 
 
-def _own_arguments(options: Options, folder: Path | None, worker: int) -> list[str]:
-    """The flags of one worker alone: its node id in a fleet, and a profile, for counts can't share a file."""
-    node_id, profile = options["node_id"] or default_node_id(options["http_port"]), options["profile"]
-    told = ["--node-id", f"{node_id}-{worker}"] if folder is None else []
-    if profile is not None:
-        told += ["--profile", str(profile.absolute().with_stem(f"{profile.stem}-{worker}"))]
-    return told
+@click.command("shard-node", cls=WithExamples)
+@opts.member_options
+@opts.option(
+    "--shard I/N", "Which shard of how many this node serves, counted from 0.", opts.shard_number, required=True
+)
+@opts.option("--listen ADDRESS", "host:port, or unix:/path of a socket. Repeatable.", multiple=True, required=True)
+@opts.option(
+    "--advertise ADDRESS",
+    "With --registry: where routers reach this node. Default: the first address that it listens on.",
+    envvar="SHARDRANK_ADVERTISE",
+)
+@opts.option(
+    "--node-id NAME",
+    "With --registry: the node's name, the same after a restart. Default: made of shard, host and port.",
+    envvar="SHARDRANK_NODE_ID",
+)
+@opts.tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
+@opts.cards_option(1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.memory_budget_option
+@opts.device_options
+@opts.max_memory_option("With --registry: ")
+@opts.stage_share_option
+@opts.option(
+    "--stage-mb-per-s MB",
+    "With --registry: read at most this much of a version in a second, in 10^6 bytes.",
+    opts.FiniteRange(0, min_open=True),
+)
+@opts.count(
+    "--threads",
+    "Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
+    *(1, 256, 1),
+)
+@opts.verify_option
+@click.pass_context
+def shard_node(ctx: click.Context, /, **options: Any) -> None:
+    """Serve one shard of rows to routers.
+
+    With --registry the node belongs to a fleet: it holds the versions that the fleet's rollouts want of it, swaps them
+    while it serves, applies row updates, and is found by serving processes. Without, it serves one snapshot, and
+    `shardrank serve` must be told its address.
+
+    All nodes and `shardrank serve` must be given the same --sharding, --replicate-bytes and number of shards; a
+    node that does not fit is refused, not asked. TCP addresses speak TLS with certificates on both sides if
+    --tls-cert, --tls-key and --tls-client-ca are given; without, listen on a private network or a Unix socket. SIGTERM
+    ends the requests in flight and exits 0.
+
+    Examples:
+      shardrank shard-node --registry redis://10.0.0.9/0 --store models --shard 0/2 --listen 0.0.0.0:7000
+      shardrank shard-node --store models --model films --shard 0/2 --listen unix:/run/shardrank/0.sock
+      shardrank shard-node --store models --model films --shard 1/2 --listen 10.0.0.7:7000 --cards 4
+      shardrank shard-node --store m --shard 0/1 --listen 10.0.0.7:7000 --tls-cert crt --tls-key key --tls-client-ca ca
+      shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
+    """
+    from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from shard_node.node import ShardNode
+    from shard_node.wire.address import Address
+
+    tls = Protection.of(options).tls
+    if tls is not None and tls.client_ca is None:
+        raise click.UsageError("--tls-cert needs --tls-client-ca: certificates are all that keeps strangers out here.")
+    in_fleet = settings.belongs_to_fleet(ctx, _FLEET_ONLY)
+    addresses = tuple(Address.parse(text) for text in options["listen"])
+    if not in_fleet:
+        folder = settings.member_folder(options)
+        settings.warn_if_node_is_open(addresses, tls)
+        _serve_rows(_load(folder, options), addresses, options["threads"], tls)
+        return
+    member = FleetMember.of(options)
+    settings.warn_if_node_is_open(addresses, tls)
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    card_set = settings.open_card_set(options)
+    node = ShardNode(settings.node_identity(options, *options["shard"]))
+    _run_node(node, lambda: _serve_rows_in_fleet(member, node, card_set, addresses, tls))
+
+
+def _load(folder: Path, options: Options) -> ShardNode:
+    """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
+    from loader.snapshot.reader import Snapshot
+    from shard_node.engine.loading import load_tables
+    from shard_node.node import ShardNode
+
+    card_set = settings.open_card_set(options)
+    snapshot = Snapshot.open(folder, verify=options["verify"])
+    index, num_shards = options["shard"]
+    partition, digest = settings.partition_of(options, index, num_shards, snapshot.spec)
+    budget_bytes = settings.to_bytes(options["memory_budget_gb"])
+    tables = load_tables(snapshot, partition, digest, memory_budget_bytes=budget_bytes, card_set=card_set)
+    node = ShardNode(settings.node_identity(options, index, num_shards))
+    node.stage(snapshot.spec.model, snapshot.version, tables)
+    node.flip(snapshot.spec.model, snapshot.version)
+    for use in node.info().memory:
+        logger.info("card %d: %d bytes of rows in tier %s", use.card, use.size_bytes, use.tier)
+    return node
+
+
+def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
+    """Runs the node's program until SIGTERM or SIGINT, then closes the node."""
+    import torch
+    import uvloop
+
+    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
+    # processes on one machine a lookup of 1 ms takes 15 ms and more.
+    torch.set_num_threads(1)
+    try:
+        settings.run_until_stopped(program, loop_factory=uvloop.new_event_loop)
+    finally:
+        node.close()
+
+
+@asynccontextmanager
+async def _listening(
+    node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None, *, may_wait: bool
+) -> AsyncIterator[NodeServer]:
+    """Listens while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
+    from shard_node.wire.server import NodeServer, ServerLimits
+    from shard_node.wire.tls import server_context
+
+    limits = ServerLimits(threads=threads, max_inline_bytes=0) if may_wait else ServerLimits(threads=threads)
+    server = NodeServer(node, limits, tls=None if tls is None else server_context(tls))
+    try:
+        await server.start(addresses)
+        for address in server.addresses:
+            click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
+        yield server
+    finally:
+        await server.close()
+
+
+def _serve_rows(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
+    """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time.
+
+    Raises:
+        CardError: the cards have failed; only a new process can use them.
+    """
+    from loader.memory import settle_heap
+    from shard_node.agent.card_watch import watch_cards
+
+    async def program() -> None:
+        async with _listening(node, addresses, threads, tls, may_wait=_may_wait(node)) as server:
+            settle_heap()
+            try:
+                await watch_cards(node)
+            finally:
+                await server.drain(DRAIN_TIMEOUT_S)
+
+    _run_node(node, program)
+
+
+def _may_wait(node: ShardNode) -> bool:
+    return any(use.tier != "ram" for use in node.info().memory)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMember:
+    """A shard node of a fleet as its command line says it.
+
+    Attributes:
+        options: of the command.
+        record: how its fleet has to divide rows.
+        node: whose address and, unless it was given, node id are set once it listens.
+        agent: which models it holds.
+        advertise: None for the first address that it listens on.
+    """
+
+    options: Options
+    record: FleetRecord
+    node: NodeConfig
+    agent: AgentConfig
+    advertise: Address | None
+
+    @classmethod
+    def of(cls, options: Options) -> FleetMember:
+        """Check the options. Raises AddressError and UsageError, naming what can't be."""
+        from loader.registry.records import FleetRecord
+        from shard_node.agent.agent import AgentConfig
+        from shard_node.wire.address import Address
+
+        rate, advertise = options["stage_mb_per_s"], options["advertise"]
+        return cls(
+            options,
+            record=config_of(FleetRecord, options, num_shards=options["shard"][1]),
+            node=settings.node_config(options, options["node_id"] or "shard", stage_bytes_per_s=rate and rate * 1e6),
+            agent=config_of(AgentConfig, {}, models=options["models"] or None),
+            advertise=None if advertise is None else Address.parse(advertise),
+        )
+
+    def listening_on(self, bound: Address) -> NodeConfig:
+        """Return the node's config with its address and id."""
+        address = self.advertise or advertised(bound)
+        node_id = self.options["node_id"] or default_node_id(self.options["shard"][0], bound)
+        return self.node.model_copy(update={"address": str(address), "node_id": node_id})
+
+
+async def _serve_rows_in_fleet(
+    member: FleetMember, node: ShardNode, card_set: CardSet | None, addresses: Sequence[Address], tls: TlsConfig | None
+) -> None:
+    """Serves what the fleet wants until it is cancelled; then leaves the fleet and ends what is in flight.
+
+    Raises:
+        FleetMismatchError: it divides rows otherwise than its fleet.
+        AddressError: it can't listen.
+        RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
+        CardError: the cards have failed; only a new process can use them.
+    """
+    from loader.memory import settle_heap
+    from shard_node.agent.agent import Agent
+    from shard_node.agent.card_watch import watch_cards
+    from shard_node.agent.node_agent import NodeActions
+
+    options = member.options
+    may_wait = member.node.memory_budget_bytes is not None or card_set is not None
+    async with (
+        settings.opened_registry(options["registry"]) as fleet,
+        _listening(node, addresses, options["threads"], tls, may_wait=may_wait) as server,
+    ):
+        await _join(fleet, member.record)
+        config = member.listening_on(server.addresses[0])
+        partition = partial(settings.partition_of, options, *options["shard"])
+        actions = NodeActions(node, fleet, partition, config, card_set=card_set)
+        agent = Agent(fleet, actions, member.agent)
+        settle_heap()
+        running = asyncio.create_task(agent.run())
+        watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))
+        try:
+            ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            watching.cancel()
+            # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
+            await agent.leave()
+            await server.drain(DRAIN_TIMEOUT_S)
+            running.cancel()
+            await asyncio.wait([running])
+            await actions.close()
+
+
+async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
+    from loader.errors import RegistryUnavailableError
+    from shard_node.agent.node_agent import join_fleet
+
+    told = False
+    while True:
+        try:
+            return await join_fleet(fleet, record)
+        except RegistryUnavailableError as error:
+            if not told:
+                logger.warning("waits for the registry: %s", error)
+            told = True
+            await asyncio.sleep(_JOIN_RETRY_S)
+
+
+def advertised(bound: Address) -> Address:
+    """Return where others reach what is bound: every interface stands for this host's name, a socket for its path."""
+    from shard_node.wire.address import Address
+
+    if bound.is_unix:
+        return Address(path=str(Path(bound.path).absolute()))
+    return Address(host=socket.gethostname(), port=bound.port) if bound.host in _ANY_HOST else bound
+
+
+def default_node_id(shard_index: int, bound: Address) -> str:
+    """Return `shard-<index>-<host>-<port or name of the socket>`."""
+    place = Path(bound.path).stem if bound.is_unix else str(bound.port)
+    return _node_id(f"shard-{shard_index}-{socket.gethostname()}-{place}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from serving.limits import RequestLimits
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
-    from shard_node.node import NodeIdentity
+    from shard_node.node import NodeIdentity, Partition
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
@@ -38,7 +38,6 @@ Config = TypeVar("Config", bound="BaseModel")
 MAX_LIMITS_FILE_BYTES = 1 << 20
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 """Names of the options, for commands that pass them on or allow them only with rows."""
-ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
 _FLAGS = {"shards": "--shard", "models": "--model"}
@@ -220,7 +219,8 @@ def read_limits(options: Options) -> RequestLimits:
     """
     from serving.limits import RequestLimits
 
-    path, values = options["limits_file"], {}
+    values: dict[str, Any] = {}
+    path: Path | None = options["limits_file"]
     if path is not None:
         if path.stat().st_size > MAX_LIMITS_FILE_BYTES:
             raise click.UsageError(f"{path}: more than {MAX_LIMITS_FILE_BYTES} bytes")
@@ -245,6 +245,11 @@ def front_arguments(options: Options) -> list[str]:
     return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens"])
 
 
+def scheme(options: Options) -> str:
+    """Return that of the URLs at which a server answers."""
+    return "http" if options["tls_cert"] is None else "https"
+
+
 @dataclass(frozen=True, slots=True)
 class Protection:
     """Protection that the options ask for; every file was read once.
@@ -258,11 +263,6 @@ class Protection:
     tls: TlsConfig | None
     node_tls: TlsClientConfig | None
     tokens: Path | None
-
-    @property
-    def scheme(self) -> str:
-        """Of URLs."""
-        return "http" if self.tls is None else "https"
 
     @classmethod
     def of(cls, options: Options) -> Protection:
@@ -324,16 +324,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def default_name(text: str) -> str:
-    """Return a node id made of any text."""
-    return "".join(one if one.isascii() and (one.isalnum() or one in "_.:-") else "_" for one in text)[:200]
-
-
 def plan_of(options: Options, num_shards: int, spec: ModelSpec) -> Plan:
     """Return how a model's rows are divided. Raises PlanError."""
     from router.plan import Plan
 
     return Plan.make(spec, num_shards, options["sharding"], options["cards"], options["replicate_bytes"])
+
+
+def partition_of(options: Options, index: int, num_shards: int, spec: ModelSpec) -> tuple[Partition, str]:
+    """Return which rows of a model are a shard's, and the digest of the plan that says so. Raises PlanError."""
+    plan = plan_of(options, num_shards, spec)
+    return plan.partition(index), plan.digest
 
 
 def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity:

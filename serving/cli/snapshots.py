@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from serving.cli import WithExamples
-from serving.cli.options import (
-    EXISTING_FILE,
-    FiniteRange,
-    assignments,
-    choice,
-    count,
-    films_options,
-    hash_threads_option,
-    json_flag,
-    option,
-    out_store_option,
-    snapshot_options,
-    switch,
-)
+from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table, progress_bars
 from serving.cli.settings import config_of, snapshot_folder
 
@@ -41,14 +28,14 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @click.command(cls=WithExamples)
-@out_store_option
-@films_options
-@option("--model", "The model's name.", default="films", metavar="NAME")
-@choice("--kind", "The ranking model.", *("target_attention", "dlrm", "dcn_v2", "mlp"))
-@choice("--dtype", "Number format of the rows.", *("int8", "int4", "fp16", "fp32"))
-@count("--dim", "Width of every table.", 2, 512, 16)
-@switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
-@choice(
+@opts.out_store_option
+@opts.films_options
+@opts.option("--model NAME", "The model's name.", default="films")
+@opts.choice("--kind", "The ranking model.", *("target_attention", "dlrm", "dcn_v2", "mlp"))
+@opts.choice("--dtype", "Number format of the rows.", *("int8", "int4", "fp16", "fp32"))
+@opts.count("--dim", "Width of every table.", 2, 512, 16)
+@opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
+@opts.choice(
     "--bucketing",
     "Order of the rows in their files: what `--sharding hash` or `--sharding range` needs later.",
     *("hash", "range"),
@@ -87,53 +74,50 @@ def train(
 
 
 @click.command(cls=WithExamples)
-@option(
+@opts.option(
     "--checkpoint",
     "A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
     "torch.distributed.checkpoint folder.",
     click.Path(path_type=Path, exists=True),
     required=True,
 )
-@option(
+@opts.option(
     "--model",
     "The model description, JSON: tables, features, dense inputs, dense model.",
-    EXISTING_FILE,
+    opts.EXISTING_FILE,
     required=True,
     name="description",
 )
-@out_store_option
-@count("--version", "The version; default: the next free one.")
-@assignments("--table-key", "TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
-@option(
-    "--dense-prefix",
+@opts.out_store_option
+@opts.count("--version", "The version; default: the next free one.")
+@opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
+@opts.option(
+    "--dense-prefix PREFIX",
     "Take only keys with this prefix as the dense model, and cut it off. Default: every key that is no table.",
-    metavar="PREFIX",
 )
-@assignments(
-    "--vocabulary",
-    "TABLE=FILE",
+@opts.assignments(
+    "--vocabulary TABLE=FILE",
     "The ids of a table with vocabulary mapping: a UTF-8 text file, line i is the id of row i.",
 )
-@option(
+@opts.option(
     "--access-counts",
     "How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a safetensors "
     "file, for any of the tables.",
     click.Path(path_type=Path, exists=True),
 )
-@option(
+@opts.option(
     "--golden",
     "Requests with the scores that training computed, safetensors as docs/snapshot-format.md says.",
-    EXISTING_FILE,
+    opts.EXISTING_FILE,
 )
-@option(
-    "--golden-tolerance",
+@opts.option(
+    "--golden-tolerance X",
     "Largest difference from a golden score that a server may accept.",
-    FiniteRange(min=0, min_open=True),
+    opts.FiniteRange(min=0, min_open=True),
     0.05,
-    "X",
 )
-@assignments("--metadata", "KEY=TEXT", "Free text about the training run.")
-@count(
+@opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
+@opts.count(
     "--rows-per-file", "Rows of a full row file, a power of two; default: such that files have at most 256 MiB.", 256
 )
 def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
@@ -291,8 +275,8 @@ def _suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str 
 
 
 @click.command(cls=WithExamples)
-@snapshot_options
-@json_flag("the description")
+@opts.snapshot_options
+@opts.json_flag("the description")
 def inspect(as_json: bool, **named: Any) -> None:
     """Show what a snapshot holds.
 
@@ -388,16 +372,16 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
 
 
 @click.command(cls=WithExamples)
-@snapshot_options
-@option(
+@opts.snapshot_options
+@opts.option(
     "--golden/--no-golden",
     "Load the version and re-score its golden requests through the path that serves.",
     default=True,
 )
-@hash_threads_option
-@json_flag("the result")
+@opts.hash_threads_option
+@opts.json_flag("the result")
 @click.pass_context
-def verify(ctx: click.Context, golden: bool, threads: int, as_json: bool, **named: Any) -> None:
+def verify(ctx: click.Context, /, golden: bool, threads: int, as_json: bool, **named: Any) -> None:
     """Check a snapshot in full.
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and

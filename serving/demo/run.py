@@ -59,11 +59,11 @@ LIKED_SHOWN = 3
 class DemoConfig(Frozen):
     """What `shardrank demo` was asked to do; its options say what each means, and check it."""
 
-    movielens: Path | None
+    movielens: Path | None = None
     ratings: int
-    epochs: int | None
+    epochs: int | None = None
     seed: int
-    store: Path | None
+    store: Path | None = None
     shards: int
     cards: int
     device: str

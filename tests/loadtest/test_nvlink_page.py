@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest.nvlink_page import TABLES, capacity, main, with_tables
-from serving.cli.model_catalog import DLRM_V2_HOTNESS
+from serving.cli.capacity import DLRM_V2_HOTNESS
 from shard_node.cuda.partial_pooling import BagShape, partial_pooling_from
 from shard_node.cuda.row_format import RowFormat
 from shard_node.planning.card_systems import SYSTEMS

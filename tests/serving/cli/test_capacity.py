@@ -7,8 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from loader.snapshot.golden import GoldenRequests
-from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
-from serving.cli.model_catalog import catalog_model
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from serving.errors import LookupProfileError
 from shard_node.engine.table_layout import TableLayout
 from shard_node.errors import MemoryBudgetError
@@ -157,13 +156,13 @@ def test_golden_requests_tell_the_hotness_and_the_longest_bag():
         scores=np.zeros(4, np.float32),
     )
     profile = LookupProfile.of_requests(golden)
-    assert [profile.ids_of(name) for name in ("film", "history", "genre")] == [2, 25, 1]
+    assert profile.hotness == {"film": 2, "history": 25}
     assert profile.longest == {"film": 4, "history": 30}
 
 
 def test_told_hotness_comes_before_what_was_found():
     told = LookupProfile({"film": 3, "user": 1}, {"film": 9}).with_hotness(make_spec(), {"film": 40})
-    assert (told.ids_of("film"), told.ids_of("user"), told.longest["film"]) == (40, 1, 40)
+    assert (told.hotness, told.longest["film"]) == ({"film": 40, "user": 1}, 40)
 
 
 @pytest.mark.parametrize(

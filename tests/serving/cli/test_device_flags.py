@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from serving.cli import main
 from serving.cli.fleet import up
 from serving.cli.options import DEFAULT_PINNED_GB, device_options
-from serving.cli.serve import _source, serve, worker_arguments
+from serving.cli.serve import FleetMember, _load, _may_wait, _source, serve, shard_node, worker_arguments
 from serving.cli.settings import card_options, device_arguments, num_replicas, open_card_set
-from serving.cli.shard_node import FleetMember, _load, _may_wait, shard_node
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.errors import DeviceChoiceError
@@ -147,7 +146,7 @@ def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
     async def program(member: FleetMember, node: ShardNode, card_set: CardSet, *_: object) -> None:
         opened.append(card_set)
 
-    monkeypatch.setattr("serving.cli.shard_node._serve_in_fleet", program)
+    monkeypatch.setattr("serving.cli.serve._serve_rows_in_fleet", program)
     given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
     assert CliRunner().invoke(shard_node, given).exit_code == 0
     assert emulated == [("cuda:0,1", 1)]

@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from loader.snapshot.manifest import ModelSpec
 from serving.cli import main
-from serving.cli.capacity import CapacityPlan
-from serving.cli.model_catalog import CATALOG
+from serving.cli.capacity import CATALOG, CapacityPlan
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.planning.card_systems import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot

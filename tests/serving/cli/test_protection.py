@@ -225,7 +225,7 @@ def test_options_are_read_and_passed_on_to_children(ca: Authority, node: Pair, r
     protection = Protection.of(options)
     assert protection.tls == TlsConfig(cert=node.cert, key=node.key, client_ca=ca.cert)
     assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
-    assert (protection.tokens, protection.scheme) == (tokens, "https")
+    assert protection.tokens == tokens
     assert front_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
     private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key}
     assert Protection.of(private).node_tls == TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key)
