@@ -59,7 +59,7 @@ def train(
       shardrank train --store models
       shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
     """
-    from serving.training.description import FilmsOptions
+    from serving.training.dataset import FilmsOptions
     from serving.training.version import expectation, read_interactions, train_version
 
     films = config_of(FilmsOptions, described, embedding_dim=dim)

@@ -16,8 +16,7 @@ import numpy as np
 from loader.progress import Progress, no_progress
 from serving.client import Client, ClientError
 from serving.errors import ServingError
-from serving.training.dataset import NO_FOLD, FilmsDataset
-from serving.training.description import HISTORY_LIMIT
+from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
 from shard_node.bags import Float32Array, Int64Array
 
 TOP_FILMS = 10
@@ -45,9 +44,7 @@ class Answers:
     Attributes:
         scores: float32 [N], all requests' candidates one after the other; NaN where a request failed.
         latencies_ms: of the answered requests, the client's packing included, warm-up left out.
-        requests: sent, warm-up included.
-        errors: of these, failed.
-        error_examples: the first messages.
+        requests: sent, warm-up included; `errors` of them failed.
         versions: that the answers named.
     """
 
@@ -91,17 +88,9 @@ def rank_all(
     stop: threading.Event,
     progress: Progress = no_progress,
 ) -> Answers:
-    """Ranks every request once, after a warm-up with the first ones.
+    """Ranks every request (arguments of `Client.rank`) once, after a warm-up with the first ones.
 
-    Args:
-        api: what progress calls it.
-        client: sends them.
-        model: the model's name.
-        requests: arguments of `Client.rank`.
-        num_candidates: of each request; an answer with another number of scores counts as failed.
-        warmup_requests: how many to send before latency counts.
-        stop: set from outside to end early.
-        progress: told the requests done.
+    An answer with another number of scores than `num_candidates` counts as failed; `stop` is set to end it early.
 
     Raises:
         DemoStoppedError: when `stop` was set.
@@ -133,13 +122,7 @@ def rank_all(
 
 @dataclass(frozen=True, slots=True)
 class UsersFilms:
-    """One user, and positions of films in the dataset.
-
-    Attributes:
-        user: position of the user.
-        history: liked in the training part, latest first.
-        unseen: films that the user did not rate in the training part, the most rated first.
-    """
+    """The position of a user, and of films: liked in training, latest first; not rated there, the most rated first."""
 
     dataset: FilmsDataset
     user: int
@@ -161,26 +144,21 @@ class UsersFilms:
         users, films = self.dataset.interactions.users, self.dataset.interactions.films
         unseen = self.unseen[:most_ids]
         context = {"user_id": [int(users.ids[self.user])], "history": films.ids[self.history[:most_ids]].tolist()}
-        candidates = {"film_id": films.ids[unseen].tolist(), "genre": [self._genres(film) for film in unseen]}
+        candidates = {"film_id": films.ids[unseen].tolist(), "genre": [films.genres_of(film) for film in unseen]}
         return {"context": {"sparse": context}, "candidates": {"sparse": candidates}}
 
     def ask(self, client: Client, model: str) -> list[tuple[str, str, float]]:
         """Asks the running server for the user's top films: (title, genres, score). Raises ClientError."""
-        answer = client.rank(model, **rank_arguments(self.body()), top_k=TOP_FILMS)
-        films = self.dataset.interactions.films
-        return [
-            (
-                films.titles[self.unseen[position]],
-                ", ".join(films.genre_names[genre] for genre in self._genres(self.unseen[position])),
-                float(answer.scores[position]),
-            )
-            for position in answer.order.tolist()
-        ]
-
-    def _genres(self, film: int) -> list[int]:
-        films = self.dataset.interactions.films
-        genres: list[int] = films.genre_ids[films.genre_offsets[film] : films.genre_offsets[film + 1]].tolist()
-        return genres
+        answer, films = (
+            client.rank(model, **rank_arguments(self.body()), top_k=TOP_FILMS),
+            self.dataset.interactions.films,
+        )
+        top = []
+        for position in answer.order.tolist():
+            film = self.unseen[position]
+            genres = ", ".join(films.genre_names[genre] for genre in films.genres_of(film))
+            top.append((films.titles[film], genres, float(answer.scores[position])))
+        return top
 
     def request_lines(self, host: str, http_port: int, grpc_port: int, model: str, timeout_ms: int) -> list[str]:
         """Writes a short request as a `curl` and as a `grpcurl` command."""

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from loader.snapshot.manifest import Frozen
-from serving.cli.output import human_bytes
+from serving.cli.output import human_bytes, table_of
 
 
 class DemoReport(Frozen):
     """What `--json` writes. Latencies are with one request in flight, after a warm-up, over every test request.
 
     Attributes:
-        source: where the ratings came from.
-        auc_fp32: of the float32 model in-process, over the test part.
-        auc_served: of the scores that came back over HTTP; None if no request was answered.
+        auc_fp32: of the float32 model in-process, over the test part; `auc_served` of the scores that came over HTTP.
         auc_item_mean: of scoring each film by its mean training label.
         max_score_diff: largest difference of a served score from the float32 model's.
         scores_identical: whether HTTP and gRPC gave the same bits for every candidate.
         requests: sent over both APIs, warm-up included.
         errors: of these, not answered with a score for each candidate.
-        error_examples: the first messages.
-        snapshot_bytes: all files of the snapshot.
-        float32_bytes: its rows unquantised.
-        version: that every answer named.
-        dense_dtype: number format of the dense model.
-        stage_seconds: how long each stage took.
+        float32_bytes: the snapshot's rows unquantised.
     """
 
     source: str
@@ -64,7 +55,7 @@ class DemoReport(Frozen):
 def print_top_films(console: Console, who: str, liked: Sequence[str], films: Sequence[tuple[str, str, float]]) -> None:
     """Prints one user's films (title, genres, score), best first, as they came back from the server."""
     rows = [(place, title, genres, f"{score:.4f}") for place, (title, genres, score) in enumerate(films, start=1)]
-    _print_table(console, f"Films for {who}", ("#", "film", "genres", "#score"), rows)
+    console.print(table_of(f"Films for {who}", ("#", "film", "genres", "#score"), rows))
     console.print(f"  liked lately: {'; '.join(liked) or 'nothing yet'}\n", markup=False, highlight=False)
 
 
@@ -75,7 +66,7 @@ def print_report(console: Console, report: DemoReport) -> None:
         ("the float32 model, in this process", _number(report.auc_fp32, 4)),
         ("the running server, int8 rows", _number(report.auc_served, 4)),
     )
-    _print_table(console, "Quality on held-out ratings", ("scores from", "#AUC"), quality)
+    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
     if report.max_score_diff is not None:
         same = "the same bits" if report.scores_identical else "DIFFERENT scores"
         console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
@@ -83,7 +74,7 @@ def print_report(console: Console, report: DemoReport) -> None:
         ("HTTP", _number(report.http_p50_ms, 2), _number(report.http_p99_ms, 2)),
         ("gRPC", _number(report.grpc_p50_ms, 2), _number(report.grpc_p99_ms, 2)),
     )
-    _print_table(console, "Latency, one request in flight", ("API", "#p50 ms", "#p99 ms"), latency)
+    console.print(table_of("Latency, one request in flight", ("API", "#p50 ms", "#p99 ms"), latency))
     where = "in this process" if report.local else f"on {report.shards} shards × {report.cards} cards"
     console.print(
         f"  {report.requests} requests, {report.errors} errors; version {report.version}, rows {where}; "
@@ -91,16 +82,6 @@ def print_report(console: Console, report: DemoReport) -> None:
     )
     for example in report.error_examples:
         console.print(f"  error: {example}", markup=False, highlight=False)
-
-
-def _print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table whose long cells wrap; columns whose name starts with `#` go to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
-    for column in columns:
-        table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
-    for row in rows:
-        table.add_row(*map(str, row))
-    console.print(table)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -35,15 +36,7 @@ from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.training.dataset import to_json
-from serving.training.version import (
-    Expectation,
-    StageTimes,
-    TrainedVersion,
-    auc,
-    expectation,
-    read_interactions,
-    train_version,
-)
+from serving.training.version import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.device_choice import DeviceChoice
@@ -88,11 +81,7 @@ class Ranked:
 def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
     """Runs the demo. Returns the exit code: 0, or 1 if a request failed.
 
-    Args:
-        config: what to do.
-        console: where to print.
-        once: stop after the report, rather than serve until a signal.
-        json_file: where to write the report.
+    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal.
 
     Raises:
         ShardrankError: if a stage fails. A port that is taken, a device that can't be used or a file that can't be
@@ -106,30 +95,31 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         # Shard nodes open cards of their own, and later.
         card_set = CardSet.open(config.device, config.cards) if config.local else None
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
-        times = StageTimes()
+        seconds: dict[str, float] = {}
+        on_stage = partial(_lap, seconds, time.monotonic())
         with progress_bars() as bars:
             interactions = read_interactions(config.movielens, config.ratings, config.seed)
-            times.lap("read")
+            on_stage("read")
             version = train_version(
                 interactions,
                 store,
                 seed=config.seed,
                 epochs=config.epochs,
                 bucketing="range" if config.sharding == "range" else "hash",
-                times=times,
+                on_stage=on_stage,
                 progress=bars,
             )
             expected = expectation(version)
-            times.lap("expect")
+            on_stage("expect")
         plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, REPLICATE_BYTES)
         console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
 
         async def serve() -> int:
             async with _serving(config, ports, card_set, version.folder) as at:
-                times.lap("start")
+                on_stage("start")
                 ranked = await _in_thread(partial(_rank, version, expected, at))
-                times.lap("rank")
-                report = _report(config, version, expected, ranked, times.seconds)
+                on_stage("rank")
+                report = _report(config, version, expected, ranked, seconds)
                 _show(console, ranked, report, json_file)
                 if not once:
                     await _serve_on(console, version, ranked, at)
@@ -140,6 +130,11 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         except StopRequestedError:
             # During the report: not finished. Afterwards it was the way to end: `serve` returned then.
             return 130
+
+
+def _lap(seconds: dict[str, float], began: float, stage: str) -> None:
+    """Notes how long a stage took; stages follow each other."""
+    seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
 
 
 def _check_writable(json_file: Path) -> None:
