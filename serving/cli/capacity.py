@@ -38,7 +38,6 @@ from shard_node.planning.hotness import Hotness
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
 MAX_HOTNESS = 1_000_000
-MAX_ZIPF = 8.0
 MERLIN_ZIPF = 1.05
 DLRM_V2_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
@@ -180,13 +179,12 @@ class LookupProfile:
     counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
 
     @classmethod
-    def of_requests(cls, requests: GoldenRequests, zipf: float = 0.0) -> LookupProfile:
+    def of_requests(cls, requests: GoldenRequests) -> LookupProfile:
         """Count the ids that a set of requests has in each bag."""
         lengths = requests.lengths
         return cls(
             {name: float(one.mean()) if one.size else 0.0 for name, one in lengths.items()},
             {name: float(one.max(initial=0)) for name, one in lengths.items()},
-            zipf,
         )
 
     def with_hotness(self, spec: ModelSpec, told: Mapping[str, float]) -> LookupProfile:
@@ -203,21 +201,8 @@ class LookupProfile:
                 raise LookupProfileError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
         return replace(self, hotness={**self.hotness, **told}, longest={**self.longest, **told})
 
-    def with_zipf(self, zipf: float) -> LookupProfile:
-        """Return the same with another skew in place of counts. Raises LookupProfileError for one out of range."""
-        if not 0 <= zipf <= MAX_ZIPF:
-            raise LookupProfileError(f"zipf is {zipf}, allowed is 0..{MAX_ZIPF:g}")
-        return replace(self, zipf=zipf, counts={})
-
     def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:
-        """Count what a batch asks of each table, in layout order: context features by request, others by candidate.
-
-        Args:
-            spec: the model.
-            layout: its tables.
-            requests: of the batch.
-            candidates: of the batch, all requests together.
-        """
+        """Count what a batch asks of each table, in layout order: context features by request, others by candidate."""
         found = []
         for table in layout.tables:
             values = bags = longest = 0.0
@@ -230,12 +215,6 @@ class LookupProfile:
                 longest = max(longest, self.longest.get(name, ids) if is_pooled else 1.0)
             found.append(BagLoad(values, bags, longest))
         return tuple(found)
-
-    def placement(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> Hotness:
-        """Return what placement is told: the same lookups, by table."""
-        loads = self.loads(spec, layout, requests, candidates)
-        lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        return Hotness(self.counts, lookups, dict.fromkeys(lookups, self.zipf))
 
 
 class CapacityOptions(Frozen):
@@ -384,9 +363,10 @@ class CapacityPlan(Frozen):
         """
         fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
         shard, budget, layout = _fullest_shard(fleet), options.budget, fleet.layout
-        hotness = profile.placement(spec, layout, options.requests, options.candidates)
-        plan = CardPlan.make(layout, fleet.partition(shard), budget, hotness, allow_mapped=options.allow_mapped)
         loads = profile.loads(spec, layout, options.requests, options.candidates)
+        lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
+        hotness = Hotness(profile.counts, lookups, dict.fromkeys(lookups, profile.zipf))
+        plan = CardPlan.make(layout, fleet.partition(shard), budget, hotness, allow_mapped=options.allow_mapped)
         traffic = Traffic.of(plan, loads, options.system)
         return cls(
             model=spec.model,

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning, FleetConfig
 
 
+_MEMORY = ("memory_budget_gb", "max_memory_gb")
+_SCOPES = (
+    "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
+    "everything, metrics too."
+)
+
+
 @click.command(cls=WithExamples)
 @opts.films_options
 @opts.option("--store", "Keep the snapshot in this store; without it, it is removed at the end.", opts.FOLDER)
@@ -31,12 +38,7 @@ if TYPE_CHECKING:
 @opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
 @opts.port_options
 @opts.switch("--once", "Stop after the report.")
-@opts.option(
-    "--json",
-    "Also write the report as JSON.",
-    click.Path(path_type=Path, dir_okay=False, writable=True),
-    name="json_file",
-)
+@opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
 @click.pass_context
 def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: Any) -> None:
     """The whole path from one command: train, export, serve, rank.
@@ -109,7 +111,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         FleetConfig,
         options,
         **_what(options),
-        shard_node_arguments=settings.arguments(options, ["max_memory_gb"]) + settings.device_arguments(options),
+        shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
         serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype"]) + settings.front_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )
@@ -172,20 +174,10 @@ def _tell(beginnings: Sequence[Beginning]) -> None:
 
 @click.command(cls=WithExamples)
 @opts.fleet_options
-@opts.option(
-    "--stage-timeout TIME",
-    "How long nodes may take to stage a version before the rollout is rolled back. Default: 1h.",
-    opts.duration,
-    name="stage_timeout_s",
-)
-@opts.option(
-    "--step-timeout TIME",
-    "How long every other step may take. Default: 2m.",
-    opts.duration,
-    name="step_timeout_s",
-)
+@opts.duration("--stage-timeout", "How long staging may take before a rollout is rolled back. Default: 1h.")
+@opts.duration("--step-timeout", "How long every other step may take. Default: 2m.")
 @opts.option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
-@opts.option("--step-delay", "Pause before each step, for drills.", opts.duration, hidden=True, name="step_delay_s")
+@opts.duration("--step-delay", "Pause before each step, for drills.", hidden=True)
 def coordinator(registry: str | None, store: Path | None, owner: str | None, **times: float | None) -> None:
     """Carry out the rollouts of a fleet.
 
@@ -198,7 +190,7 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
     """
     from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 
-    config = config_of(CoordinatorConfig, times)
+    config = config_of(CoordinatorConfig, {f"{name}_s": value for name, value in times.items()})
     url, name = registry_url(registry, store), owner or f"{socket.gethostname()}:{os.getpid()}"
 
     async def program() -> None:
@@ -220,18 +212,8 @@ def token() -> None:
 
 @token.command()
 @opts.option("--name NAME", "Whose it is: letters, digits, and _ . -", required=True)
-@opts.option(
-    "--scope",
-    "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
-    "everything, metrics too.",
-    click.Choice(["rank", "describe", "admin"]),
-    required=True,
-)
-@opts.option(
-    "--tokens",
-    "The file that it is added to, made with mode 0600 if it is not there. Without, its entry is printed.",
-    opts.FILE,
-)
+@opts.option("--scope", _SCOPES, click.Choice(["rank", "describe", "admin"]), required=True)
+@opts.option("--tokens", "The file that it is added to, made with mode 0600. Without, its entry is printed.", opts.FILE)
 def new(name: str, scope: Literal["rank", "describe", "admin"], tokens: Path | None) -> None:
     """Make a random token of 256 bits and print it, this once: the file has only its SHA-256.
 

@@ -16,10 +16,6 @@ Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 DEFAULT_REPLICATE_BYTES = 1 << 20
 DEFAULT_PINNED_GB = 16.0
 
-FOLDER = click.Path(path_type=Path, file_okay=False)
-FILE = click.Path(path_type=Path, dir_okay=False)
-EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-PORT = click.IntRange(0, 65535)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -32,6 +28,16 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+ABOVE_ZERO = FiniteRange(0, min_open=True)
+WRITABLE_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+EXISTING = click.Path(path_type=Path, exists=True)
+EXISTING_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+PORT = click.IntRange(0, 65535)
 
 
 def shard_number(text: str) -> tuple[int, int]:
@@ -54,17 +60,17 @@ def share(text: str) -> float:
     return number
 
 
-def duration(text: str) -> float:
+def seconds(text: str) -> float:
     """Read a time in seconds: `60s`, `2m`, `500ms`, `1h`, or a plain number of seconds."""
     text = text.strip()
     number = text.rstrip("hms")
     try:
-        seconds = float(number) * _SECONDS[text[len(number) :] or "s"]
+        time_s = float(number) * _SECONDS[text[len(number) :] or "s"]
     except (ValueError, KeyError):
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
+        time_s = math.nan
+    if not 0 <= time_s < math.inf:
         raise click.BadParameter(f"{text!r} is not a time such as 60s, 2m, 500ms or 1h.")
-    return seconds
+    return time_s
 
 
 def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: Any) -> Option:
@@ -91,6 +97,11 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
 def count(flag: str, text: str, low: int = 1, high: int | None = None, default: int | None = None) -> Option:
     """Declare an option for a whole number."""
     return option(flag, text, click.IntRange(low, high), default)
+
+
+def duration(flag: str, text: str, **more: Any) -> Option:
+    """Declare an option for a time; the command gets seconds."""
+    return option(f"{flag} TIME", text, seconds, **more)
 
 
 def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero: bool = False) -> Option:
@@ -188,6 +199,16 @@ def max_memory_option(whose: str, where: str = "") -> Option:
     )
 
 
+def name_options(metavar: str, advertised: str) -> Option:
+    """Declare `--node-id` and `--advertise`."""
+    name = "With --registry: the process' name, the same after a restart. Default: made of host, port and shard."
+    where = f"With --registry: {advertised}."
+    return together(
+        option("--node-id NAME", name, envvar="SHARDRANK_NODE_ID"),
+        option(f"--advertise {metavar}", where, envvar="SHARDRANK_ADVERTISE"),
+    )
+
+
 _STAGE_SHARE = "With --registry: share of one core for loading a version beside the live one."
 stage_share_option = option("--stage-cpu-share SHARE", _STAGE_SHARE, FiniteRange(0.01, 1), 0.5)
 verify_option = option(
@@ -210,11 +231,12 @@ front_options = together(
 )
 _MOVIELENS = "Folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre)."
 films_options = together(
-    option("--movielens", _MOVIELENS, click.Path(path_type=Path, file_okay=False, exists=True)),
+    option("--movielens", _MOVIELENS, EXISTING_FOLDER),
     count("--ratings", "How many ratings to generate, without --movielens.", 1000, 10_000_000, 40_000),
     count("--epochs", "Passes over the data; default: the trainer's own.", 1, 1000),
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),
 )
+_DENSE_DTYPE = "Number format of the dense model; auto: bfloat16 where the device has it and golden scores allow it."
 ranking_options = together(
     count(
         "--ranking-replicas",
@@ -223,11 +245,7 @@ ranking_options = together(
         "in this process's RAM, and the default there. Else 1, or one for each GPU.",
         *(0, 64),
     ),
-    choice(
-        "--dtype",
-        "Number format of the dense model; auto is bfloat16 where the device has it and golden scores allow it.",
-        *("auto", "float32", "bfloat16"),
-    ),
+    choice("--dtype", _DENSE_DTYPE, *("auto", "float32", "bfloat16")),
     assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),
 )

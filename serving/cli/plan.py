@@ -28,6 +28,7 @@ TIER_NAMES = {
     "pinned": "pinned host memory",
     "mapped": "mapped snapshot",
 }
+DTYPES = ("int8", "int4", "fp16", "fp32")
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
 
@@ -42,21 +43,10 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.choice("--system", "Whose bandwidths.", *SYSTEM_NAMES, default="h100")
 @opts.count("--cards", "Cards of each node; default: the system's.", 1, 64)
 @opts.gigabytes(
-    "--card-memory-gb",
-    "Memory of each card for rows and places, in 10^9 bytes; default: all of the system's card. An engine leaves "
-    "an eighth of it to everything else if nothing is said.",
-    above_zero=True,
+    "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True
 )
-@opts.gigabytes(
-    "--pinned-memory-gb",
-    "Host memory for rows that no card has room for, which cards read in place.",
-    opts.DEFAULT_PINNED_GB,
-)
-@opts.gigabytes(
-    "--hot-gb",
-    "Memory of each card for copies of the hottest rows. Default: what is left when all rows are on cards, else a "
-    "sixteenth.",
-)
+@opts.gigabytes("--pinned-memory-gb", "Host memory for rows that no card has room for.", opts.DEFAULT_PINNED_GB)
+@opts.gigabytes("--hot-gb", "Of each card, for copies of the hottest rows. Default: what is left, or a sixteenth.")
 @opts.count("--versions", "Versions side by side, each with its part of the memory; a rollout needs 2.", 1, 8, 1)
 @opts.count("--shards", "Nodes that share rows.", 1, 1024, 1)
 @opts.sharding_option
@@ -71,15 +61,9 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "else 1.",
 )
 @opts.option(
-    "--zipf S",
-    "Lookups of a table's row r in proportion to r^-S; 0 is uniform. Default: the published model's, else 0.",
-    opts.FiniteRange(0, 8),
+    "--zipf S", "Row r is looked up in proportion to r^-S. Default: as published, else 0.", opts.FiniteRange(0, 8)
 )
-@opts.option(
-    "--dtype",
-    "Rows stored so, in place of what the model says; published models are int8 by default.",
-    click.Choice(["int8", "int4", "fp16", "fp32"]),
-)
+@opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
 @opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
@@ -103,7 +87,7 @@ def plan(**options: Any) -> None:
     spec, profile = planned_model(options["model"], options["dtype"])
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
     if options["zipf"] is not None:
-        profile = profile.with_zipf(options["zipf"])
+        profile = replace(profile, zipf=options["zipf"], counts={})
     if options["shards"] > NUM_BUCKETS and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {NUM_BUCKETS} buckets, so into as many shards at most.")
     system = _system(options)

@@ -47,15 +47,18 @@ REMIND_S = 10.0
 NO_COORDINATOR = "no coordinator is running, so nothing moves: start `shardrank coordinator`"
 _STEP_STYLES = {"done": ("+", "green"), "running": (">", "bold yellow"), "pending": ("-", "dim")}
 _STATE_STYLES = {"ready": "green", "refused": "bold red", "staging": "yellow", "waiting": "yellow", "draining": "cyan"}
+_STRATEGIES = (
+    "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
+    "after the other changes over; needs two replicas of each shard."
+)
+_GUARDS = "min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift"
 
 Sleep = Callable[[float], Awaitable[None]]
 
 
 @click.command(cls=WithExamples)
-@click.argument("snapshot_folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@opts.option(
-    "--store", "Where the fleet's processes find snapshots; default: the store in which the folder lies.", opts.FOLDER
-)
+@click.argument("snapshot_folder", type=opts.EXISTING_FOLDER)
+@opts.option("--store", "The store of the fleet's processes; default: the one in which the folder lies.", opts.FOLDER)
 @opts.registry_option
 @opts.option(
     "--retain K",
@@ -176,22 +179,13 @@ def rollout() -> None:
 @click.argument("model")
 @click.argument("version", type=click.IntRange(min=1))
 @opts.option("--canary SHARE", "First send a stable share of the requests to it, such as 5%.", opts.share)
-@opts.option(
-    "--bake TIME",
+@opts.duration(
+    "--bake",
     "How long the canary, or without one the flipped version, is held against the live one's errors, p99 and scores "
     "before the rollout goes on, such as 60s or 2m. Default: 60s with --canary, else none.",
-    opts.duration,
 )
-@opts.choice(
-    "--strategy",
-    "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
-    "after the other changes over; needs two replicas of each shard.",
-    *("beside", "by-replica"),
-)
-@opts.assignments(
-    "--guard NAME=VALUE",
-    "What the bake allows: min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift.",
-)
+@opts.choice("--strategy", _STRATEGIES, *("beside", "by-replica"))
+@opts.assignments("--guard NAME=VALUE", f"What the bake allows: {_GUARDS}.")
 @opts.follow_option
 @opts.fleet_options
 @click.pass_context

@@ -51,6 +51,7 @@ _FLEET_ONLY = (
     "max_staleness",
 )
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+_STALENESS = "how far a model's rows may be behind its row updates before /readyz calls it degraded."
 _PROFILE = (
     "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. Of several "
     "--workers each has its own: FILE with -0, -1, ... before its ending."
@@ -67,20 +68,8 @@ _PROFILE = (
     name="shards",
 )
 @opts.switch("--local", "With --registry: load the rows into this process, swap them and apply row updates here.")
-@opts.option(
-    "--node-id NAME",
-    "With --registry: the process' name, the same after a restart. Default: made of host and port.",
-    envvar="SHARDRANK_NODE_ID",
-)
-@opts.option(
-    "--advertise URL",
-    "With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
-    envvar="SHARDRANK_ADVERTISE",
-)
-@opts.assignments(
-    "--max-staleness MODEL=SECONDS",
-    "With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded.",
-)
+@opts.name_options("URL", "where this process is reached over HTTP, for people to read. Default: host and port")
+@opts.assignments("--max-staleness MODEL=SECONDS", f"With --registry: {_STALENESS}")
 @opts.cards_option(1)
 @opts.sharding_option
 @opts.replicate_option
@@ -334,16 +323,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     "--shard I/N", "Which shard of how many this node serves, counted from 0.", opts.shard_number, required=True
 )
 @opts.option("--listen ADDRESS", "host:port, or unix:/path of a socket. Repeatable.", multiple=True, required=True)
-@opts.option(
-    "--advertise ADDRESS",
-    "With --registry: where routers reach this node. Default: the first address that it listens on.",
-    envvar="SHARDRANK_ADVERTISE",
-)
-@opts.option(
-    "--node-id NAME",
-    "With --registry: the node's name, the same after a restart. Default: made of shard, host and port.",
-    envvar="SHARDRANK_NODE_ID",
-)
+@opts.name_options("ADDRESS", "where routers reach this node. Default: the first address that it listens on")
 @opts.tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
 @opts.cards_option(1)
 @opts.sharding_option
@@ -355,7 +335,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
 @opts.option(
     "--stage-mb-per-s MB",
     "With --registry: read at most this much of a version in a second, in 10^6 bytes.",
-    opts.FiniteRange(0, min_open=True),
+    opts.ABOVE_ZERO,
 )
 @opts.count(
     "--threads",

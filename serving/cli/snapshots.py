@@ -35,11 +35,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 @opts.choice("--dtype", "Number format of the rows.", *("int8", "int4", "fp16", "fp32"))
 @opts.count("--dim", "Width of every table.", 2, 512, 16)
 @opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
-@opts.choice(
-    "--bucketing",
-    "Order of the rows in their files: what `--sharding hash` or `--sharding range` needs later.",
-    *("hash", "range"),
-)
+@opts.choice("--bucketing", "Order of the rows in their files: what the same --sharding needs later.", "hash", "range")
 def train(
     store: Path,
     movielens: Path | None,
@@ -78,48 +74,25 @@ def train(
     "--checkpoint",
     "A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
     "torch.distributed.checkpoint folder.",
-    click.Path(path_type=Path, exists=True),
+    opts.EXISTING,
     required=True,
 )
-@opts.option(
-    "--model",
-    "The model description, JSON: tables, features, dense inputs, dense model.",
-    opts.EXISTING_FILE,
-    required=True,
-    name="description",
-)
+@opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
 @opts.out_store_option
 @opts.count("--version", "The version; default: the next free one.")
 @opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
-@opts.option(
-    "--dense-prefix PREFIX",
-    "Take only keys with this prefix as the dense model, and cut it off. Default: every key that is no table.",
-)
-@opts.assignments(
-    "--vocabulary TABLE=FILE",
-    "The ids of a table with vocabulary mapping: a UTF-8 text file, line i is the id of row i.",
-)
+@opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
+@opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
 @opts.option(
     "--access-counts",
     "How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a safetensors "
     "file, for any of the tables.",
-    click.Path(path_type=Path, exists=True),
+    opts.EXISTING,
 )
-@opts.option(
-    "--golden",
-    "Requests with the scores that training computed, safetensors as docs/snapshot-format.md says.",
-    opts.EXISTING_FILE,
-)
-@opts.option(
-    "--golden-tolerance X",
-    "Largest difference from a golden score that a server may accept.",
-    opts.FiniteRange(min=0, min_open=True),
-    0.05,
-)
+@opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
+@opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
 @opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
-@opts.count(
-    "--rows-per-file", "Rows of a full row file, a power of two; default: such that files have at most 256 MiB.", 256
-)
+@opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
 def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
 
@@ -373,11 +346,7 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
 
 @click.command(cls=WithExamples)
 @opts.snapshot_options
-@opts.option(
-    "--golden/--no-golden",
-    "Load the version and re-score its golden requests through the path that serves.",
-    default=True,
-)
+@opts.option("--golden/--no-golden", "Re-score its golden requests through the path that serves.", default=True)
 @opts.hash_threads_option
 @opts.json_flag("the result")
 @click.pass_context

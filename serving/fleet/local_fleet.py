@@ -65,7 +65,6 @@ class FleetConfig(Frozen):
         registry: its URL or folder; None for the folder `.registry` in the store.
         replicas, cards: nodes of each shard, and cards of each node.
         workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
-        memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
     """
 
     store: Path
@@ -81,7 +80,6 @@ class FleetConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int = Field(default=8080, ge=0, le=65535)
     grpc_port: int = Field(default=8081, ge=0, le=65535)
-    memory_budget_gb: float | None = Field(default=None, ge=0)
     verify: bool = True
     shard_node_arguments: tuple[str, ...] = ()
     serve_arguments: tuple[str, ...] = ()
@@ -431,8 +429,6 @@ def _node_specs(
     specs = [ChildSpec(COORDINATOR, command(*owner), ask, environment)]
     same = [*config.store_arguments, "--cards", str(config.cards), "--sharding", config.sharding]
     same += ["--replicate-bytes", str(config.replicate_bytes), *config.shard_node_arguments]
-    if config.memory_budget_gb is not None:
-        same += ["--memory-budget-gb", str(config.memory_budget_gb)]
     for name, shard in config.shard_nodes.items():
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
         own = ("--node-id", name, "--shard", f"{shard}/{config.shards}", "--listen", str(listen))

@@ -172,11 +172,3 @@ def test_told_hotness_comes_before_what_was_found():
 def test_hotness_that_can_not_be_is_refused(told, problem):
     with pytest.raises(LookupProfileError, match=problem):
         LookupProfile().with_hotness(make_spec(), told)
-
-
-def test_a_told_skew_replaces_counts_and_is_checked():
-    profile = LookupProfile(counts={"film": np.ones(777, np.uint32)}).with_zipf(1.05)
-    assert (profile.zipf, profile.counts) == (1.05, {})
-    for zipf in (-0.1, 9.0, float("nan")):
-        with pytest.raises(LookupProfileError, match=r"allowed is 0\.\.8"):
-            profile.with_zipf(zipf)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from serving.cli.options import duration, share
+from serving.cli.options import seconds as duration
+from serving.cli.options import share
 from serving.cli.output import human_time
 
 
