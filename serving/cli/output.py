@@ -32,13 +32,9 @@ def print_json(value: BaseModel | dict[str, Any]) -> None:
 
 
 def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], **more: Any) -> Table:
-    """Make a table; columns whose name starts with `#` hold numbers and go to the right.
+    """Make a table; columns whose name starts with `#` go to the right, `more` is of every column.
 
-    Args:
-        title: "" for none.
-        columns: their names.
-        rows: cells, drawn as they are if they are text with a style.
-        more: of every column, such as `no_wrap`.
+    A cell that is a `Text` keeps its style.
     """
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
     for column in columns:

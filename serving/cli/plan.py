@@ -46,7 +46,10 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True
 )
 @opts.gigabytes("--pinned-memory-gb", "Host memory for rows that no card has room for.", opts.DEFAULT_PINNED_GB)
-@opts.gigabytes("--hot-gb", "Of each card, for copies of the hottest rows. Default: what is left, or a sixteenth.")
+@opts.gigabytes(
+    "--hot-gb",
+    "Of each card, for copies of the hottest rows. Default: what all rows leave of the card, else a sixteenth.",
+)
 @opts.count("--versions", "Versions side by side, each with its part of the memory; a rollout needs 2.", 1, 8, 1)
 @opts.count("--shards", "Nodes that share rows.", 1, 1024, 1)
 @opts.sharding_option
@@ -128,16 +131,9 @@ def _system(options: Options) -> CardSystem:
 
 
 def planned_model(named: str, dtype: RowDtype | None) -> tuple[ModelSpec, LookupProfile]:
-    """Return the model, and its lookups as far as they are known.
+    """Return a model of the catalog, a snapshot or a description, and its lookups as far as they are known.
 
-    Args:
-        named: `NAME` or `NAME:SCALE` of the catalog; a snapshot's folder or manifest; or a model description.
-        dtype: in place of the one that the tables are stored in.
-
-    Raises:
-        click.UsageError: nothing of that name, a scale that is none, or a dtype that a table can't have.
-        ExportError: a description that can't be read.
-        SnapshotError: a snapshot that can't be read.
+    Raises UsageError, ExportError for a description that can't be read, or SnapshotError.
     """
     from serving.cli.capacity import CATALOG, LookupProfile, catalog_model
 

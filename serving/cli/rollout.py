@@ -334,14 +334,9 @@ def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None,
 
 
 async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = asyncio.sleep) -> Rollout:
-    """Tell what happens in a rollout, line by line, until it has ended.
+    """Tell what happens in a rollout, line by line, until it has ended; returns its last record.
 
-    Returns:
-        Its last record; how it ended has been printed, to stderr if it is not done.
-
-    Raises:
-        RolloutError: another one has taken its place in the registry before its end was seen.
-        RegistryRecordError: a record can't be read.
+    Raises RolloutError if another one has taken its place in the registry before its end was seen.
     """
     from loader.errors import RegistryUnavailableError, RolloutError
     from loader.rollout.requests import read_rollout

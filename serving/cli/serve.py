@@ -194,13 +194,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
 
 
 def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
-    """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
-
-    Raises:
-        RegistryRecordError: the URL is none. A registry that does not answer is waited for.
-        ShardNodeError: the devices can't be had.
-        ListenError, FleetError: a port can't be bound.
-    """
+    """Serves until SIGTERM or SIGINT; then leaves the fleet. A registry that does not answer is waited for."""
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from loader.registry.opening import open_registry
     from loader.registry.typed import FleetRegistry
@@ -296,10 +290,7 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
 def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
     """Return the flags of a worker, but ports and the registry, which may have a password.
 
-    Args:
-        options: of the command.
-        folder: of the snapshot; None in a fleet.
-        worker: its number: node ids differ, and so do profiles, for counts can't share a file.
+    Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles: counts can't share a file.
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
     told += settings.arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
@@ -439,11 +430,7 @@ async def _listening(
 
 
 def _serve_rows(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
-    """Answers routers until SIGTERM or SIGINT; then ends what is in flight, for a bounded time.
-
-    Raises:
-        CardError: the cards have failed; only a new process can use them.
-    """
+    """Answers routers until SIGTERM or SIGINT; then ends what is in flight. Raises CardError if the cards fail."""
     from loader.memory import settle_heap
     from shard_node.agent.card_watch import watch_cards
 
@@ -466,12 +453,8 @@ def _may_wait(node: ShardNode) -> bool:
 class FleetMember:
     """A shard node of a fleet as its command line says it.
 
-    Attributes:
-        options: of the command.
-        record: how its fleet has to divide rows.
-        node: whose address and, unless it was given, node id are set once it listens.
-        agent: which models it holds.
-        advertise: None for the first address that it listens on.
+    `record` says how its fleet has to divide rows; the address and, unless it was given, the id of `node` are set once
+    it listens.
     """
 
     options: Options
@@ -508,11 +491,7 @@ async def _serve_rows_in_fleet(
 ) -> None:
     """Serves what the fleet wants until it is cancelled; then leaves the fleet and ends what is in flight.
 
-    Raises:
-        FleetMismatchError: it divides rows otherwise than its fleet.
-        AddressError: it can't listen.
-        RegistryError: the URL is none, or a record can't be read. A registry that does not answer is waited for.
-        CardError: the cards have failed; only a new process can use them.
+    Raises FleetMismatchError if it divides rows otherwise than its fleet, and CardError if the cards fail.
     """
     from loader.memory import settle_heap
     from shard_node.agent.agent import Agent

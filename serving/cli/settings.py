@@ -46,8 +46,7 @@ _FLAGS = {"shards": "--shard", "models": "--model"}
 def config_of(schema: type[Config], options: Options, prefix: str = "", /, **more: Any) -> Config:
     """Make a config of the options that were given and are its fields, and of `more`, which comes first.
 
-    Raises:
-        click.UsageError: naming what is unknown or out of range.
+    Raises UsageError naming what is unknown or out of range.
     """
     from pydantic import ValidationError
 
@@ -99,12 +98,7 @@ def belongs_to_fleet(ctx: click.Context, fleet_only: Collection[str]) -> bool:
 
 
 def snapshot_folder(store: Path | None, model: str | None, version: int | None, snapshot: Path | None) -> Path:
-    """Return the folder of the snapshot that was named; the latest version where none was.
-
-    Raises:
-        click.UsageError: if the flags contradict each other or name nothing.
-        SnapshotNotFoundError: if the store has no such model or version.
-    """
+    """Return the folder of the snapshot that was named, by default the latest. Raises UsageError, SnapshotError."""
     if snapshot is not None:
         if store is not None or model is not None or version is not None:
             raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
@@ -196,13 +190,7 @@ def device_arguments(options: Options) -> list[str]:
 def num_replicas(asked: int | None, card_set: CardSet | None, *, may_wait: bool = True) -> int:
     """Choose the number of ranking replicas: as asked, one for each card, none if no row is waited for, else one.
 
-    Args:
-        asked: by `--ranking-replicas`.
-        card_set: where the rows of this process are, if on cards.
-        may_wait: whether rows may have to be waited for, from a shard node or from a disk.
-
-    Raises:
-        click.UsageError: for 0 where rows may have to be waited for.
+    `may_wait` says whether rows may have to be waited for, from a shard node or a disk: then 0 raises UsageError.
     """
     if asked == 0 and (may_wait or card_set is not None):
         raise click.UsageError("--ranking-replicas 0 is only for rows that are all in this process's RAM.")
@@ -214,8 +202,7 @@ def num_replicas(asked: int | None, card_set: CardSet | None, *, may_wait: bool 
 def read_limits(options: Options) -> RequestLimits:
     """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit` and `--trusted-proxy`.
 
-    Raises:
-        click.UsageError: naming the limit that is unknown or out of range, or what is wrong with the file.
+    Raises UsageError naming the limit that is unknown or out of range, or what is wrong with the file.
     """
     from serving.limits import RequestLimits
 
@@ -252,13 +239,7 @@ def scheme(options: Options) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Protection that the options ask for; every file was read once.
-
-    Attributes:
-        tls: spoken by clients; None for plain text.
-        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
-        tokens: file of those who are let in; None for everybody.
-    """
+    """TLS with clients, TLS with shard nodes at TCP addresses, and the file of those who are let in; None for none."""
 
     tls: TlsConfig | None
     node_tls: TlsClientConfig | None
@@ -268,9 +249,7 @@ class Protection:
     def of(cls, options: Options) -> Protection:
         """Read the options of a command, those that it has.
 
-        Raises:
-            UsageError: flags that need another one.
-            TlsConfigError, TokensFileError: a file can't be read or does not fit; it is named.
+        Raises UsageError for flags that need another one; TlsConfigError, TokensFileError for a file that does not fit.
         """
         from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 

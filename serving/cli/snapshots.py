@@ -216,9 +216,7 @@ def _check_dense_model(
 ) -> None:
     """Build the dense model from its tensors, as a server will; `keys` are all of the checkpoint or snapshot.
 
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape or type than the description says. Where all
-            missing names are there behind a prefix, the message says which.
+    Raises CheckpointError; where all missing names are there behind a prefix, its message says which.
     """
     from loader.errors import CheckpointError
     from serving.errors import RankingModelError

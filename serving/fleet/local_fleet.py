@@ -391,11 +391,8 @@ async def running_fleet(
 ) -> AsyncIterator[LocalFleet]:
     """Starts a fleet, waits until all of it serves, and stops it when the block ends.
 
-    Args:
-        config: its shape.
-        on_ready: called with a child's name when it first serves.
-        held: ports that the caller holds already; None to hold those that `config` names.
-        on_begin: told what will be live, before anything is started.
+    `on_ready` is told each child that first serves, `on_begin` what will be live, before anything is started. The
+    caller may hold the ports already.
 
     Raises:
         ChildFailedError: if a child does not come up.

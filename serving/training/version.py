@@ -74,15 +74,8 @@ def train_version(
 ) -> TrainedVersion:
     """Trains a model and writes it as the next version into a store.
 
-    Args:
-        interactions: the data.
-        store: the store's folder.
-        seed: of the split and the training.
-        epochs: passes over the training part; None for the trainer's default.
-        options: what the model is made of.
-        bucketing: how rows lie in their files; sharding `range` needs `range`.
-        on_stage: told the end of the stages `train` and `export`.
-        progress: told how far training and export are.
+    The seed is that of the split and the training; `bucketing` is how rows lie in their files; `on_stage` is told the
+    end of the stages `train` and `export`.
 
     Raises:
         TrainingError, ExportError: as `FilmsDataset.split`, `train` and `export_snapshot`.

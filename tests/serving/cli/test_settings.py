@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 import pytest
 
-from serving.cli.settings import front_arguments, read_limits
+from serving.cli.settings import arguments, config_of, front_arguments, read_limits
+from serving.fleet.local_fleet import FleetConfig
 from serving.limits import RequestLimits
 
 
@@ -62,3 +63,28 @@ def test_trusted_proxies_reach_a_worker_as_they_were_given():
     assert limits.trusted_proxies == ("10.0.0.0/8", "::1")
     arguments = front_arguments(options)
     assert arguments == ["--limit", "max_queue=7", "--limit", "trusted_proxies=10.0.0.0/8,::1"]
+
+
+def test_a_config_takes_the_options_that_are_its_fields_and_names_what_is_out_of_range() -> None:
+    options = {"store": Path("models"), "shards": 3, "host": "::1", "registry": None, "threads": 7}
+    config = config_of(FleetConfig, options, models=("films",), shards=4)
+    assert (config.store, config.shards, config.host, config.registry) == (Path("models"), 4, "::1", None)
+    with pytest.raises(click.UsageError, match=r"up: shards: .* less than or equal to 64"):
+        config_of(FleetConfig, options | {"shards": 65}, "up: ", models=("films",))
+
+
+def test_a_child_is_told_what_was_given_each_as_often_as_it_was() -> None:
+    options = {
+        "models": ("a", "b"),
+        "max_staleness": (("a", "3"),),
+        "hot_gb": 0.5,
+        "advertise": None,
+        "tokens": Path("t"),
+    }
+    told = arguments(
+        options, ["models", "max_staleness", "hot_gb", "advertise", "tokens", "not an option of the command"]
+    )
+    assert told == [
+        *("--model", "a", "--model", "b", "--max-staleness", "a=3", "--hot-gb", "0.5"),
+        *("--tokens", str(Path("t").absolute())),
+    ]
