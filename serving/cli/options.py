@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -109,7 +109,7 @@ def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero:
     return option(f"{flag} GB", text, FiniteRange(0, min_open=above_zero), default)
 
 
-def choice(flag: str, text: str, *values: str, default: str | None = None) -> Option:
+def choice(flag: str, values: Sequence[str], text: str, default: str | None = None) -> Option:
     """Declare an option for one of a few words; the first is the default if no other is named."""
     return option(flag, text, click.Choice(values), default or values[0])
 
@@ -163,7 +163,9 @@ member_options = together(
     store_option,
     option("--model NAME", _MEMBER_MODEL, multiple=True, name="models"),
     count("--version", "Without --registry: the version; default: the store's latest."),
-    option("--snapshot", "Without --registry: the snapshot's own folder, and none of the three before.", FOLDER),
+    option(
+        "--snapshot", "Without --registry: the snapshot's own folder, in place of --store, --model, --version.", FOLDER
+    ),
 )
 follow_option = switch("--follow", "Show how far it is until it ends; exit code 1 unless it is done.")
 hash_threads_option = count("--threads", "How many files are hashed at a time.", 1, 64, 2)
@@ -177,9 +179,9 @@ def cards_option(default: int) -> Option:
 
 sharding_option = choice(
     "--sharding",
+    ["hash", "range", "table"],
     "What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash and range need tables exported "
     "with that bucketing, except those that --replicate-bytes or a single shard leaves whole.",
-    *("hash", "range", "table"),
 )
 _REPLICATE = "Tables of at most this many bytes are held whole by every shard."
 replicate_option = count("--replicate-bytes", _REPLICATE, 0, default=DEFAULT_REPLICATE_BYTES)
@@ -238,14 +240,14 @@ films_options = together(
 )
 _DENSE_DTYPE = "Number format of the dense model; auto: bfloat16 where the device has it and golden scores allow it."
 ranking_options = together(
-    count(
+    option(
         "--ranking-replicas",
         "Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on GPUs "
         "in this process they take turns over the cards. 0: the event loop scores between requests, only with all rows "
         "in this process's RAM, and the default there. Else 1, or one for each GPU.",
-        *(0, 64),
+        click.IntRange(0, 64),
     ),
-    choice("--dtype", _DENSE_DTYPE, *("auto", "float32", "bfloat16")),
+    choice("--dtype", ["auto", "float32", "bfloat16"], _DENSE_DTYPE),
     assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),
 )
@@ -282,9 +284,9 @@ device_options = together(
     ),
     choice(
         "--peer-access",
+        ["auto", "required"],
         "With GPUs: required refuses to start unless every card reads the memory of every other. auto goes on without: "
         "then rows are on all cards, or in pinned host memory.",
-        *("auto", "required"),
     ),
 )
 

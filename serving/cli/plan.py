@@ -40,7 +40,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "-medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
     required=True,
 )
-@opts.choice("--system", "Whose bandwidths.", *SYSTEM_NAMES, default="h100")
+@opts.choice("--system", SYSTEM_NAMES, "Whose bandwidths.", "h100")
 @opts.count("--cards", "Cards of each node; default: the system's.", 1, 64)
 @opts.gigabytes(
     "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True

@@ -184,7 +184,7 @@ def rollout() -> None:
     "How long the canary, or without one the flipped version, is held against the live one's errors, p99 and scores "
     "before the rollout goes on, such as 60s or 2m. Default: 60s with --canary, else none.",
 )
-@opts.choice("--strategy", _STRATEGIES, *("beside", "by-replica"))
+@opts.choice("--strategy", ["beside", "by-replica"], _STRATEGIES)
 @opts.assignments("--guard NAME=VALUE", f"What the bake allows: {_GUARDS}.")
 @opts.follow_option
 @opts.fleet_options

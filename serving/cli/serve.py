@@ -328,10 +328,11 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     "With --registry: read at most this much of a version in a second, in 10^6 bytes.",
     opts.ABOVE_ZERO,
 )
-@opts.count(
+@opts.option(
     "--threads",
     "Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
-    *(1, 256, 1),
+    click.IntRange(1, 256),
+    1,
 )
 @opts.verify_option
 @click.pass_context

@@ -31,11 +31,11 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 @opts.out_store_option
 @opts.films_options
 @opts.option("--model NAME", "The model's name.", default="films")
-@opts.choice("--kind", "The ranking model.", *("target_attention", "dlrm", "dcn_v2", "mlp"))
-@opts.choice("--dtype", "Number format of the rows.", *("int8", "int4", "fp16", "fp32"))
+@opts.choice("--kind", ["target_attention", "dlrm", "dcn_v2", "mlp"], "The ranking model.")
+@opts.choice("--dtype", ["int8", "int4", "fp16", "fp32"], "Number format of the rows.")
 @opts.count("--dim", "Width of every table.", 2, 512, 16)
 @opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
-@opts.choice("--bucketing", "Order of the rows in their files: what the same --sharding needs later.", "hash", "range")
+@opts.choice("--bucketing", ["hash", "range"], "Order of the rows in their files: what the same --sharding needs.")
 def train(
     store: Path,
     movielens: Path | None,
