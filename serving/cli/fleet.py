@@ -15,7 +15,7 @@ import click
 from serving.cli import GroupWithExamples, WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.output import stdout_console
-from serving.cli.settings import Options, Protection, config_of, opened_registry, registry_url
+from serving.cli.settings import Options, Protection, config_of, opened_registry
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning, FleetConfig
@@ -178,7 +178,7 @@ def _tell(beginnings: Sequence[Beginning]) -> None:
 @opts.duration("--step-timeout", "How long every other step may take. Default: 2m.")
 @opts.option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
 @opts.duration("--step-delay", "Pause before each step, for drills.", hidden=True)
-def coordinator(registry: str | None, store: Path | None, owner: str | None, **times: float | None) -> None:
+def coordinator(url: str, owner: str | None, **times: float | None) -> None:
     """Carry out the rollouts of a fleet.
 
     Runs until SIGTERM or Ctrl-C. Of several, one works and the others stand by; if it dies, the next goes on at the
@@ -191,7 +191,7 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
     from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 
     config = config_of(CoordinatorConfig, {f"{name}_s": value for name, value in times.items()})
-    url, name = registry_url(registry, store), owner or f"{socket.gethostname()}:{os.getpid()}"
+    name = owner or f"{socket.gethostname()}:{os.getpid()}"
 
     async def program() -> None:
         async with opened_registry(url) as fleet:

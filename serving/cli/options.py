@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import click
 
+from serving.cli.settings import registry_url
+
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # Repeated from the router and the engine because importing them would make `--help` slow; tests compare them.
@@ -156,7 +158,18 @@ registry_option = option(
     "if it has a password.",
     envvar="SHARDRANK_REGISTRY",
 )
-fleet_options = together(registry_option, option("--store", "The fleet's store, if its registry lies in it.", FOLDER))
+
+
+def fleet_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare `--registry` and `--store` of a fleet; the command gets the `url` of its registry."""
+
+    @functools.wraps(function)
+    def command(*args: Any, registry: str | None, store: Path | None, **rest: Any) -> Any:
+        return function(*args, url=registry_url(registry, store), **rest)
+
+    return registry_option(option("--store", "The fleet's store, if its registry lies in it.", FOLDER)(command))
+
+
 _MEMBER_MODEL = "With --registry only this model, repeatable; default: all. Without, the model; default: the only one."
 member_options = together(
     registry_option,

@@ -111,7 +111,7 @@ def publish(
 @click.argument("model", required=False)
 @opts.fleet_options
 @opts.json_flag("the list")
-def versions(model: str | None, registry: str | None, store: Path | None, as_json: bool) -> None:
+def versions(model: str | None, url: str, as_json: bool) -> None:
     """List the versions that are published, and what they are used for.
 
     Examples:
@@ -128,7 +128,7 @@ def versions(model: str | None, registry: str | None, store: Path | None, as_jso
             found.append((record, _uses(record.version, wanted.get(record.model)), ready))
         return found
 
-    found = with_registry(registry_url(registry, store), work)
+    found = with_registry(url, work)
     if as_json:
         used = [one.model_dump(mode="json") | {"uses": uses, "nodes": nodes} for one, uses, nodes in found]
         print_json({"versions": used})
@@ -198,8 +198,7 @@ def start(
     strategy: Literal["beside", "by-replica"],
     guard: Sequence[tuple[str, str]],
     follow: bool,
-    registry: str | None,
-    store: Path | None,
+    url: str,
 ) -> None:
     """Roll out a published version.
 
@@ -233,7 +232,7 @@ def start(
         click.echo(f"{model}: rolling out version {version}, {replaced}")
         return await follow_rollout(fleet, started) if follow else started
 
-    ended = with_registry(registry_url(registry, store), work)
+    ended = with_registry(url, work)
     if not follow:
         click.echo(f"see: shardrank rollout status {model} --watch")
     elif ended.state != "done":
@@ -245,7 +244,7 @@ def start(
 @opts.switch("--watch", "Keep showing it until Ctrl-C.")
 @opts.fleet_options
 @opts.json_flag("the status")
-def status(model: str | None, watch: bool, registry: str | None, store: Path | None, as_json: bool) -> None:
+def status(model: str | None, watch: bool, url: str, as_json: bool) -> None:
     """Show how far the rollout of a model is, or was; of every model without MODEL.
 
     With the steps, what each node reports of the versions, why a version was refused, and the guards' comparison.
@@ -259,7 +258,6 @@ def status(model: str | None, watch: bool, registry: str | None, store: Path | N
 
     if watch and as_json:
         raise click.UsageError("--watch draws on the terminal: leave out --json, or ask again and again.")
-    url = registry_url(registry, store)
 
     async def show(fleet: FleetRegistry) -> None:
         found = await _read_statuses(fleet, model)
@@ -286,7 +284,7 @@ def status(model: str | None, watch: bool, registry: str | None, store: Path | N
 @click.argument("model")
 @opts.option("--reason TEXT", "Kept in its record.", default="aborted by hand")
 @opts.fleet_options
-def abort(model: str, reason: str, registry: str | None, store: Path | None) -> None:
+def abort(model: str, reason: str, url: str) -> None:
     """End a running rollout in the version that was live before.
 
     Refused once the old version is being retired: `shardrank rollback` brings it back then.
@@ -296,7 +294,7 @@ def abort(model: str, reason: str, registry: str | None, store: Path | None) -> 
     """
     from loader.rollout.requests import abort_rollout
 
-    ended = with_registry(registry_url(registry, store), lambda fleet: abort_rollout(fleet, model, reason))
+    ended = with_registry(url, lambda fleet: abort_rollout(fleet, model, reason))
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
@@ -305,7 +303,7 @@ def abort(model: str, reason: str, registry: str | None, store: Path | None) -> 
 @opts.follow_option
 @opts.fleet_options
 @click.pass_context
-def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None, store: Path | None) -> None:
+def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
     """Return to the version that was live before the last rollout.
 
     While a rollout runs, this is `shardrank rollout abort`. After one, the earlier version is rolled out again: staged,
@@ -329,7 +327,7 @@ def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None,
         wished = "done" if begun.state == "running" else "aborted"
         return (await follow_rollout(fleet, begun)).state == wished
 
-    if not with_registry(registry_url(registry, store), work):
+    if not with_registry(url, work):
         ctx.exit(1)
 
 
