@@ -11,8 +11,7 @@ import click
 import numpy as np
 
 from loader.snapshot.manifest import RowDtype
-from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
-from serving.cli.model_catalog import catalog_model
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.cost_model import SYSTEMS, line_bytes, mean_pieces, read_bytes, sector_bytes, table_sizes
 from shard_node.planning.hotness import power_law_sums

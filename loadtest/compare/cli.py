@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from loadtest.workloads.options import request_options, workload_options
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 from serving.cli.options import FiniteRange, device_options, memory_budget_option, replicate_option, sharding_option
 
 MAX_CARDS = 64

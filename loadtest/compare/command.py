@@ -36,7 +36,7 @@ from loadtest.workloads.prepared import prepare_workload
 from router.plan import Plan
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.training.description import with_bucketing
+from serving.training.dataset import with_bucketing
 from shard_node.cuda.card_set import DeviceChoice
 
 

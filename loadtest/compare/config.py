@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import Frozen
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
-from serving.cli.options import Sharding
+from shard_node.node import Sharding
 
 MAX_ARMS = 16
 MAX_CARDS = 64

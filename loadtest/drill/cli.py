@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 

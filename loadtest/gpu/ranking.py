@@ -28,7 +28,7 @@ from loader.snapshot.writer import export_snapshot
 from loadtest.gpu.parts import BenchSize, Work
 from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
 from router.feature_schema import FeatureSchema
-from serving.cli.model_catalog import catalog_model
+from serving.cli.capacity import catalog_model
 from serving.formats.requests import Answer, RankAnswer, RankRequest
 from serving.limits import RequestLimits
 from serving.models.ranking_models import DtypeChoice, build_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from loadtest.workloads.options import request_options, workload_options
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 
 COMMANDS = {
     "run": "loadtest.load.cli:run",

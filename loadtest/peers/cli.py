@@ -10,7 +10,7 @@ import click
 
 from loadtest.peers.catalog import PEERS
 from loadtest.workloads.options import same_option
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 CORES = len(os.sched_getaffinity(0))

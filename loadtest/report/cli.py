@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 
 if TYPE_CHECKING:
     from loadtest.load.result import LoadResult

@@ -9,7 +9,7 @@ from loadtest.workloads.candidates import MLPERF_CANDIDATES, VARIED_CANDIDATES, 
 from loadtest.workloads.errors import WorkloadError
 from loadtest.workloads.ids import IdDistribution, Uniform, Zipf
 from loadtest.workloads.synthetic import SyntheticWorkload
-from serving.cli.model_catalog import catalog_model
+from serving.cli.capacity import catalog_model
 
 
 def catalog_workload(
@@ -21,7 +21,7 @@ def catalog_workload(
     context_features: int = 0,
     varied: bool = True,
 ) -> SyntheticWorkload:
-    """A model of `serving.cli.model_catalog`.
+    """A model of `serving.cli.capacity`.
 
     Args:
         model: its name there.

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from loadtest.workloads.options import workload_options
-from serving.cli.group import WithExamples
+from serving.cli import WithExamples
 from serving.cli.output import human_bytes, progress_bars
 
 

@@ -10,8 +10,7 @@ from loader.snapshot.manifest import fingerprint_strings
 from loadtest.workloads.candidates import CandidateCounts
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
-from serving.training.dataset import NO_FOLD, FilmsDataset, evaluation_requests
-from serving.training.description import FilmsOptions, films_spec
+from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import Interactions, offsets_of, positions_in, read_movielens
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 

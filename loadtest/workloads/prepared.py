@@ -9,7 +9,7 @@ from loader.snapshot.manifest import Bucketing, ModelSpec
 from loadtest.workloads.export import write_random_snapshot
 from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload
-from serving.training.description import with_bucketing
+from serving.training.dataset import with_bucketing
 from serving.training.version import train_version
 
 

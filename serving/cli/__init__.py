@@ -1,10 +1,135 @@
-"""The command line: `shardrank` and its commands, one file for each group of them.
+"""The command line `shardrank`: each file holds one group of commands, which read flags, call a package, and print.
 
-Owns flags, help, what is printed and exit codes. Must not do the work itself: each command reads its flags, calls the
-package that owns the work, and prints what came. Heavy imports (torch, grpc) are made inside commands, so that
-`shardrank --help` is quick.
+Heavy imports (torch, numpy, grpc, pydantic) are made inside commands, so that `shardrank --help` is quick.
 """
 
-from serving.cli.group import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import importlib
+import inspect
+import logging
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import click
+
+from serving.fleet.process import die_with_parent
+
+PLUGIN_GROUP = "shardrank.commands"
+"""Entry-point group by which other packages add commands; the name is the command's, the object a click command."""
+
+COMMANDS = {
+    "demo": "fleet",
+    "up": "fleet",
+    "serve": "serve",
+    "shard-node": "serve",
+    "train": "snapshots",
+    "export": "snapshots",
+    "plan": "plan",
+    "inspect": "snapshots",
+    "verify": "snapshots",
+    "publish": "rollout",
+    "versions": "rollout",
+    "rollout": "rollout",
+    "rollback": "rollout",
+    "coordinator": "fleet",
+    "token": "fleet",
+}
+"""The module of each command, in the order in which a newcomer meets them."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class WithExamples(click.Command):
+    """A command whose docstring may end in a block `Examples:`, shown line by line after the options."""
+
+    def __init__(self, name: str | None, **more: Any) -> None:
+        more["help"], _, examples = inspect.cleandoc(more.get("help") or "").partition("\nExamples:\n")
+        if examples:
+            more["epilog"] = f"\b\nExamples:\n{examples}"
+        super().__init__(name, **more)
+
+
+class GroupWithExamples(WithExamples, click.Group):
+    """A group whose help, and that of its commands, may end in examples."""
+
+    command_class = WithExamples
+
+
+class ShardrankGroup(GroupWithExamples):
+    """Loads a command's module when the command is named; its own commands come before those of plugins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return own commands, then plugins by name."""
+        return [*COMMANDS, *sorted(_plugins().keys() - COMMANDS.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of that name, or None."""
+        if cmd_name in COMMANDS:
+            module = importlib.import_module(f"serving.cli.{COMMANDS[cmd_name]}")
+            command = getattr(module, cmd_name.replace("-", "_"))
+        elif (plugin := _plugins().get(cmd_name)) is not None:
+            command = plugin.load()
+        else:
+            return None
+        if not isinstance(command, click.Command):
+            raise click.ClickException(f"command {cmd_name!r}: {command!r} is not a click command")
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error that shardrank raises on purpose becomes `error: …` and exit code 1."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            from loader.errors import ShardrankError
+
+            if ctx.params["debug"] or not isinstance(error, (OSError, ShardrankError)):
+                raise
+            message = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                message = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+            click.echo(f"error: {message}", err=True)
+            ctx.exit(1)
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=PLUGIN_GROUP)}
+
+
+def set_up_logging(level: str) -> None:
+    """Send records of `level` and above to stderr; libraries stay at warning unless `level` is debug."""
+    # Handlers are replaced, because the group may run more than once in one process.
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if level == "debug" else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    for package in ("loader", "shard_node", "router", "serving", "loadtest"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+@click.group(cls=ShardrankGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="shardrank", prog_name="shardrank")
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="warning",
+    show_default=True,
+    envvar="SHARDRANK_LOG_LEVEL",
+    help="How much to log to stderr.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(log_level: str, debug: bool) -> None:
+    """Online ranking from sharded embeddings: ids in, scores out.
+
+    Examples:
+      shardrank demo                          train, export, serve and rank, from nothing
+      shardrank export --help                 make a snapshot of your own model
+      shardrank verify --store models --model films
+      shardrank up --store models --model films --shards 2 --cards 2
+    """
+    del debug  # read from the context, where an error finds it
+    set_up_logging(log_level)
+    die_with_parent(os.environ)

@@ -1,13 +1,20 @@
 """What a model takes on a node of cards, and how fast its lookups can be: the engine's own placement, without a card.
 
-Nothing is read but the model's description (and access counts, where a snapshot has them).
+Nothing is read but the model's description (and access counts, where a snapshot has them). Published models by name
+come with what a `ModelSpec` does not say: how many ids a bag of each feature has, and how skewed they are.
+
+- `dlrm-v2`: MLPerf's DLRM-v2 on Criteo 1TB, multi-hot (github.com/mlcommons/training,
+  recommendation_v2/torchrec_dlrm/README.MD: table sizes and hotness).
+- `merlin-tiny` to `merlin-colossal`: the synthetic models of NVIDIA-Merlin/distributed-embeddings
+  (examples/benchmarks/synthetic_models/config_v3.py), ids by a power law of exponent 1.05 (its README).
+- `textbook`: one table of 2 * 10^9 rows of 128, 40 lookups a sample: easy to reckon by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +22,9 @@ from pydantic import Field
 
 from loader.snapshot.codecs import num_buckets_used
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import Frozen, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
-from serving.errors import LookupProfileError
+from serving.errors import LookupProfileError, ModelNotFoundError
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.node import Sharding
@@ -28,7 +35,128 @@ from shard_node.planning.hotness import Hotness
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
 MAX_HOTNESS = 1_000_000
-MAX_ZIPF = 8.0
+MERLIN_ZIPF = 1.05
+DLRM_V2_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
+    2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+DLRM_V2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+
+Tier: TypeAlias = Literal["hot", "card", "peer", "pinned"]
+Alike: TypeAlias = tuple[int, tuple[int, ...], int, int]
+"""So many tables alike, each looked up by one feature for each hotness: number, hotness, rows, embedding_dim."""
+
+
+class _Published(NamedTuple):
+    tables: tuple[Alike, ...]
+    dense_model: DenseModelSpec
+    num_dense: int = 0
+    zipf: float = 0.0
+
+
+def _merlin(hidden: tuple[int, ...], num_dense: int, *tables: Alike) -> _Published:
+    return _Published(tables, DenseModelSpec(kind="mlp", config={"hidden": list(hidden)}), num_dense, MERLIN_ZIPF)
+
+
+_DLRM_V2_CONFIG: dict[str, Any] = {
+    "num_cross_layers": 3,
+    "low_rank": 512,
+    "bottom_mlp": [512, 256, 128],
+    "deep": [1024, 1024, 512, 256],
+}
+CATALOG: dict[str, _Published] = {
+    "dlrm-v2": _Published(
+        tuple((1, (ids,), rows, 128) for rows, ids in zip(DLRM_V2_ROWS, DLRM_V2_HOTNESS, strict=True)),
+        DenseModelSpec(kind="dcn_v2", config=_DLRM_V2_CONFIG), 13,
+    ),
+    "merlin-tiny": _merlin(
+        (256, 128), 10,
+        (1, (1, 10), 10_000, 8), (1, (1, 10), 1_000_000, 16), (1, (1, 10), 25_000_000, 16), (1, (1,), 25_000_000, 16),
+        (16, (1,), 10, 8), (10, (1,), 1_000, 8), (4, (1,), 10_000, 8), (2, (1,), 100_000, 16),
+        (19, (1,), 1_000_000, 16),
+    ),
+    "merlin-small": _merlin(
+        (512, 256, 128), 10,
+        (5, (1, 30), 10_000, 16), (3, (1, 30), 4_000_000, 32), (1, (1, 30), 50_000_000, 32), (1, (1,), 50_000_000, 32),
+        (30, (1,), 10, 16), (30, (1,), 1_000, 16), (5, (1,), 10_000, 16), (5, (1,), 100_000, 32),
+        (27, (1,), 4_000_000, 32),
+    ),
+    "merlin-medium": _merlin(
+        (1024, 512, 256, 128), 25,
+        (20, (1, 50), 100_000, 64), (5, (1, 50), 10_000_000, 64), (1, (1, 50), 100_000_000, 128),
+        (1, (1,), 100_000_000, 128), (80, (1,), 10, 32), (60, (1,), 1_000, 32), (80, (1,), 100_000, 64),
+        (24, (1,), 200_000, 64), (40, (1,), 10_000_000, 64),
+    ),
+    "merlin-large": _merlin(
+        (2048, 1024, 512, 256), 100,
+        (40, (1, 100), 100_000, 64), (16, (1, 100), 15_000_000, 64), (1, (1, 100), 200_000_000, 128),
+        (1, (1,), 200_000_000, 128), (100, (1,), 10, 32), (100, (1,), 10_000, 32), (160, (1,), 100_000, 64),
+        (50, (1,), 500_000, 64), (144, (1,), 15_000_000, 64),
+    ),
+    "merlin-jumbo": _merlin(
+        (2048, 1024, 512, 256), 200,
+        (50, (1, 200), 100_000, 128), (24, (1, 200), 20_000_000, 128), (1, (1, 200), 400_000_000, 256),
+        (1, (1,), 400_000_000, 256), (100, (1,), 10, 32), (200, (1,), 10_000, 64), (350, (1,), 100_000, 128),
+        (80, (1,), 1_000_000, 128), (216, (1,), 20_000_000, 128),
+    ),
+    "merlin-colossal": _merlin(
+        (4096, 2048, 1024, 512, 256), 500,
+        (100, (1, 300), 100_000, 128), (50, (1, 300), 40_000_000, 256), (1, (1, 300), 2_000_000_000, 256),
+        (1, (1,), 1_000_000_000, 256), (100, (1,), 10, 32), (400, (1,), 10_000, 128), (100, (1,), 100_000, 128),
+        (800, (1,), 1_000_000, 128), (450, (1,), 40_000_000, 256),
+    ),
+    "textbook": _Published(((1, (40,), 2_000_000_000, 128),), DenseModelSpec(kind="mlp")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CatalogModel:
+    """A model and how it is looked up: by feature, ids in a bag; the exponent of their power law, 0 for uniform."""
+
+    spec: ModelSpec
+    hotness: Mapping[str, int]
+    zipf: float
+
+
+def catalog_model(name: str, dtype: RowDtype = "int8", scale: float = 1.0) -> CatalogModel:
+    """Return a published model.
+
+    Args:
+        name: one of `CATALOG`.
+        dtype: in which its rows are stored; they are published as float32.
+        scale: of the numbers of rows, above 0 and at most 1; every table keeps at least one.
+
+    Raises:
+        ModelNotFoundError: no such name.
+        ValueError: a scale out of range.
+    """
+    if name not in CATALOG:
+        raise ModelNotFoundError(f"model {name!r} is not in the catalog; it has {', '.join(CATALOG)}")
+    if not 0 < scale <= 1:
+        raise ValueError(f"scale is {scale}, allowed is above 0 and at most 1")
+    published, tables = CATALOG[name], []
+    hotness: dict[str, int] = {}
+    alike = [one for one in published.tables for _ in range(one[0])]
+    for number, (_, bags, rows, dim) in enumerate(alike):
+        features = {f"f{number}" if len(bags) == 1 else f"f{number}_{ids}": ids for ids in bags}
+        hotness |= features
+        tables.append(
+            TableSpec(
+                name=f"t{number}",
+                num_embeddings=max(1, round(rows * scale)),
+                embedding_dim=dim,
+                feature_names=tuple(features),
+                dtype=dtype,
+            )
+        )
+    spec = ModelSpec(
+        model=name,
+        tables=tuple(tables),
+        features=tuple(FeatureSpec(name=feature, side="candidate") for feature in hotness),
+        dense_inputs=DenseInputs(candidate=published.num_dense),
+        dense_model=published.dense_model,
+    )
+    return CatalogModel(spec, hotness, published.zipf)
 
 
 @dataclass(frozen=True)
@@ -48,13 +176,12 @@ class LookupProfile:
     counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
 
     @classmethod
-    def of_requests(cls, requests: GoldenRequests, zipf: float = 0.0) -> LookupProfile:
+    def of_requests(cls, requests: GoldenRequests) -> LookupProfile:
         """Count the ids that a set of requests has in each bag."""
         lengths = requests.lengths
         return cls(
             {name: float(one.mean()) if one.size else 0.0 for name, one in lengths.items()},
             {name: float(one.max(initial=0)) for name, one in lengths.items()},
-            zipf,
         )
 
     def with_hotness(self, spec: ModelSpec, told: Mapping[str, float]) -> LookupProfile:
@@ -71,60 +198,30 @@ class LookupProfile:
                 raise LookupProfileError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
         return replace(self, hotness={**self.hotness, **told}, longest={**self.longest, **told})
 
-    def with_zipf(self, zipf: float) -> LookupProfile:
-        """Return the same with another skew in place of counts. Raises LookupProfileError for one out of range."""
-        if not 0 <= zipf <= MAX_ZIPF:
-            raise LookupProfileError(f"zipf is {zipf}, allowed is 0..{MAX_ZIPF:g}")
-        return replace(self, zipf=zipf, counts={})
-
-    def ids_of(self, feature: str) -> float:
-        """Return the ids in a bag, in the mean."""
-        return self.hotness.get(feature, 1.0)
-
     def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:
-        """Count what a batch asks of each table, in layout order: context features by request, others by candidate.
-
-        Args:
-            spec: the model.
-            layout: its tables.
-            requests: of the batch.
-            candidates: of the batch, all requests together.
-        """
-        return tuple(self._load(spec, table, requests, candidates) for table in layout.tables)
-
-    def placement(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> Hotness:
-        """Return what placement is told: the same lookups, by table."""
-        loads = self.loads(spec, layout, requests, candidates)
-        lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        return Hotness(self.counts, lookups, self.zipf)
-
-    def _load(self, spec: ModelSpec, table: TableSpec, requests: float, candidates: float) -> BagLoad:
-        values = bags = longest = 0.0
-        for name in table.feature_names:
-            times = requests if spec.feature(name).side == "context" else candidates
-            ids = self.ids_of(name)
-            values += times * ids
-            # A bag of a feature that is not pooled is one id.
-            bags += times * (ids if spec.pooling_of(name) == "none" else 1)
-            longest = max(longest, 1.0 if spec.pooling_of(name) == "none" else self.longest.get(name, ids))
-        return BagLoad(values, bags, longest)
+        """Count what a batch asks of each table, in layout order: context features by request, others by candidate."""
+        found = []
+        for table in layout.tables:
+            values = bags = longest = 0.0
+            for name in table.feature_names:
+                times = requests if spec.feature(name).side == "context" else candidates
+                ids, is_pooled = self.hotness.get(name, 1.0), spec.pooling_of(name) != "none"
+                values += times * ids
+                # A bag of a feature that is not pooled is one id.
+                bags += times * (1 if is_pooled else ids)
+                longest = max(longest, self.longest.get(name, ids) if is_pooled else 1.0)
+            found.append(BagLoad(values, bags, longest))
+        return tuple(found)
 
 
 class CapacityOptions(Frozen):
     """The node and the batch to plan for. 1 GB is 10^9 bytes.
 
     Attributes:
-        system: the node's bandwidths.
         cards: of each shard's node.
-        card_memory_gb: of each card, for all versions that lie side by side.
-        pinned_memory_gb: of the host, the same.
+        card_memory_gb, pinned_memory_gb: of each card and of the host, for all versions that lie side by side.
         hot_gb: of each card, for one version's copies of hot rows; None as the engine chooses.
-        versions: that lie side by side; 2 during a rollout.
-        shards: nodes that the rows are divided over.
-        sharding: how.
         replicate_bytes: tables of at most this size go to every shard.
-        peer_access: whether cards read each other's memory.
-        requests: of a batch.
         candidates: of a batch, all requests together.
     """
 
@@ -191,7 +288,7 @@ class TierUse(Frozen):
     `card` and `peer` are the same rows, on the card that pools and on others: a card reaches its own part as `card`.
     """
 
-    tier: Literal["hot", "card", "peer", "pinned"]
+    tier: Tier
     rows: int
     size_bytes: int
     lookup_share: float
@@ -257,13 +354,12 @@ class CapacityPlan(Frozen):
             PlanError: it can't be sharded so.
         """
         fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
-        shard = _fullest_shard(fleet)
-        requests, candidates = options.requests, options.candidates
-        hotness = profile.placement(spec, fleet.layout, requests, candidates)
-        plan = CardPlan.make(fleet.layout, fleet.partition(shard), options.budget, hotness)
-        loads = profile.loads(spec, fleet.layout, requests, candidates)
+        shard, budget, layout = _fullest_shard(fleet), options.budget, fleet.layout
+        loads = profile.loads(spec, layout, options.requests, options.candidates)
+        lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
+        hotness = Hotness(profile.counts, lookups, profile.zipf)
+        plan = CardPlan.make(layout, fleet.partition(shard), budget, hotness)
         traffic = Traffic.of(plan, loads, options.system)
-        rows_here = plan.tier_rows.sum(axis=(1, 2))
         return cls(
             model=spec.model,
             options=options,
@@ -271,25 +367,12 @@ class CapacityPlan(Frozen):
             num_rows=sum(table.num_embeddings for table in spec.tables),
             size=ModelSize.of(spec),
             shard_index=shard,
-            cards=tuple(_card_use(plan, card, options.budget) for card in range(options.cards)),
+            cards=tuple(_card_use(plan, card, budget) for card in range(options.cards)),
             pinned_bytes=plan.pinned_bytes,
             all_on_cards_bytes=int((plan.tier_rows.sum(axis=2).T @ plan.strides).max()) + plan.places_bytes,
             fits_on_cards=not plan.tier_rows[:, :, HOST].any(),
             tiers=_tiers(plan, traffic),
-            tables=tuple(
-                TableUse(
-                    name=table.name,
-                    num_embeddings=table.num_embeddings,
-                    embedding_dim=table.embedding_dim,
-                    dtype=table.dtype,
-                    on_cards_bytes=int(rows_here[number]) * RowFormat.of(table.dtype, table.embedding_dim).stride,
-                    lookups=loads[number].values,
-                    hot_rows=split.hot_rows,
-                    card_rows=split.card_rows,
-                    pinned_rows=split.host_rows,
-                )
-                for number, (table, split) in enumerate(zip(fleet.layout.tables, plan.splits, strict=True))
-            ),
+            tables=_tables(plan, layout, loads),
             batch=BatchUse(
                 lookups=float(sum(load.values for load in loads)),
                 bags=float(sum(load.bags for load in loads)),
@@ -326,23 +409,42 @@ def _card_use(plan: CardPlan, card: int, budget: CardBudget) -> CardUse:
     )
 
 
+def _tables(plan: CardPlan, layout: TableLayout, loads: tuple[BagLoad, ...]) -> tuple[TableUse, ...]:
+    rows_here = plan.tier_rows.sum(axis=(1, 2))
+    return tuple(
+        TableUse(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            dtype=table.dtype,
+            on_cards_bytes=int(rows) * RowFormat.of(table.dtype, table.embedding_dim).stride,
+            lookups=load.values,
+            hot_rows=split.hot_rows,
+            card_rows=split.card_rows,
+            pinned_rows=split.host_rows,
+        )
+        for table, rows, load, split in zip(layout.tables, rows_here, loads, plan.splits, strict=True)
+    )
+
+
 def _tiers(plan: CardPlan, traffic: Traffic) -> tuple[TierUse, ...]:
     """In the mean over the cards that may pool a batch."""
     rows = plan.tier_rows.sum(axis=1)
-    own, peers = traffic.own.mean(), traffic.peer.mean()
-    lookups = {"hot": traffic.hot.mean(), "card": own, "peer": peers, "pinned": traffic.host.mean()}
-    moved = {"peer": traffic.peer_bytes.sum(axis=1).mean(), "pinned": traffic.host_bytes.mean()}
-    total = sum(lookups.values())
-    tiers: tuple[tuple[Literal["hot", "card", "peer", "pinned"], int], ...] = (
-        ("hot", HOT), ("card", CARD), ("peer", CARD), ("pinned", HOST),
-    )  # fmt: skip
+    # The column of rows, the lookups, and the bytes that a batch moves.
+    tiers: dict[Tier, tuple[int, float, float]] = {
+        "hot": (HOT, traffic.hot.mean(), 0.0),
+        "card": (CARD, traffic.own.mean(), 0.0),
+        "peer": (CARD, traffic.peer.mean(), traffic.peer_bytes.sum(axis=1).mean()),
+        "pinned": (HOST, traffic.host.mean(), traffic.host_bytes.mean()),
+    }
+    total = sum(lookups for _, lookups, _ in tiers.values())
     return tuple(
         TierUse(
             tier=tier,
             rows=int(rows[:, column].sum()),
             size_bytes=int(rows[:, column] @ plan.strides),
-            lookup_share=float(lookups[tier] / total) if total else 0.0,
-            bytes_per_batch=float(moved.get(tier, 0.0)),
+            lookup_share=float(lookups / total) if total else 0.0,
+            bytes_per_batch=float(moved),
         )
-        for tier, column in tiers
+        for tier, (column, lookups, moved) in tiers.items()
     )

@@ -1,4 +1,4 @@
-"""`shardrank up`, `coordinator` and `token`: what an operator runs around serving processes and shard nodes."""
+"""`shardrank demo`, `up`, `coordinator` and `token`: a fleet on this machine, and what an operator runs around one."""
 
 from __future__ import annotations
 
@@ -12,74 +12,79 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from serving.cli.group import GroupWithExamples, WithExamples
-from serving.cli.options import (
-    FILE,
-    Duration,
-    cards_option,
-    count_option,
-    device_options,
-    fleet_options,
-    folder_option,
-    front_options,
-    max_memory_option,
-    memory_budget_option,
-    opened_registry,
-    port_options,
-    ranking_options,
-    registry_option,
-    registry_url,
-    replicate_option,
-    sharding_option,
-    store_option,
-    tls_options,
-    tokens_option,
-    validated,
-    verify_option,
-)
-from serving.cli.settings import (
-    Protection,
-    arguments,
-    device_arguments,
-    front_arguments,
-    num_replicas,
-    run_until_stopped,
-    warn_if_open,
-)
+from serving.cli import GroupWithExamples, WithExamples, settings
+from serving.cli import options as opts
+from serving.cli.output import stdout_console
+from serving.cli.settings import Options, Protection, config_of, opened_registry
 
 if TYPE_CHECKING:
-    from router.plan import Plan
     from serving.fleet.local_fleet import Beginning, FleetConfig
 
-_QUOTED_TABLES = 8
+
+_MEMORY = ("memory_budget_gb", "max_memory_gb")
+_SCOPES = (
+    "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
+    "everything, metrics too."
+)
 
 
 @click.command(cls=WithExamples)
-@store_option
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME", help="What to serve. Repeatable; default: all of the store."
-)
-@count_option(
+@opts.films_options
+@opts.option("--store", "Keep the snapshot in this store; without it, it is removed at the end.", opts.FOLDER)
+@opts.count("--shards", "Shard nodes; each is a process.", 1, 64, 2)
+@opts.cards_option(2)
+@opts.device_option("cpu")
+@opts.sharding_option
+@opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
+@opts.port_options
+@opts.switch("--once", "Stop after the report.")
+@opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
+@click.pass_context
+def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: Any) -> None:
+    """The whole path from one command: train, export, serve, rank.
+
+    Trains a small ranking model on film ratings (MovieLens 100K with --movielens, else generated ones with planted
+    tastes), exports it as an int8 snapshot, starts shard nodes and a serving process, ranks every held-out rating over
+    HTTP and gRPC, and reports quality, latency and sizes from the answers. Then it keeps serving until Ctrl-C. Exits
+    with 1 if any request failed.
+
+    Examples:
+      shardrank demo
+      shardrank demo --movielens ml-100k --shards 3 --sharding table
+      shardrank demo --local --once --json report.json
+      shardrank demo --local --device cuda:0
+      shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
+    """
+    from serving.demo.run import DemoConfig, run_demo
+
+    config = config_of(DemoConfig, options | ({"shards": 1} if options["local"] else {}))
+    ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
+
+
+@click.command(cls=WithExamples)
+@opts.store_option
+@opts.option("--model NAME", "What to serve. Repeatable; default: all of the store.", multiple=True, name="models")
+@opts.count(
     "--version",
     "What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
 )
-@folder_option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.")
-@registry_option
-@count_option("--shards", "Shards.", 1, 64, default=2)
-@count_option("--replicas", "Nodes of each shard.", 1, 16, default=1)
-@cards_option(1)
-@count_option("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, default=1)
-@sharding_option
-@replicate_option
-@memory_budget_option
-@device_options
-@max_memory_option("", ", on each shard node")
-@port_options
-@tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
-@tokens_option
-@front_options
-@ranking_options
-@verify_option
+@opts.option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.", opts.FOLDER)
+@opts.registry_option
+@opts.count("--shards", "Shards.", 1, 64, 2)
+@opts.count("--replicas", "Nodes of each shard.", 1, 16, 1)
+@opts.cards_option(1)
+@opts.count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.memory_budget_option
+@opts.device_options
+@opts.max_memory_option("", ", on each shard node")
+@opts.port_options
+@opts.tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
+@opts.tokens_option
+@opts.front_options
+@opts.ranking_options
+@opts.verify_option
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
@@ -99,48 +104,40 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     """
     from serving.fleet.local_fleet import FleetConfig
 
-    protection = Protection.of(options)
-    warn_if_open(options["host"], protection)
+    settings.warn_if_open(options["host"], Protection.of(options))
     # Refuses what needs rows in the serving process itself.
-    num_replicas(options["ranking_replicas"], None)
-    same = (
-        *("registry", "shards", "replicas", "cards", "workers", "sharding", "replicate_bytes", "memory_budget_gb"),
-        *("verify", "host", "http_port", "grpc_port"),
+    settings.num_replicas(options["ranking_replicas"], None)
+    config = config_of(
+        FleetConfig,
+        options,
+        **_what(options),
+        shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
+        serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype"]) + settings.front_arguments(options),
+        log_level=ctx.find_root().params.get("log_level", "info"),
     )
-    config = FleetConfig.model_validate(
-        _what(options["store"], options["models"], options["version"], options["snapshot"])
-        | {name: options[name] for name in same}
-        | {
-            "shard_node_arguments": (*arguments(options, ["max_memory_gb"]), *device_arguments(options)),
-            "serve_arguments": (*arguments(options, ["ranking_replicas", "dtype"]), *front_arguments(options)),
-            "log_level": ctx.find_root().params.get("log_level", "info"),
-        }
-    )
-    _run(config, protection.scheme)
+    _run(config, settings.scheme(options))
 
 
-def _what(store: Path | None, models: tuple[str, ...], version: int | None, snapshot: Path | None) -> dict[str, Any]:
+def _what(options: Options) -> dict[str, Any]:
     """`store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
-    if snapshot is not None:
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.store import Store
+
+    store, models, version = options["store"], options["models"], options["version"]
+    if options["snapshot"] is not None:
         if store is not None or models or version is not None:
             raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
-        from loader.snapshot.reader import Snapshot
-
         # Only the manifest and the headers: each child checks the files that it loads.
-        opened = Snapshot.open(snapshot.resolve(), verify=False)
+        opened = Snapshot.open(options["snapshot"].resolve(), verify=False)
         name = opened.spec.model
         return {"store": opened.path.parent.parent, "models": (name,), "versions": {name: opened.version}}
     if store is None:
         raise click.UsageError("Name a store: --store FOLDER [--model NAME ...], or --snapshot FOLDER.")
-    from loader.snapshot.store import Store
-
     Store(store).check_exists()
     models = models or tuple(Store(store).models())
-    if version is None:
-        return {"store": store, "models": models}
-    if len(models) != 1:
+    if version is not None and len(models) != 1:
         raise click.UsageError(f"--version is of one model, but there are several: {list(models)}")
-    return {"store": store, "models": models, "versions": {models[0]: version}}
+    return {"store": store, "models": models, "versions": {} if version is None else {models[0]: version}}
 
 
 def _run(config: FleetConfig, scheme: str) -> None:
@@ -162,6 +159,8 @@ def _run(config: FleetConfig, scheme: str) -> None:
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
+    from serving.fleet.local_fleet import placement_line
+
     for one in beginnings:
         if len(beginnings) > 1:
             click.echo(f"{one.model} version {one.version}:")
@@ -173,44 +172,13 @@ def _tell(beginnings: Sequence[Beginning]) -> None:
             )
 
 
-def placement_line(plan: Plan) -> str:
-    """Say which tables every shard holds: `on every shard: genre, city; split over 2 shards: user, film`."""
-    from router.plan import REPLICATED
-
-    if plan.num_shards == 1:
-        return f"one shard holds every table: {_quoted([table.name for table in plan.layout.tables])}"
-    whole: list[str] = []
-    rest: list[str] = []
-    for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
-        (whole if owners[0] == REPLICATED else rest).append(table.name)
-    how = "whole on one shard each" if plan.sharding == "table" else f"split over {plan.num_shards} shards"
-    return f"on every shard: {_quoted(whole)}; {how}: {_quoted(rest)}"
-
-
-def _quoted(names: list[str]) -> str:
-    shown = ", ".join(names[:_QUOTED_TABLES]) or "none"
-    return f"{shown} and {len(names) - _QUOTED_TABLES} more" if len(names) > _QUOTED_TABLES else shown
-
-
 @click.command(cls=WithExamples)
-@fleet_options
-@click.option(
-    "--stage-timeout",
-    "stage_timeout_s",
-    type=Duration(),
-    metavar="TIME",
-    help="How long nodes may take to stage a version before the rollout is rolled back. Default: 1h.",
-)
-@click.option(
-    "--step-timeout",
-    "step_timeout_s",
-    type=Duration(),
-    metavar="TIME",
-    help="How long every other step may take. Default: 2m.",
-)
-@click.option("--owner", hidden=True, help="In whose name the lock is held; its own by default.")
-@click.option("--step-delay", "step_delay_s", type=Duration(), hidden=True, help="Pause before each step, for drills.")
-def coordinator(registry: str | None, store: Path | None, owner: str | None, **times: float | None) -> None:
+@opts.fleet_options
+@opts.duration("--stage-timeout", "How long staging may take before a rollout is rolled back. Default: 1h.")
+@opts.duration("--step-timeout", "How long every other step may take. Default: 2m.")
+@opts.option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
+@opts.duration("--step-delay", "Pause before each step, for drills.", hidden=True)
+def coordinator(url: str, owner: str | None, **times: float | None) -> None:
     """Carry out the rollouts of a fleet.
 
     Runs until SIGTERM or Ctrl-C. Of several, one works and the others stand by; if it dies, the next goes on at the
@@ -222,15 +190,15 @@ def coordinator(registry: str | None, store: Path | None, owner: str | None, **t
     """
     from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 
-    config = validated(CoordinatorConfig, {name: value for name, value in times.items() if value is not None})
-    url, name = registry_url(registry, store), owner or f"{socket.gethostname()}:{os.getpid()}"
+    config = config_of(CoordinatorConfig, {f"{name}_s": value for name, value in times.items()})
+    name = owner or f"{socket.gethostname()}:{os.getpid()}"
 
     async def program() -> None:
         async with opened_registry(url) as fleet:
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
-    run_until_stopped(program)
+    settings.run_until_stopped(program)
 
 
 @click.group(cls=GroupWithExamples)
@@ -243,20 +211,9 @@ def token() -> None:
 
 
 @token.command()
-@click.option("--name", required=True, metavar="NAME", help="Whose it is: letters, digits, and _ . -")
-@click.option(
-    "--scope",
-    type=click.Choice(["rank", "describe", "admin"]),
-    required=True,
-    help="rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. "
-    "admin: everything, metrics too.",
-)
-@click.option(
-    "--tokens",
-    type=FILE,
-    metavar="FILE",
-    help="The file that it is added to, made with mode 0600 if it is not there. Without, its entry is printed.",
-)
+@opts.option("--name NAME", "Whose it is: letters, digits, and _ . -", required=True)
+@opts.option("--scope", _SCOPES, click.Choice(["rank", "describe", "admin"]), required=True)
+@opts.option("--tokens", "The file that it is added to, made with mode 0600. Without, its entry is printed.", opts.FILE)
 def new(name: str, scope: Literal["rank", "describe", "admin"], tokens: Path | None) -> None:
     """Make a random token of 256 bits and print it, this once: the file has only its SHA-256.
 

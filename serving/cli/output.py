@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -30,15 +31,22 @@ def print_json(value: BaseModel | dict[str, Any]) -> None:
         click.echo(value.model_dump_json(indent=2))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on stdout; columns whose name starts with `#` hold numbers and go to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
+def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], **more: Any) -> Table:
+    """Make a table; columns whose name starts with `#` go to the right, `more` is of every column.
+
+    A cell that is a `Text` keeps its style.
+    """
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
     for column in columns:
-        justify: Literal["left", "right"] = "right" if column.startswith("#") else "left"
-        table.add_column(column.removeprefix("#"), justify=justify, no_wrap=True)
+        table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left", **more)
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    stdout_console().print(table)
+        table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
+    return table
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table as `table_of` makes it on stdout."""
+    stdout_console().print(table_of(title, columns, rows, no_wrap=True))
 
 
 def stdout_console() -> Console:
@@ -47,7 +55,7 @@ def stdout_console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
-def human_bytes(size_bytes: int) -> str:
+def human_bytes(size_bytes: float) -> str:
     """Write `1.5 MB`; powers of 1000."""
     size = float(size_bytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -70,13 +78,8 @@ def human_time(seconds: float) -> str:
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Progress]:
     """Show a bar on stderr for every `what` that a `loader.progress.Progress` caller reports, and leave it there."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-    )
-    bars = Bars(*columns, console=Console(stderr=True))
+    text, percentage = TextColumn("{task.description}"), TextColumn("{task.percentage:>3.0f}%")
+    bars = Bars(text, BarColumn(), percentage, TimeElapsedColumn(), console=Console(stderr=True))
     tasks: dict[str, TaskID] = {}
 
     def show(what: str, done: int, total: int) -> None:

@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from serving.cli.group import WithExamples
-from serving.cli.options import (
-    DEFAULT_PINNED_GB,
-    Assignment,
-    FiniteRange,
-    count_option,
-    gigabytes_option,
-    json_flag,
-    replicate_option,
-    sharding_option,
-)
+from serving.cli import WithExamples
+from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table
+from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
@@ -35,82 +27,48 @@ TIER_NAMES = {
     "peer": "card: on one of the others",
     "pinned": "pinned host memory",
 }
+DTYPES = ("int8", "int4", "fp16", "fp32")
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
 
 
 @click.command(cls=WithExamples)
-@click.option(
-    "--model",
+@opts.option(
+    "--model FILE",
+    "A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, merlin-tiny, -small, "
+    "-medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
     required=True,
-    metavar="FILE",
-    help="A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, merlin-tiny, "
-    "-small, -medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
 )
-@click.option("--system", type=click.Choice(SYSTEM_NAMES), default="h100", show_default=True, help="Whose bandwidths.")
-@count_option("--cards", "Cards of each node; default: the system's.", 1, 64)
-@gigabytes_option(
-    "--card-memory-gb",
-    "Memory of each card for rows and places, in 10^9 bytes; default: all of the system's card. An engine leaves "
-    "an eighth of it to everything else if nothing is said.",
-    above_zero=True,
+@opts.choice("--system", SYSTEM_NAMES, "Whose bandwidths.", "h100")
+@opts.count("--cards", "Cards of each node; default: the system's.", 1, 64)
+@opts.gigabytes(
+    "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True
 )
-@gigabytes_option(
-    "--pinned-memory-gb",
-    "Host memory for rows that no card has room for, which cards read in place.",
-    default=DEFAULT_PINNED_GB,
-)
-@gigabytes_option(
+@opts.gigabytes("--pinned-memory-gb", "Host memory for rows that no card has room for.", opts.DEFAULT_PINNED_GB)
+@opts.gigabytes(
     "--hot-gb",
-    "Memory of each card for copies of the hottest rows. Default: what is left when all rows are on cards, else "
-    "a sixteenth.",
+    "Of each card, for copies of the hottest rows. Default: what all rows leave of the card, else a sixteenth.",
 )
-@count_option(
-    "--versions",
-    "Versions side by side, each with its part of the memory; a rollout needs 2.",
-    1,
-    8,
-    default=1,
+@opts.count("--versions", "Versions side by side, each with its part of the memory; a rollout needs 2.", 1, 8, 1)
+@opts.count("--shards", "Nodes that share rows.", 1, 1024, 1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.switch("--no-peer-access", "Plan for cards that can't read each other's memory.")
+@opts.count("--batch", "Candidates of a batch.", 1, 10_000_000, 500)
+@opts.count("--requests", "Requests of a batch; context features are looked up once for each.", 1, 10_000_000, 1)
+@opts.assignments(
+    "--hotness FEATURE=N",
+    "Ids in a bag of a feature, in the mean. Default: what the published model or the snapshot's golden requests have, "
+    "else 1.",
 )
-@count_option("--shards", "Nodes that share rows.", 1, 1024, default=1)
-@sharding_option
-@replicate_option
-@click.option("--no-peer-access", is_flag=True, help="Plan for cards that can't read each other's memory.")
-@count_option("--batch", "Candidates of a batch.", 1, 10_000_000, default=500)
-@count_option(
-    "--requests",
-    "Requests that a batch's candidates belong to; context features are looked up once for each.",
-    1,
-    10_000_000,
-    default=1,
+@opts.option(
+    "--zipf S", "Row r is looked up in proportion to r^-S. Default: as published, else 0.", opts.FiniteRange(0, 8)
 )
-@click.option(
-    "--hotness",
-    type=Assignment("FEATURE=N"),
-    multiple=True,
-    metavar="FEATURE=N",
-    help="Ids in a bag of a feature, in the mean. Default: what the published model or the snapshot's golden requests "
-    "have, else 1. Repeatable.",
-)
-@click.option(
-    "--zipf",
-    type=FiniteRange(0, 8),
-    metavar="S",
-    help="Lookups of a table's row r in proportion to r^-S; 0 is uniform. Default: the published model's, else 0.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["int8", "int4", "fp16", "fp32"]),
-    help="Rows stored so, in place of what the model says; published models are int8 by default.",
-)
-@click.option("--hbm-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="What a copy within a card reaches.")
-@click.option(
-    "--nvlink-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="Line rate between cards, one direction."
-)
-@click.option(
-    "--host-gb-per-s", type=FiniteRange(min=1), metavar="GB", help="Line rate from host to card, one direction."
-)
-@json_flag("the plan")
+@opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
+@opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
+@opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
+@opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
+@opts.json_flag("the plan")
 def plan(**options: Any) -> None:
     """Reckon what a model takes on a node of cards.
 
@@ -130,20 +88,18 @@ def plan(**options: Any) -> None:
     spec, profile = planned_model(options["model"], options["dtype"])
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
     if options["zipf"] is not None:
-        profile = profile.with_zipf(options["zipf"])
+        profile = replace(profile, zipf=options["zipf"], counts={})
     if options["shards"] > NUM_BUCKETS and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {NUM_BUCKETS} buckets, so into as many shards at most.")
     system = _system(options)
-    same = ("pinned_memory_gb", "hot_gb", "versions", "shards", "sharding", "replicate_bytes", "requests")
-    node = CapacityOptions.model_validate(
-        {name: options[name] for name in same}
-        | {
-            "system": system,
-            "cards": options["cards"] or system.cards,
-            "card_memory_gb": options["card_memory_gb"] or system.card_memory_gb,
-            "peer_access": not options["no_peer_access"],
-            "candidates": options["batch"],
-        }
+    node = config_of(
+        CapacityOptions,
+        options,
+        system=system,
+        cards=options["cards"] or system.cards,
+        card_memory_gb=options["card_memory_gb"] or system.card_memory_gb,
+        peer_access=not options["no_peer_access"],
+        candidates=options["batch"],
     )
     found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
@@ -159,35 +115,24 @@ def _number(name: str, text: str) -> float:
         raise click.UsageError(f"--hotness {name}={text}: {text!r} is not a number.") from None
 
 
-def _system(options: dict[str, Any]) -> CardSystem:
+def _system(options: Options) -> CardSystem:
     """The named system, with what was given in place of its own bandwidths."""
     from shard_node.planning.cost_model import SYSTEMS
 
     system = SYSTEMS[options["system"]]
-    changed: dict[str, object] = {}
-    if options["hbm_gb_per_s"] is not None:
-        changed["hbm_gb_per_s"] = options["hbm_gb_per_s"]
-    if options["nvlink_gb_per_s"] is not None:
-        changed["peer"] = system.peer.model_copy(update={"gb_per_s": options["nvlink_gb_per_s"]})
-    if options["host_gb_per_s"] is not None:
-        changed["host"] = system.host.model_copy(update={"gb_per_s": options["host_gb_per_s"]})
+    changed: dict[str, object] = {"hbm_gb_per_s": options["hbm_gb_per_s"] or system.hbm_gb_per_s}
+    for link, flag in (("peer", "nvlink_gb_per_s"), ("host", "host_gb_per_s")):
+        if options[flag] is not None:
+            changed[link] = getattr(system, link).model_copy(update={"gb_per_s": options[flag]})
     return system.model_copy(update=changed)
 
 
 def planned_model(named: str, dtype: RowDtype | None) -> tuple[ModelSpec, LookupProfile]:
-    """Return the model, and its lookups as far as they are known.
+    """Return a model of the catalog, a snapshot or a description, and its lookups as far as they are known.
 
-    Args:
-        named: `NAME` or `NAME:SCALE` of the catalog; a snapshot's folder or manifest; or a model description.
-        dtype: in place of the one that the tables are stored in.
-
-    Raises:
-        click.UsageError: nothing of that name, a scale that is none, or a dtype that a table can't have.
-        ExportError: a description that can't be read.
-        SnapshotError: a snapshot that can't be read.
+    Raises UsageError, ExportError for a description that can't be read, or SnapshotError.
     """
-    from serving.cli.capacity import LookupProfile
-    from serving.cli.model_catalog import CATALOG, catalog_model
+    from serving.cli.capacity import CATALOG, LookupProfile, catalog_model
 
     name, _, scale = named.partition(":")
     if name in CATALOG:
@@ -235,28 +180,31 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
 def print_plan(plan: CapacityPlan) -> None:
     """Print all but the smaller tables."""
     _print_head(plan)
-    print_table(
-        "Bytes of a card",
-        ("card", "#hot copies", "#own rows", "#places", "#free"),
-        _card_rows(plan),
-    )
-    print_table(
-        "Ways to a row",
-        ("tier", "#rows", "#bytes", "#lookups", "#bytes a batch"),
-        [
-            (
-                TIER_NAMES[one.tier],
-                _human_count(one.rows),
-                human_bytes(one.size_bytes),
-                f"{one.lookup_share:.2%}",
-                human_bytes(round(one.bytes_per_batch)) if one.bytes_per_batch else "",
-            )
-            for one in plan.tiers
-        ],
-    )
+    by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
+    ends = {" (fullest)": by_free[0], " (emptiest)": by_free[-1]} if len(by_free) > 1 else {"": by_free[0]}
+    cards = [
+        (f"{one.card}{which}", *map(human_bytes, (one.hot_bytes, one.own_bytes, one.places_bytes, one.free_bytes)))
+        for which, one in ends.items()
+    ]
+    print_table("Bytes of a card", ("card", "#hot copies", "#own rows", "#places", "#free"), cards)
+    tiers = [
+        (
+            TIER_NAMES[one.tier],
+            _human_count(one.rows),
+            human_bytes(one.size_bytes),
+            f"{one.lookup_share:.2%}",
+            human_bytes(round(one.bytes_per_batch)) if one.bytes_per_batch else "",
+        )
+        for one in plan.tiers
+    ]
+    print_table("Ways to a row", ("tier", "#rows", "#bytes", "#lookups", "#bytes a batch"), tiers)
     _print_tables(plan)
     _print_time(plan)
-    _print_verdict(plan)
+    needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
+    if plan.fits_on_cards:
+        click.echo(f"fits: every row is on cards ({needed})")
+    else:
+        click.echo(f"fits with {human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})")
 
 
 def _print_head(plan: CapacityPlan) -> None:
@@ -276,50 +224,33 @@ def _print_head(plan: CapacityPlan) -> None:
     )
 
 
-def _card_rows(plan: CapacityPlan) -> list[tuple[str, ...]]:
-    """The fullest card and the emptiest."""
-    by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
-    ends = [("", by_free[0])] if len(by_free) == 1 else [(" (fullest)", by_free[0]), (" (emptiest)", by_free[-1])]
-    return [
-        (f"{one.card}{which}", *map(human_bytes, (one.hot_bytes, one.own_bytes, one.places_bytes, one.free_bytes)))
-        for which, one in ends
-    ]
-
-
 def _print_tables(plan: CapacityPlan) -> None:
     largest = sorted(plan.tables, key=lambda one: -one.on_cards_bytes)
-    rest = len(largest) - MAX_TABLES
-    print_table(
-        f"Tables, the largest {MAX_TABLES} of {len(largest)}" if rest > 0 else "Tables",
-        ("table", "#dim", "dtype", "#bytes", "#lookups", "#hot rows", "#card rows", "#pinned rows"),
-        [
-            (
-                one.name,
-                one.embedding_dim,
-                one.dtype,
-                human_bytes(one.on_cards_bytes),
-                _human_count(one.lookups),
-                *(_human_count(rows) for rows in (one.hot_rows, one.card_rows, one.pinned_rows)),
-            )
-            for one in largest[:MAX_TABLES]
-        ],
-    )
+    title = f"Tables, the largest {MAX_TABLES} of {len(largest)}" if len(largest) > MAX_TABLES else "Tables"
+    tiers = ("#hot rows", "#card rows", "#pinned rows")
+    rows = []
+    for one in largest[:MAX_TABLES]:
+        counts = (one.lookups, one.hot_rows, one.card_rows, one.pinned_rows)
+        size = human_bytes(one.on_cards_bytes)
+        rows.append((one.name, one.embedding_dim, one.dtype, size, *map(_human_count, counts)))
+    print_table(title, ("table", "#dim", "dtype", "#bytes", "#lookups", *tiers), rows)
 
 
 def _print_time(plan: CapacityPlan) -> None:
     batch, time = plan.batch, plan.time
+    parts = (
+        ("ids to the card", batch.upload_bytes, time.upload_us),
+        ("launches", None, time.launch_us),
+        ("the longest bag's rows, one after the other", None, time.latency_us),
+        ("card memory", batch.card_memory_bytes, time.hbm_us),
+        ("other cards, with packet headers", batch.peer_line_bytes, time.peer_us),
+        ("host memory, with packet headers", batch.host_line_bytes, time.host_us),
+    )
     print_table(
         f"A batch of {plan.options.candidates} candidates: {_human_count(batch.lookups)} lookups in "
         f"{_human_count(batch.bags)} bags, at least",
         ("part", "#bytes", "#us"),
-        [
-            ("ids to the card", human_bytes(round(batch.upload_bytes)), f"{time.upload_us:.1f}"),
-            ("launches", "", f"{time.launch_us:.1f}"),
-            ("the longest bag's rows, one after the other", "", f"{time.latency_us:.1f}"),
-            ("card memory", human_bytes(round(batch.card_memory_bytes)), f"{time.hbm_us:.1f}"),
-            ("other cards, with packet headers", human_bytes(round(batch.peer_line_bytes)), f"{time.peer_us:.1f}"),
-            ("host memory, with packet headers", human_bytes(round(batch.host_line_bytes)), f"{time.host_us:.1f}"),
-        ],
+        [(part, "" if size is None else human_bytes(round(size)), f"{us:.1f}") for part, size, us in parts],
     )
     busy = f"all {plan.options.cards} cards busy" if plan.options.cards > 1 else "busy all the time"
     click.echo(
@@ -327,14 +258,6 @@ def _print_time(plan: CapacityPlan) -> None:
         f"{_human_count(time.batches_per_s)} batches/s, {_human_count(time.lookups_per_s)} lookups/s, "
         f"bound by {time.busy_bound}"
     )
-
-
-def _print_verdict(plan: CapacityPlan) -> None:
-    needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
-    if plan.fits_on_cards:
-        click.echo(f"fits: every row is on cards ({needed})")
-    else:
-        click.echo(f"fits with {human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})")
 
 
 def _human_count(count: float) -> str:

@@ -2,55 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from serving.cli.group import GroupWithExamples, WithExamples
-from serving.cli.options import (
-    Assignment,
-    Duration,
-    Share,
-    count_option,
-    fleet_options,
-    folder_option,
-    follow_option,
-    hash_threads_option,
-    json_flag,
-    opened_registry,
-    registry_option,
-    registry_url,
-    validated,
-    with_registry,
+from serving.cli import GroupWithExamples, WithExamples
+from serving.cli import options as opts
+from serving.cli.output import (
+    human_bytes,
+    human_time,
+    print_json,
+    print_table,
+    progress_bars,
+    stdout_console,
+    table_of,
 )
-from serving.cli.output import human_bytes, print_json, print_table, progress_bars
+from serving.cli.settings import config_of, opened_registry, registry_url, with_registry
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
-    from loader.rollout.plan import Rollout
+    from loader.rollout.guards import GuardReport, VersionNumbers
+    from loader.rollout.plan import Event, Rollout
+    from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
 
 DEFAULT_CANARY_BAKE_S = 60.0
+SHOWN_EVENTS = 8
+SHOWN_LAGS = 6
+POLL_S = 0.2
+REMIND_S = 10.0
+"""How long a rollout may stand still before it is told what it waits for, again and again."""
+NO_COORDINATOR = "no coordinator is running, so nothing moves: start `shardrank coordinator`"
+_STEP_STYLES = {"done": ("+", "green"), "running": (">", "bold yellow"), "pending": ("-", "dim")}
+_STATE_STYLES = {"ready": "green", "refused": "bold red", "staging": "yellow", "waiting": "yellow", "draining": "cyan"}
+_STRATEGIES = (
+    "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
+    "after the other changes over; needs two replicas of each shard."
+)
+_GUARDS = "min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift"
+
+Sleep = Callable[[float], Awaitable[None]]
 
 
 @click.command(cls=WithExamples)
-@click.argument("snapshot_folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@folder_option("--store", "Where the fleet's processes find snapshots; default: the store in which the folder lies.")
-@registry_option
-@count_option(
-    "--retain",
-    "Keep the K highest published versions of the model and delete the others from the store, but never one that "
-    "is wanted, rolled out, or the last rollout's origin. Default: keep all.",
-    metavar="K",
+@click.argument("snapshot_folder", type=opts.EXISTING_FOLDER)
+@opts.option("--store", "The store of the fleet's processes; default: the one in which the folder lies.", opts.FOLDER)
+@opts.registry_option
+@opts.option(
+    "--retain K",
+    "Keep the K highest published versions of the model and delete the others from the store, but never one that is "
+    "wanted, rolled out, or the last rollout's origin. Default: keep all.",
+    click.IntRange(1),
 )
-@hash_threads_option
-@json_flag("what was published")
+@opts.hash_threads_option
+@opts.json_flag("what was published")
 def publish(
     snapshot_folder: Path, store: Path | None, registry: str | None, retain: int | None, threads: int, as_json: bool
 ) -> None:
@@ -71,9 +87,7 @@ def publish(
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
         done = await publishing.publish(fleet, folder, where, clock=time.time, threads=threads, progress=bars)
-        if retain is None:
-            return done, None
-        return done, await publishing.retain(fleet, where, done.record.model, retain)
+        return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
         published, retained = with_registry(registry_url(registry, where), work)
@@ -88,53 +102,40 @@ def publish(
     click.echo(f"{record.model} version {record.version} {news}; {human_bytes(record.rows_bytes)} of rows")
     click.echo(f"{how} {published.folder}, identity {record.identity}")
     if retained is not None:
-        click.echo(f"kept: {_numbers(retained.kept)}; deleted: {_numbers(retained.dropped)}")
-
-
-def _numbers(versions: tuple[int, ...]) -> str:
-    return ", ".join(map(str, versions)) or "none"
+        told = [", ".join(map(str, found)) or "none" for found in (retained.kept, retained.dropped)]
+        click.echo(f"kept: {told[0]}; deleted: {told[1]}")
 
 
 @click.command(cls=WithExamples)
 @click.argument("model", required=False)
-@fleet_options
-@json_flag("the list")
-def versions(model: str | None, registry: str | None, store: Path | None, as_json: bool) -> None:
+@opts.fleet_options
+@opts.json_flag("the list")
+def versions(model: str | None, url: str, as_json: bool) -> None:
     """List the versions that are published, and what they are used for.
 
     Examples:
       shardrank versions --store models
       shardrank versions films --registry redis://10.0.0.9:6379/0 --json
     """
-    found = with_registry(registry_url(registry, store), lambda fleet: _used_versions(fleet, model))
+
+    async def work(fleet: FleetRegistry) -> list[tuple[PublishedVersion, tuple[str, ...], int]]:
+        published, wanted, nodes = await fleet.versions(model), await fleet.wanted(), await fleet.nodes()
+        found = []
+        for record in sorted(published, key=lambda one: (one.model, one.version)):
+            reports = [node.report(record.model, record.version) for node in nodes]
+            ready = sum(report is not None and report.state == "ready" for report in reports)
+            found.append((record, _uses(record.version, wanted.get(record.model)), ready))
+        return found
+
+    found = with_registry(url, work)
     if as_json:
         used = [one.model_dump(mode="json") | {"uses": uses, "nodes": nodes} for one, uses, nodes in found]
         print_json({"versions": used})
-        return
-    rows = [
-        (one.model, one.version, ", ".join(uses) or "-", _date(one.published_at), human_bytes(one.rows_bytes),
-         _lineage(one.version, one.delta_base, one.last_delta), nodes, one.identity[:12])
-        for one, uses, nodes in found
-    ]  # fmt: skip
-    if not rows:
+    elif not found:
         click.echo("no version is published" if model is None else f"no version of {model!r} is published")
-        return
-    columns = ("model", "#version", "use", "published", "#rows", "deltas", "#nodes ready", "identity")
-    print_table("Versions", columns, rows)
-
-
-async def _used_versions(
-    fleet: FleetRegistry, model: str | None
-) -> list[tuple[PublishedVersion, tuple[str, ...], int]]:
-    """The published versions of one model, or of all; each with its uses and the number of nodes that have it ready."""
-    published = await fleet.versions(model)
-    wanted, nodes = await fleet.wanted(), await fleet.nodes()
-    found: list[tuple[PublishedVersion, tuple[str, ...], int]] = []
-    for record in sorted(published, key=lambda one: (one.model, one.version)):
-        reports = [node.report(record.model, record.version) for node in nodes]
-        ready = sum(report is not None and report.state == "ready" for report in reports)
-        found.append((record, _uses(record.version, wanted.get(record.model)), ready))
-    return found
+    else:
+        columns = ("model", "#version", "use", "published", "#rows", "deltas", "#nodes ready", "identity")
+        print_table("Versions", columns, [_version_row(*one) for one in found])
 
 
 def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
@@ -150,13 +151,13 @@ def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
     return tuple(uses)
 
 
-def _date(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _lineage(version: int, delta_base: int, last_delta: int) -> str:
-    origin = "own stream" if delta_base == version else f"stream of {delta_base}"
-    return f"{origin}, has {last_delta}" if last_delta else origin
+def _version_row(one: PublishedVersion, uses: tuple[str, ...], nodes: int) -> tuple[object, ...]:
+    date = f"{datetime.fromtimestamp(one.published_at, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
+    deltas = "own stream" if one.delta_base == one.version else f"stream of {one.delta_base}"
+    if one.last_delta:
+        deltas += f", has {one.last_delta}"
+    rows, use = human_bytes(one.rows_bytes), ", ".join(uses) or "-"
+    return one.model, one.version, use, date, rows, deltas, nodes, one.identity[:12]
 
 
 @click.group(cls=GroupWithExamples)
@@ -176,34 +177,16 @@ def rollout() -> None:
 @rollout.command()
 @click.argument("model")
 @click.argument("version", type=click.IntRange(min=1))
-@click.option(
-    "--canary", type=Share(), metavar="SHARE", help="First send a stable share of the requests to it, such as 5%."
-)
-@click.option(
+@opts.option("--canary SHARE", "First send a stable share of the requests to it, such as 5%.", opts.share)
+@opts.duration(
     "--bake",
-    type=Duration(),
-    metavar="TIME",
-    help="How long the canary, or without one the flipped version, is held against the live one's errors, p99 and "
-    "scores before the rollout goes on, such as 60s or 2m. Default: 60s with --canary, else none.",
+    "How long the canary, or without one the flipped version, is held against the live one's errors, p99 and scores "
+    "before the rollout goes on, such as 60s or 2m. Default: 60s with --canary, else none.",
 )
-@click.option(
-    "--strategy",
-    type=click.Choice(["beside", "by-replica"]),
-    default="beside",
-    show_default=True,
-    help="beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each "
-    "shard after the other changes over; needs two replicas of each shard.",
-)
-@click.option(
-    "--guard",
-    type=Assignment("NAME=VALUE"),
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="What the bake allows: min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift. "
-    "Repeatable.",
-)
-@follow_option
-@fleet_options
+@opts.choice("--strategy", ["beside", "by-replica"], _STRATEGIES)
+@opts.assignments("--guard NAME=VALUE", f"What the bake allows: {_GUARDS}.")
+@opts.follow_option
+@opts.fleet_options
 @click.pass_context
 def start(
     ctx: click.Context,
@@ -214,8 +197,7 @@ def start(
     strategy: Literal["beside", "by-replica"],
     guard: Sequence[tuple[str, str]],
     follow: bool,
-    registry: str | None,
-    store: Path | None,
+    url: str,
 ) -> None:
     """Roll out a published version.
 
@@ -230,9 +212,8 @@ def start(
     """
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
-    from serving.cli.rollout_view import follow_rollout
 
-    limits = validated(GuardLimits, dict(guard), "--guard: ")
+    limits = config_of(GuardLimits, {}, "--guard: ", **dict(guard))
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
 
     async def work(fleet: FleetRegistry) -> Rollout:
@@ -244,29 +225,25 @@ def start(
             bake_s=bake_s,
             strategy=strategy,
             guards=limits,
-            clock=time.time,
             rollout_id=secrets.token_hex(16),
         )
-        click.echo(f"{model}: rolling out version {version}, {_replaced(started.from_version)}")
+        replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
+        click.echo(f"{model}: rolling out version {version}, {replaced}")
         return await follow_rollout(fleet, started) if follow else started
 
-    ended = with_registry(registry_url(registry, store), work)
+    ended = with_registry(url, work)
     if not follow:
         click.echo(f"see: shardrank rollout status {model} --watch")
     elif ended.state != "done":
         ctx.exit(1)
 
 
-def _replaced(from_version: int | None) -> str:
-    return "the first one" if from_version is None else f"in place of {from_version}"
-
-
 @rollout.command()
 @click.argument("model", required=False)
-@click.option("--watch", is_flag=True, help="Keep showing it until Ctrl-C.")
-@fleet_options
-@json_flag("the status")
-def status(model: str | None, watch: bool, registry: str | None, store: Path | None, as_json: bool) -> None:
+@opts.switch("--watch", "Keep showing it until Ctrl-C.")
+@opts.fleet_options
+@opts.json_flag("the status")
+def status(model: str | None, watch: bool, url: str, as_json: bool) -> None:
     """Show how far the rollout of a model is, or was; of every model without MODEL.
 
     With the steps, what each node reports of the versions, why a version was refused, and the guards' comparison.
@@ -276,30 +253,37 @@ def status(model: str | None, watch: bool, registry: str | None, store: Path | N
       shardrank rollout status --watch --registry redis://10.0.0.9:6379/0
       shardrank rollout status films --store models --json
     """
-    from serving.cli.rollout_view import print_status, watch_status
     from serving.fleet.process import StopRequestedError, run_until_signalled
 
     if watch and as_json:
         raise click.UsageError("--watch draws on the terminal: leave out --json, or ask again and again.")
-    url = registry_url(registry, store)
-    if not watch:
-        with_registry(url, lambda fleet: print_status(fleet, model, as_json=as_json))
-        return
 
-    async def program() -> None:
+    async def show(fleet: FleetRegistry) -> None:
+        found = await _read_statuses(fleet, model)
+        if not as_json:
+            stdout_console().print(await _drawn(fleet, found))
+        elif model is None:
+            print_json({"rollouts": [one.model_dump(mode="json") for one in found]})
+        else:
+            print_json(found[0])
+
+    async def keep_showing() -> None:
         async with opened_registry(url) as fleet:
             await watch_status(fleet, model)
 
+    if not watch:
+        with_registry(url, show)
+        return
     # Ctrl-C is how to end it, so it is no error.
     with contextlib.suppress(StopRequestedError):
-        run_until_signalled(program)
+        run_until_signalled(keep_showing)
 
 
 @rollout.command()
 @click.argument("model")
-@click.option("--reason", default="aborted by hand", show_default=True, metavar="TEXT", help="Kept in its record.")
-@fleet_options
-def abort(model: str, reason: str, registry: str | None, store: Path | None) -> None:
+@opts.option("--reason TEXT", "Kept in its record.", default="aborted by hand")
+@opts.fleet_options
+def abort(model: str, reason: str, url: str) -> None:
     """End a running rollout in the version that was live before.
 
     Refused once the old version is being retired: `shardrank rollback` brings it back then.
@@ -309,16 +293,16 @@ def abort(model: str, reason: str, registry: str | None, store: Path | None) -> 
     """
     from loader.rollout.requests import abort_rollout
 
-    ended = with_registry(registry_url(registry, store), lambda fleet: abort_rollout(fleet, model, reason))
+    ended = with_registry(url, lambda fleet: abort_rollout(fleet, model, reason))
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
 @click.command(cls=WithExamples)
 @click.argument("model")
-@follow_option
-@fleet_options
+@opts.follow_option
+@opts.fleet_options
 @click.pass_context
-def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None, store: Path | None) -> None:
+def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
     """Return to the version that was live before the last rollout.
 
     While a rollout runs, this is `shardrank rollout abort`. After one, the earlier version is rolled out again: staged,
@@ -330,7 +314,6 @@ def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None,
       shardrank rollback films --registry redis://10.0.0.9:6379/0
     """
     from loader.rollout.requests import roll_back
-    from serving.cli.rollout_view import follow_rollout
 
     async def work(fleet: FleetRegistry) -> bool:
         begun = await roll_back(fleet, model, clock=time.time, rollout_id=secrets.token_hex(16))
@@ -343,5 +326,192 @@ def rollback(ctx: click.Context, model: str, follow: bool, registry: str | None,
         wished = "done" if begun.state == "running" else "aborted"
         return (await follow_rollout(fleet, begun)).state == wished
 
-    if not with_registry(registry_url(registry, store), work):
+    if not with_registry(url, work):
         ctx.exit(1)
+
+
+async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = asyncio.sleep) -> Rollout:
+    """Tell what happens in a rollout, line by line, until it has ended; returns its last record.
+
+    Raises RolloutError if another one has taken its place in the registry before its end was seen.
+    """
+    from loader.errors import RegistryUnavailableError, RolloutError
+    from loader.rollout.plan import read_rollout
+
+    told, last, moved = set(begun.events), "", time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal last, moved
+        if line != last:
+            last, moved = line, time.monotonic()
+            click.echo(line)
+
+    while True:
+        try:
+            on_record = await read_rollout(fleet, begun.model)
+            if on_record is not None:
+                now = on_record.rollout
+                if now.rollout_id != begun.rollout_id:
+                    raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
+                for event in now.events:
+                    if event not in told:
+                        told.add(event)
+                        tell(_event_line(event))
+                if not now.active:
+                    await _tell_end(fleet, now)
+                    return now
+                if time.monotonic() - moved >= REMIND_S:
+                    moved = time.monotonic()
+                    await _remind(fleet, begun.model)
+        except RegistryUnavailableError as error:
+            tell(f"waiting: {error}")
+        await sleep(POLL_S)
+
+
+async def _remind(fleet: FleetRegistry, model: str) -> None:
+    from loader.registry.fleet import COORDINATOR_LOCK
+    from loader.rollout.requests import read_status
+
+    found = await read_status(fleet, model)
+    click.echo(_headline(found))
+    if await fleet.registry.holder(COORDINATOR_LOCK) is None:
+        click.echo(NO_COORDINATOR)
+    for lag in found.waiting_for:
+        click.echo(f"  waiting for {lag}")
+
+
+async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
+    wanted = await fleet.wanted_model(ended.model)
+    if ended.state == "done":
+        lasted = human_time(ended.events[-1].at - ended.started_at) if ended.events else ""
+        click.echo(f"{ended.model}: version {ended.to_version} is live, after {lasted}")
+        return
+    how = ended.state.replace("_", " ")
+    left = _live(None if wanted is None else wanted.live)
+    click.echo(f"{ended.model}: version {ended.to_version} was {how}: {ended.reason}; {left}", err=True)
+
+
+async def _read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[RolloutStatus, ...]:
+    """Read the status of one model, or of all. Raises RegistryError."""
+    from loader.registry.fleet import ROLLOUTS
+    from loader.rollout.requests import read_status
+
+    if model is not None:
+        return (await read_status(fleet, model),)
+    rolled = {key.removeprefix(ROLLOUTS) for key in await fleet.registry.entries(ROLLOUTS)}
+    return tuple([await read_status(fleet, one) for one in sorted(rolled | set(await fleet.wanted()))])
+
+
+async def watch_status(fleet: FleetRegistry, model: str | None, sleep: Sleep = asyncio.sleep) -> None:
+    """Show it until it is cancelled; a registry that does not answer is waited for.
+
+    A terminal is drawn anew. Into a pipe or a file goes what has changed, each time that a step begins or ends.
+    """
+    from loader.errors import RegistryUnavailableError
+
+    console, shown = stdout_console(), None
+    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+        while True:
+            now: object
+            try:
+                found = await _read_statuses(fleet, model)
+                now = [(one.model, one.live, one.rollout_id, one.state, one.step, one.reason) for one in found]
+                drawn = await _drawn(fleet, found)
+            except RegistryUnavailableError as error:
+                now, drawn = "waiting", Group(Text(f"waiting: {error}", style="red"))
+            if live is not None:
+                live.update(drawn, refresh=True)
+            elif now != shown:
+                shown = now
+                console.print(drawn)
+            await sleep(POLL_S)
+
+
+async def _drawn(fleet: FleetRegistry, found: tuple[RolloutStatus, ...]) -> Group:
+    from loader.registry.fleet import COORDINATOR_LOCK
+
+    if not found:
+        return Group(Text("nothing was rolled out yet"))
+    has_coordinator = await fleet.registry.holder(COORDINATOR_LOCK) is not None
+    return Group(*(_render(one, has_coordinator) for one in found))
+
+
+def _render(status: RolloutStatus, has_coordinator: bool) -> Group:
+    parts: list[RenderableType] = [Text(_headline(status), style="bold")]
+    if status.state is not None:
+        marks = [(_STEP_STYLES[step.state], step.name) for step in status.steps]
+        parts.append(Text.assemble("steps: ", *((f"{mark}{name}  ", style) for (mark, style), name in marks)))
+    if status.reason:
+        parts.append(Text(f"reason: {status.reason}", style="red"))
+    if status.state in ("running", "undoing") and not has_coordinator:
+        parts.append(Text(NO_COORDINATOR, style="red"))
+    lags = list(status.waiting_for)
+    if len(lags) > SHOWN_LAGS:
+        lags[SHOWN_LAGS:] = [f"{len(lags) - SHOWN_LAGS} more"]
+    parts += [Text(f"waiting for {lag}", style="yellow") for lag in lags]
+    if status.nodes:
+        parts.append(_nodes_table(status))
+    if status.guards is not None:
+        parts.append(_guards_table(status.guards))
+    return Group(*parts, *(Text(_event_line(event)) for event in status.events[-SHOWN_EVENTS:]), Text())
+
+
+def _headline(status: RolloutStatus) -> str:
+    """Write `films: version 3 is live; rollout of 4 in place of 3 (beside): running for 20 s, step flip (5 of 7)`."""
+    told = f"{status.model}: {_live(status.live)}"
+    if status.state is None:
+        return f"{told}; there was no rollout yet"
+    details = [str(status.strategy)]
+    if status.canary_share is not None:
+        details.append(f"canary {100 * status.canary_share:g}%")
+    if status.bake_s:
+        details.append(f"bake {human_time(status.bake_s)}")
+    origin = "as the first one" if status.from_version is None else f"in place of {status.from_version}"
+    told += f"; rollout of {status.to_version} {origin} ({', '.join(details)}): {status.state.replace('_', ' ')}"
+    if status.state not in ("running", "undoing"):
+        return told
+    now = time.time()
+    here = next((number for number, step in enumerate(status.steps, 1) if step.state == "running"), len(status.steps))
+    lasts = human_time(now - (status.started_at or now))
+    return f"{told} for {lasts}, step {status.step} ({here} of {len(status.steps)})"
+
+
+def _live(version: int | None) -> str:
+    return "no version is live" if version is None else f"version {version} is live"
+
+
+def _event_line(event: Event) -> str:
+    """Write `12:30:05 flip: …`, in UTC."""
+    return f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}"
+
+
+def _nodes_table(status: RolloutStatus) -> Table:
+    rows: list[tuple[object, ...]] = []
+    for node in sorted(status.nodes, key=lambda one: (one.kind, one.shard_index or 0, one.node_id)):
+        name = f"{node.node_id} (ends)" if node.draining else node.node_id
+        shard = "serving" if node.shard_index is None else node.shard_index
+        if not node.versions:
+            rows.append((name, shard, "-"))
+        for one in node.versions:
+            state = Text(f"{one.state}, live" if node.live == one.version else one.state, _STATE_STYLES[one.state])
+            staged = f"{100 * one.progress:.0f}%" if one.state == "staging" else ""
+            size = human_bytes(one.memory_bytes) if one.memory_bytes else ""
+            golden = "" if one.golden_difference is None else f"{one.golden_difference:.2g}"
+            counts = one.delta_sequence or "", one.leases or ""
+            rows.append((name, shard, one.version, state, staged, *counts, size, golden, Text(one.reason)))
+    columns = ("node", "shard", "#version", "state", "#staged", "#deltas", "#leases", "#rows", "#golden", "reason")
+    return table_of("", columns, rows, overflow="fold")
+
+
+def _guards_table(verdict: GuardReport) -> Table:
+    outcome = "breached" if verdict.breached else "kept" if verdict.compared else "not compared yet"
+    title = f"guards: {outcome}" + (f", {verdict.reason}" if verdict.reason else "")
+    rows = [("live version", *_numbers(verdict.live)), ("new version", *_numbers(verdict.new))]
+    return table_of(title, ("since the bake began", "#requests", "#errors", "#p99 ms", "#mean score"), rows)
+
+
+def _numbers(numbers: VersionNumbers) -> tuple[str, ...]:
+    share_of_errors = "-" if numbers.error_rate is None else f"{100 * numbers.error_rate:.2f}%"
+    p99 = "-" if numbers.p99_ms is None else f"{numbers.p99_ms:.2f}"
+    mean = "-" if numbers.mean_score is None else f"{numbers.mean_score:.4f}"
+    return str(numbers.requests), share_of_errors, p99, mean

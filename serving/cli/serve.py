@@ -1,159 +1,97 @@
-"""`shardrank serve`: HTTP and gRPC in front of shard nodes or of rows in this very process, alone or in a fleet."""
+"""`shardrank serve` and `shard-node`: the processes that answer, of one snapshot or in a fleet."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from serving.cli.group import WithExamples
-from serving.cli.options import (
-    Assignment,
-    FiniteRange,
-    cards_option,
-    count_option,
-    device_options,
-    front_options,
-    max_memory_option,
-    member_options,
-    memory_budget_option,
-    node_tls_options,
-    port_options,
-    ranking_options,
-    replicate_option,
-    sharding_option,
-    stage_share_option,
-    tls_options,
-    tokens_option,
-    verify_option,
-)
-from serving.cli.settings import (
-    DEVICE_FLAGS,
-    Protection,
-    arguments,
-    belongs_to_fleet,
-    default_name,
-    device_arguments,
-    flags,
-    front_arguments,
-    given_flags,
-    member_folder,
-    node_settings,
-    num_replicas,
-    open_card_set,
-    read_limits,
-    run_until_stopped,
-    to_bytes,
-    warn_if_open,
-    with_proxies,
-)
+from serving.cli import WithExamples, settings
+from serving.cli import options as opts
+from serving.cli.settings import Options, Protection, config_of
 
 if TYPE_CHECKING:
-    from loader.registry.fleet import FleetRegistry
-    from loader.snapshot.manifest import ModelSpec
-    from router.plan import Plan
-    from serving.limits import RequestLimits
+    from loader.registry.fleet import FleetRecord, FleetRegistry
+    from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
     from serving.versions.serving_node import LocalRows
+    from shard_node.agent.agent import AgentConfig
+    from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
-    from shard_node.node import Partition
-    from shard_node.wire.tls import TlsClientConfig
+    from shard_node.node import ShardNode
+    from shard_node.wire.address import Address
+    from shard_node.wire.server import NodeServer
+    from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How workers are told the registry: everybody on the machine can read a process' flags, and it may have a password."""
+logger = logging.getLogger(__name__)
 
+DRAIN_TIMEOUT_S = 5.0
+"""How long SIGTERM lets requests in flight at a shard node end."""
+_JOIN_RETRY_S = 0.5
 _ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb")
-_FLEET_ONLY = ("local", "node_id", "advertise", "max_staleness", "max_memory_gb", "stage_cpu_share")
+_FLEET_ONLY = (
+    "advertise",
+    "node_id",
+    "max_memory_gb",
+    "stage_cpu_share",
+    "stage_mb_per_s",
+    "local",
+    "max_staleness",
+)
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+_STALENESS = "how far a model's rows may be behind its row updates before /readyz calls it degraded."
+_PROFILE = (
+    "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. Of several "
+    "--workers each has its own: FILE with -0, -1, ... before its ending."
+)
 
 
 @click.command(cls=WithExamples)
-@member_options
-@click.option(
-    "--shard",
-    "shards",
+@opts.member_options
+@opts.option(
+    "--shard ADDRESS[,ADDRESS...]",
+    "Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. Without "
+    "any, the rows are loaded into this process.",
     multiple=True,
-    metavar="ADDRESS[,ADDRESS...]",
-    help="Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. "
-    "Without any, the rows are loaded into this process.",
+    name="shards",
 )
-@click.option(
-    "--local",
-    is_flag=True,
-    help="With --registry: load the rows into this process, swap them and apply row updates here.",
+@opts.switch("--local", "With --registry: load the rows into this process, swap them and apply row updates here.")
+@opts.name_options("URL", "where this process is reached over HTTP, for people to read. Default: host and port")
+@opts.assignments("--max-staleness MODEL=SECONDS", f"With --registry: {_STALENESS}")
+@opts.cards_option(1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.memory_budget_option
+@opts.device_options
+@opts.max_memory_option("With --local: ")
+@opts.stage_share_option
+@opts.port_options
+@opts.tls_options("Let in only clients with a certificate of these CAs. Also the default of --node-ca.")
+@opts.node_tls_options
+@opts.tokens_option
+@opts.front_options
+@opts.count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
+@opts.ranking_options
+@opts.verify_option
+@opts.option(
+    "--shutdown-delay-s S",
+    "After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
+    opts.FiniteRange(0, 600),
+    0.5,
 )
-@click.option(
-    "--node-id",
-    metavar="NAME",
-    envvar="SHARDRANK_NODE_ID",
-    help="With --registry: the process' name, the same after a restart. Default: made of host and port.",
-)
-@click.option(
-    "--advertise",
-    metavar="URL",
-    envvar="SHARDRANK_ADVERTISE",
-    help="With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
-)
-@click.option(
-    "--max-staleness",
-    type=Assignment("MODEL=SECONDS"),
-    multiple=True,
-    metavar="MODEL=SECONDS",
-    help="With --registry: how old the rows of a model may be, compared with its row updates, before /readyz calls it "
-    "degraded. Repeatable.",
-)
-@cards_option(1)
-@sharding_option
-@replicate_option
-@memory_budget_option
-@device_options
-@max_memory_option("With --local: ")
-@stage_share_option
-@port_options
-@tls_options(
-    "Let in only clients with a certificate of these CAs, over HTTP and gRPC. They also are the default of --node-ca."
-)
-@node_tls_options
-@tokens_option
-@front_options
-@count_option(
-    "--workers",
-    "Serving processes that share the ports. Those that hold rows hold all of them each.",
-    1,
-    64,
-    default=1,
-)
-@ranking_options
-@verify_option
-@click.option(
-    "--shutdown-delay-s",
-    type=FiniteRange(0, 600),
-    default=0.5,
-    show_default=True,
-    metavar="S",
-    help="After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
-)
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. With "
-    "several --workers each has its own: FILE with -0, -1, ... before its ending.",
-)
-@click.option(
-    "--probe-port",
-    type=click.IntRange(0, 65535),
-    hidden=True,
-    help="A private HTTP port of this one worker, on loopback.",
-)
+@opts.option("--profile", _PROFILE, opts.FILE)
+@opts.option("--probe-port", "A private HTTP port of this one worker, on loopback.", opts.PORT, hidden=True)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> None:
     """Serve models over HTTP and gRPC.
@@ -177,176 +115,120 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
-    in_fleet = belongs_to_fleet(ctx, _FLEET_ONLY)
-    if in_fleet and not options["local"] and (wrong := sorted(given_flags(ctx) & {*_ROWS, *DEVICE_FLAGS})):
-        raise click.UsageError(f"{flags(wrong)}: with --registry only for --local rows; shard nodes have their own.")
-    limits = read_limits(options["limits_file"], with_proxies(options))
-    protection = Protection.of(options)
-    config = _server_config(options, protection)
-    folder = None if in_fleet else _static_folder(ctx)
-    if options["probe_port"] is None:
-        # Of several workers the supervisor says it, once.
-        warn_if_open(options["host"], protection)
-    if options["workers"] > 1:
-        if folder is not None:
-            from loader.snapshot.reader import Snapshot
-
-            # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
-            Snapshot.open(folder, verify=False)
-        same = [*worker_arguments(options, folder), *front_arguments(options)]
-        own = _own_arguments(options, named=folder is None)
-        environment = {REGISTRY_VARIABLE: options["registry"]} if folder is None else {}
-        _run_workers(ctx, [[*same, *one] for one in own], protection.scheme, environment)
-        return
-    say = partial(_say, protection.scheme)
-    if folder is None:
-        _run_registered(options, limits, config, protection.node_tls, say)
-    else:
-        _run(_source(options, folder, protection.node_tls), options, limits, config, say)
-
-
-def _static_folder(ctx: click.Context) -> Path:
-    """The snapshot's folder. Raises UsageError and SnapshotNotFoundError."""
-    if ctx.params["shards"]:
-        given = given_flags(ctx)
-        wrong = [name for name in ("memory_budget_gb", *DEVICE_FLAGS) if name in given]
-        if wrong:
-            verb = "is" if len(wrong) == 1 else "are"
-            raise click.UsageError(f"{flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
-    return member_folder(ctx.params)
-
-
-def _server_config(options: dict[str, Any], protection: Protection) -> ServerConfig:
     from serving.server import ServerConfig
 
-    names = ("host", "http_port", "grpc_port", "admin_port", "shutdown_delay_s")
-    protected = {"tls": protection.tls, "tokens": protection.tokens}
-    return ServerConfig.model_validate({name: options[name] for name in names} | protected)
+    in_fleet, given = settings.belongs_to_fleet(ctx, _FLEET_ONLY), settings.given_flags(ctx)
+    if in_fleet and not options["local"] and (wrong := sorted(given & {*_ROWS, *settings.DEVICE_FLAGS})):
+        named = settings.flags(wrong)
+        raise click.UsageError(f"{named}: with --registry only for --local rows; shard nodes have their own.")
+    protection = Protection.of(options)
+    config = config_of(ServerConfig, options, tls=protection.tls)
+    if options["shards"] and (wrong := sorted(given & {"memory_budget_gb", *settings.DEVICE_FLAGS})):
+        verb = "is" if len(wrong) == 1 else "are"
+        raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    folder = None if in_fleet else settings.member_folder(options)
+    if options["probe_port"] is None:
+        # Of several workers the supervisor says it, once.
+        settings.warn_if_open(options["host"], protection)
+    if options["workers"] > 1:
+        _run_workers(options, folder, ctx.find_root().params["log_level"])
+    elif folder is None:
+        _serve_in_fleet(options, config, protection.node_tls)
+    else:
+        _serve_snapshot(options, folder, config, protection.node_tls)
 
 
-def _say(scheme: str, listening: Listening) -> None:
-    click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
-    click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
-    if listening.admin_port is not None:
-        click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
+def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
+    from serving.rank.service import RankingService
+    from serving.versions.loading import load_when_possible
+
+    limits = settings.read_limits(options)
+    source = _source(options, folder, node_tls)
+    # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
+    service = RankingService(limits, expected_models=[folder.parent.name])
+    _answer(options, service, config, load=partial(load_when_possible, source, service))
 
 
-def _check_ports(options: dict[str, Any]) -> None:
-    """Makes sure that a process which stands alone shares no port; a worker's are held by its supervisor."""
+def _answer(options: Options, service: RankingService, config: ServerConfig, **steps: Callable[..., Any]) -> None:
+    """Serves until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
+    from serving.observe.profile import profiled
+    from serving.server import serve_until_signalled
+
+    scheme = settings.scheme(options)
+
+    def say(listening: Listening) -> None:
+        click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
+        click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
+        if listening.admin_port is not None:
+            click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
 
     if options["probe_port"] is None:
+        # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
+    with profiled(options["profile"], service.metrics):
+        serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
-def _source(options: dict[str, Any], folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
+def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
     """Raises as `open_card_set`, and AddressError."""
     from serving.versions.loading import ModelSource
     from shard_node.wire.address import Address
 
     shards = tuple(tuple(map(Address.parse, replicas.split(","))) for replicas in options["shards"])
-    budget_bytes = to_bytes(options["memory_budget_gb"])
-    card_set = None if shards else open_card_set(options)
+    budget_bytes = settings.to_bytes(options["memory_budget_gb"])
+    card_set = None if shards else settings.open_card_set(options)
     may_wait = bool(shards) or budget_bytes is not None
-    replicas = num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait)
-    same = ("cards", "sharding", "replicate_bytes", "verify", "dtype")
-    return ModelSource.model_validate(
-        {name: options[name] for name in same}
-        | {"snapshot": folder, "shards": shards, "node_tls": node_tls, "num_replicas": replicas}
-        | {"memory_budget_bytes": budget_bytes, "card_set": card_set}
+    return config_of(
+        ModelSource,
+        options,
+        snapshot=folder,
+        shards=shards,
+        node_tls=node_tls,
+        num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait),
+        memory_budget_bytes=budget_bytes,
+        card_set=card_set,
     )
 
 
-def _run(
-    source: ModelSource,
-    options: dict[str, Any],
-    limits: RequestLimits,
-    config: ServerConfig,
-    say: Callable[[Listening], None],
-) -> None:
-    from serving.observe.profile import profiled
-    from serving.rank.service import RankingService
-    from serving.server import serve_until_signalled
-    from serving.versions.loading import load_when_possible
-
-    # A snapshot's folder is <store>/<model>/<version>; loading refuses any other.
-    service = RankingService(limits, expected_models=[source.snapshot.parent.name])
-    _check_ports(options)
-    with profiled(options["profile"], service.metrics):
-        load = partial(load_when_possible, source, service)
-        serve_until_signalled(service, config, load, say, options["probe_port"])
-
-
-def _run_registered(
-    options: dict[str, Any],
-    limits: RequestLimits,
-    config: ServerConfig,
-    node_tls: TlsClientConfig | None,
-    say: Callable[[Listening], None],
-) -> None:
-    """Serves until SIGTERM or SIGINT; then leaves the fleet, ends what is in flight, and returns.
-
-    Raises:
-        RegistryRecordError: the URL is none. A registry that does not answer is waited for.
-        ShardNodeError: the devices can't be had.
-        ListenError, FleetError: a port can't be bound.
-    """
+def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
+    """Serves until SIGTERM or SIGINT; then leaves the fleet. A registry that does not answer is waited for."""
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from loader.registry.fleet import FleetRegistry
     from loader.registry.opening import open_registry
-    from serving.observe.profile import profiled
     from serving.rank.service import RankingService
-    from serving.server import serve_until_signalled
     from serving.versions.serving_node import ServingConfig, ServingNode
     from shard_node.agent.agent import AgentConfig
 
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    models: tuple[str, ...] = options["models"]
-    service = RankingService(
-        limits, expected_models=models or None, max_staleness_s=staleness_limits(options["max_staleness"], models)
-    )
+    limits, models = settings.read_limits(options), options["models"] or None
+    limits_s = staleness_limits(options["max_staleness"], options["models"])
+    service = RankingService(limits, expected_models=models, max_staleness_s=limits_s)
     fleet = FleetRegistry(open_registry(options["registry"]))
-    node_id = options["node_id"] or default_node_id(config.http_port)
-    card_set = open_card_set(options) if options["local"] else None
-    serving = ServingConfig.model_validate(
-        {name: options[name] for name in ("store", "verify", "dtype", "stage_cpu_share")}
-        | {
-            "node_id": node_id,
-            "node_tls": node_tls,
-            "num_replicas": num_replicas(options["ranking_replicas"], card_set),
-        }
-    )
-    local = _local_rows(options, fleet, node_id, card_set) if options["local"] else None
-    node = ServingNode(fleet, service, serving, AgentConfig(models=models or None), local)
+    card_set = settings.open_card_set(options) if options["local"] else None
+    named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
+    replicas = settings.num_replicas(options["ranking_replicas"], card_set)
+    serving = config_of(ServingConfig, options, num_replicas=replicas, **named)
+    local = _local_rows(options, fleet, serving.node_id, card_set) if options["local"] else None
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local)
 
     def on_listening(listening: Listening) -> None:
-        node.address = options["advertise"] or advertised(listening, "http" if config.tls is None else "https")
+        node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
 
-    _check_ports(options)
-    with profiled(options["profile"], service.metrics):
-        serve_until_signalled(service, config, node.load, say, options["probe_port"], on_listening, node.leave)
+    _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave)
 
 
-def _local_rows(options: dict[str, Any], fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
+def _local_rows(options: Options, fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
     """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
-    from router.plan import Plan
     from serving.versions.serving_node import LocalRows
-    from shard_node.agent.node_agent import NodeActions, NodeConfig
-    from shard_node.node import NodeIdentity, ShardNode
+    from shard_node.agent.node_agent import NodeActions
+    from shard_node.node import ShardNode
 
-    def plan(spec: ModelSpec) -> Plan:
-        return Plan.make(spec, 1, options["sharding"], options["cards"], options["replicate_bytes"])
-
-    def partition(spec: ModelSpec) -> tuple[Partition, str]:
-        planned = plan(spec)
-        return planned.partition(0), planned.digest
-
-    config = NodeConfig.model_validate(node_settings(options) | {"node_id": node_id, "address": ""})
-    identity = {"shard_index": 0, "num_shards": 1, "num_cards": options["cards"], "sharding": options["sharding"]}
-    node = ShardNode(NodeIdentity.model_validate(identity))
-    return LocalRows(node, NodeActions(node, fleet, partition, config, card_set=card_set), plan)
+    node, config = ShardNode(settings.node_identity(options, 0, 1)), settings.node_config(options, node_id)
+    actions = NodeActions(node, fleet, partial(settings.partition_of, options, 0, 1), config, card_set=card_set)
+    return LocalRows(node, actions, partial(settings.plan_of, options, 1))
 
 
 def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
@@ -354,78 +236,320 @@ def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]
     limits: dict[str, float] = {}
     for model, text in pairs:
         try:
-            limit_s = float(text)
+            limits[model] = float(text)
         except ValueError:
-            limit_s = 0.0
-        if not 0 < limit_s < float("inf"):
+            limits[model] = 0.0
+        if not 0 < limits[model] < float("inf"):
             raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
         if models and model not in models:
             raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
-        limits[model] = limit_s
     return limits
 
 
-def advertised(listening: Listening, scheme: str = "http") -> str:
+def advertised_url(listening: Listening, scheme: str = "http") -> str:
     """Return where others reach it over HTTP: every interface stands for this host's name."""
     host = socket.gethostname() if listening.host in _ANY_HOST else listening.host
-    return f"{scheme}://[{host}]:{listening.http_port}" if ":" in host else f"{scheme}://{host}:{listening.http_port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
 
 
-def worker_arguments(options: dict[str, Any], folder: Path | None) -> list[str]:
-    """Return the flags that every worker is given, but ports and limits.
-
-    Args:
-        options: of the command.
-        folder: of the snapshot; None in a fleet. A worker gets the registry by a variable, see `REGISTRY_VARIABLE`.
-    """
-    told = ["--verify" if options["verify"] else "--no-verify"]
-    told += arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
-    if folder is not None:
-        told += ["--snapshot", str(folder)]
-        for shard in options["shards"]:
-            told += ["--shard", shard]
-        told += arguments(options, ["cards", "sharding", "replicate_bytes", "memory_budget_gb"])
-        return told if options["shards"] else told + device_arguments(options)
-    told += ["--store", str(options["store"].resolve())]
-    for model in options["models"]:
-        told += ["--model", model]
-    for model, limit_s in options["max_staleness"]:
-        told += ["--max-staleness", f"{model}={limit_s}"]
-    told += arguments(options, ["advertise", "stage_cpu_share"])
-    return [*told, "--local", *arguments(options, _ROWS), *device_arguments(options)] if options["local"] else told
-
-
-def _own_arguments(options: dict[str, Any], *, named: bool) -> list[list[str]]:
-    """The flags of each worker alone: its node id in a fleet, and a profile, for counts can't share a file."""
-    node_id, profile = options["node_id"] or default_node_id(options["http_port"]), options["profile"]
-    own: list[list[str]] = []
-    for worker in range(options["workers"]):
-        told = ["--node-id", f"{node_id}-{worker}"] if named else []
-        if profile is not None:
-            told += ["--profile", str(profile.absolute().with_stem(f"{profile.stem}-{worker}"))]
-        own.append(told)
-    return own
-
-
-def default_node_id(http_port: int) -> str:
+def serving_node_id(http_port: int) -> str:
     """Return `serve-<host>-<HTTP port>`; a process that takes any port has its number there, another one next time."""
-    return default_name(f"serve-{socket.gethostname()}-{http_port or f'pid{os.getpid()}'}")
+    return _node_id(f"serve-{socket.gethostname()}-{http_port or f'pid{os.getpid()}'}")
 
 
-def _run_workers(ctx: click.Context, workers: list[list[str]], scheme: str, environment: dict[str, str]) -> None:
-    from serving.fleet.local_fleet import held_ports, worker_specs
+def _node_id(text: str) -> str:
+    return "".join(one if one.isascii() and (one.isalnum() or one in "_.:-") else "_" for one in text)[:200]
+
+
+def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
+    """Runs `--workers` processes of this command until SIGTERM or SIGINT."""
+    from loader.snapshot.reader import Snapshot
+    from serving.fleet.local_fleet import REGISTRY_VARIABLE, held_ports, worker_specs
     from serving.fleet.supervisor import SupervisionConfig, supervised
 
-    host, log_level = ctx.params["host"], ctx.find_root().params["log_level"]
+    environment = {REGISTRY_VARIABLE: options["registry"]} if folder is None else {}
+    if folder is not None:
+        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+        Snapshot.open(folder, verify=False)
+    workers = [worker_arguments(options, folder, worker) for worker in range(options["workers"])]
+    scheme, addresses = settings.scheme(options), (options["host"], options["http_port"], options["grpc_port"])
 
     async def program() -> None:
-        with held_ports(host, ctx.params["http_port"], ctx.params["grpc_port"], len(workers)) as ports:
+        with held_ports(*addresses, len(workers)) as ports:
             async with supervised(SupervisionConfig()) as supervisor:
-                folder = supervisor.run_directory
-                await supervisor.start(worker_specs(folder, ports, workers, log_level, environment))
-                click.echo(f"logs: {folder}")
-                click.echo(f"HTTP: {scheme}://{host}:{ports.http}/docs")
-                click.echo(f"gRPC: {host}:{ports.grpc}")
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, log_level, environment))
+                click.echo(f"logs: {supervisor.run_directory}")
+                click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
+                click.echo(f"gRPC: {ports.host}:{ports.grpc}")
                 await asyncio.Event().wait()
 
-    run_until_stopped(program)
+    settings.run_until_stopped(program)
+
+
+def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
+    """Return the flags of a worker, but ports and the registry, which may have a password.
+
+    Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles: counts can't share a file.
+    """
+    told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
+    told += settings.arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
+    if options["profile"] is not None:
+        path = options["profile"].absolute()
+        told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
+    has_rows = options["local"] if folder is None else not options["shards"]
+    if folder is not None:
+        told += ["--snapshot", str(folder), *settings.arguments(options, ["shards", *_ROWS[:-1]])]
+    else:
+        node_id = options["node_id"] or serving_node_id(options["http_port"])
+        told += ["--node-id", f"{node_id}-{worker}", "--store", str(options["store"].resolve())]
+        told += settings.arguments(options, ["models", "max_staleness", "advertise", "stage_cpu_share"])
+        told += ["--local", *settings.arguments(options, _ROWS)] if has_rows else []
+    return told + settings.device_arguments(options) if has_rows else told
+
+
+@click.command("shard-node", cls=WithExamples)
+@opts.member_options
+@opts.option(
+    "--shard I/N", "Which shard of how many this node serves, counted from 0.", opts.shard_number, required=True
+)
+@opts.option("--listen ADDRESS", "host:port, or unix:/path of a socket. Repeatable.", multiple=True, required=True)
+@opts.name_options("ADDRESS", "where routers reach this node. Default: the first address that it listens on")
+@opts.tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
+@opts.cards_option(1)
+@opts.sharding_option
+@opts.replicate_option
+@opts.memory_budget_option
+@opts.device_options
+@opts.max_memory_option("With --registry: ")
+@opts.stage_share_option
+@opts.option(
+    "--stage-mb-per-s MB",
+    "With --registry: read at most this much of a version in a second, in 10^6 bytes.",
+    opts.ABOVE_ZERO,
+)
+@opts.option(
+    "--threads",
+    "Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
+    click.IntRange(1, 256),
+    1,
+)
+@opts.verify_option
+@click.pass_context
+def shard_node(ctx: click.Context, /, **options: Any) -> None:
+    """Serve one shard of rows to routers.
+
+    With --registry the node belongs to a fleet: it holds the versions that the fleet's rollouts want of it, swaps them
+    while it serves, applies row updates, and is found by serving processes. Without, it serves one snapshot, and
+    `shardrank serve` must be told its address.
+
+    All nodes and `shardrank serve` must be given the same --sharding, --replicate-bytes and number of shards; a
+    node that does not fit is refused, not asked. TCP addresses speak TLS with certificates on both sides if
+    --tls-cert, --tls-key and --tls-client-ca are given; without, listen on a private network or a Unix socket. SIGTERM
+    ends the requests in flight and exits 0.
+
+    Examples:
+      shardrank shard-node --registry redis://10.0.0.9/0 --store models --shard 0/2 --listen 0.0.0.0:7000
+      shardrank shard-node --store models --model films --shard 0/2 --listen unix:/run/shardrank/0.sock
+      shardrank shard-node --store models --model films --shard 1/2 --listen 10.0.0.7:7000 --cards 4
+      shardrank shard-node --store m --shard 0/1 --listen 10.0.0.7:7000 --tls-cert crt --tls-key key --tls-client-ca ca
+      shardrank shard-node --snapshot models/films/3 --shard 0/1 --listen 127.0.0.1:7000 --memory-budget-gb 2
+    """
+    from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from shard_node.node import ShardNode
+    from shard_node.wire.address import Address
+
+    tls = Protection.of(options).tls
+    if tls is not None and tls.client_ca is None:
+        raise click.UsageError("--tls-cert needs --tls-client-ca: certificates are all that keeps strangers out here.")
+    in_fleet = settings.belongs_to_fleet(ctx, _FLEET_ONLY)
+    addresses = tuple(Address.parse(text) for text in options["listen"])
+    if not in_fleet:
+        folder = settings.member_folder(options)
+        settings.warn_if_node_is_open(addresses, tls)
+        _serve_rows(_load(folder, options), addresses, options["threads"], tls)
+        return
+    member = FleetMember.of(options)
+    settings.warn_if_node_is_open(addresses, tls)
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    card_set = settings.open_card_set(options)
+    node = ShardNode(settings.node_identity(options, *options["shard"]))
+    _run_node(node, lambda: _serve_rows_in_fleet(member, node, card_set, addresses, tls))
+
+
+def _load(folder: Path, options: Options) -> ShardNode:
+    """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
+    from loader.snapshot.reader import Snapshot
+    from shard_node.engine.loading import load_tables
+    from shard_node.node import ShardNode
+
+    card_set = settings.open_card_set(options)
+    snapshot = Snapshot.open(folder, verify=options["verify"])
+    index, num_shards = options["shard"]
+    partition, digest = settings.partition_of(options, index, num_shards, snapshot.spec)
+    budget_bytes = settings.to_bytes(options["memory_budget_gb"])
+    tables = load_tables(snapshot, partition, digest, memory_budget_bytes=budget_bytes, card_set=card_set)
+    node = ShardNode(settings.node_identity(options, index, num_shards))
+    node.stage(snapshot.spec.model, snapshot.version, tables)
+    node.flip(snapshot.spec.model, snapshot.version)
+    for use in node.info().memory:
+        logger.info("card %d: %d bytes of rows in tier %s", use.card, use.size_bytes, use.tier)
+    return node
+
+
+def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
+    """Runs the node's program until SIGTERM or SIGINT, then closes the node."""
+    import torch
+    import uvloop
+
+    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several
+    # processes on one machine a lookup of 1 ms takes 15 ms and more.
+    torch.set_num_threads(1)
+    try:
+        settings.run_until_stopped(program, loop_factory=uvloop.new_event_loop)
+    finally:
+        node.close()
+
+
+@asynccontextmanager
+async def _listening(
+    node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None, *, may_wait: bool
+) -> AsyncIterator[NodeServer]:
+    """Listens while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
+    from shard_node.wire.server import NodeServer, ServerLimits
+    from shard_node.wire.tls import server_context
+
+    limits = ServerLimits(threads=threads, max_inline_bytes=0) if may_wait else ServerLimits(threads=threads)
+    server = NodeServer(node, limits, tls=None if tls is None else server_context(tls))
+    try:
+        await server.start(addresses)
+        for address in server.addresses:
+            click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
+        yield server
+    finally:
+        await server.close()
+
+
+def _serve_rows(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
+    """Answers routers until SIGTERM or SIGINT; then ends what is in flight. Raises CardError if the cards fail."""
+    from loader.memory import settle_heap
+    from shard_node.agent.node_agent import watch_cards
+
+    async def program() -> None:
+        async with _listening(node, addresses, threads, tls, may_wait=_may_wait(node)) as server:
+            settle_heap()
+            try:
+                await watch_cards(node)
+            finally:
+                await server.drain(DRAIN_TIMEOUT_S)
+
+    _run_node(node, program)
+
+
+def _may_wait(node: ShardNode) -> bool:
+    return any(use.tier != "ram" for use in node.info().memory)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMember:
+    """A shard node of a fleet as its command line says it.
+
+    `record` says how its fleet has to divide rows; the address and, unless it was given, the id of `node` are set once
+    it listens.
+    """
+
+    options: Options
+    record: FleetRecord
+    node: NodeConfig
+    agent: AgentConfig
+    advertise: Address | None
+
+    @classmethod
+    def of(cls, options: Options) -> FleetMember:
+        """Check the options. Raises AddressError and UsageError, naming what can't be."""
+        from loader.registry.fleet import FleetRecord
+        from shard_node.agent.agent import AgentConfig
+        from shard_node.wire.address import Address
+
+        rate, advertise = options["stage_mb_per_s"], options["advertise"]
+        return cls(
+            options,
+            record=config_of(FleetRecord, options, num_shards=options["shard"][1]),
+            node=settings.node_config(options, options["node_id"] or "shard", stage_bytes_per_s=rate and rate * 1e6),
+            agent=config_of(AgentConfig, {}, models=options["models"] or None),
+            advertise=None if advertise is None else Address.parse(advertise),
+        )
+
+    def listening_on(self, bound: Address) -> NodeConfig:
+        """Return the node's config with its address and id."""
+        address = self.advertise or advertised(bound)
+        node_id = self.options["node_id"] or default_node_id(self.options["shard"][0], bound)
+        return self.node.model_copy(update={"address": str(address), "node_id": node_id})
+
+
+async def _serve_rows_in_fleet(
+    member: FleetMember, node: ShardNode, card_set: CardSet | None, addresses: Sequence[Address], tls: TlsConfig | None
+) -> None:
+    """Serves what the fleet wants until it is cancelled; then leaves the fleet and ends what is in flight.
+
+    Raises FleetMismatchError if it divides rows otherwise than its fleet, and CardError if the cards fail.
+    """
+    from loader.memory import settle_heap
+    from shard_node.agent.agent import Agent
+    from shard_node.agent.node_agent import NodeActions, watch_cards
+
+    options = member.options
+    may_wait = member.node.memory_budget_bytes is not None or card_set is not None
+    async with (
+        settings.opened_registry(options["registry"]) as fleet,
+        _listening(node, addresses, options["threads"], tls, may_wait=may_wait) as server,
+    ):
+        await _join(fleet, member.record)
+        config = member.listening_on(server.addresses[0])
+        partition = partial(settings.partition_of, options, *options["shard"])
+        actions = NodeActions(node, fleet, partition, config, card_set=card_set)
+        agent = Agent(fleet, actions, member.agent)
+        settle_heap()
+        running = asyncio.create_task(agent.run())
+        watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))
+        try:
+            ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            watching.cancel()
+            # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
+            await agent.leave()
+            await server.drain(DRAIN_TIMEOUT_S)
+            running.cancel()
+            await asyncio.wait([running])
+            await actions.close()
+
+
+async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
+    from loader.errors import RegistryUnavailableError
+    from shard_node.agent.node_agent import join_fleet
+
+    told = False
+    while True:
+        try:
+            return await join_fleet(fleet, record)
+        except RegistryUnavailableError as error:
+            if not told:
+                logger.warning("waits for the registry: %s", error)
+            told = True
+            await asyncio.sleep(_JOIN_RETRY_S)
+
+
+def advertised(bound: Address) -> Address:
+    """Return where others reach what is bound: every interface stands for this host's name, a socket for its path."""
+    from shard_node.wire.address import Address
+
+    if bound.is_unix:
+        return Address(path=str(Path(bound.path).absolute()))
+    return Address(host=socket.gethostname(), port=bound.port) if bound.host in _ANY_HOST else bound
+
+
+def default_node_id(shard_index: int, bound: Address) -> str:
+    """Return `shard-<index>-<host>-<port or name of the socket>`."""
+    place = Path(bound.path).stem if bound.is_unix else str(bound.port)
+    return _node_id(f"shard-{shard_index}-{socket.gethostname()}-{place}")

@@ -1,46 +1,80 @@
-"""What serving processes and shard nodes make of their flags: devices, limits, TLS, tokens, and flags of children."""
+"""What commands make of their options: configs, folders, registries, devices, limits, TLS, and flags of children."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
 import tomllib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from serving.cli.options import snapshot_folder, validated
-
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from loader.registry.fleet import FleetRegistry
+    from loader.snapshot.manifest import ModelSpec
+    from router.plan import Plan
     from serving.limits import RequestLimits
+    from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
+    from shard_node.node import NodeIdentity, Partition
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
 logger = logging.getLogger(__name__)
+
+Options: TypeAlias = Mapping[str, Any]
+Result = TypeVar("Result")
+Config = TypeVar("Config", bound="BaseModel")
 
 MAX_LIMITS_FILE_BYTES = 1 << 20
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 """Names of the options, for commands that pass them on or allow them only with rows."""
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
+_FLAGS = {"shards": "--shard", "models": "--model"}
+
+
+def config_of(schema: type[Config], options: Options, prefix: str = "", /, **more: Any) -> Config:
+    """Make a config of the options that were given and are its fields, and of `more`, which comes first.
+
+    Raises UsageError naming what is unknown or out of range.
+    """
+    from pydantic import ValidationError
+
+    from loader.snapshot.manifest import schema_errors
+
+    values = {name: options[name] for name in schema.model_fields.keys() & options if options[name] is not None} | more
+    try:
+        # Numbers may be strings, as they are on a command line.
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise click.UsageError(prefix + "; ".join(map(str, schema_errors(error, [schema])))) from error
 
 
 def flags(names: Iterable[str]) -> str:
     """Return options as a person writes them: `--shard, --no-verify`."""
-    return ", ".join("--shard" if name == "shards" else f"--{name.replace('_', '-')}" for name in names)
+    return ", ".join(_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in names)
 
 
-def arguments(options: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the flags that give a child process the same values, where there are any."""
-    given = [(name, options[name]) for name in names if options.get(name) is not None]
-    return [text for name, value in given for text in (flags([name]), str(value))]
+def arguments(options: Options, names: Iterable[str]) -> list[str]:
+    """Return the flags that give a child process the same values, each as often as it was given."""
+    told: list[str] = []
+    for name in names:
+        value = options.get(name)
+        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+            # A link is kept as it is: setting it anew is how secrets change.
+            text = "=".join(one) if isinstance(one, tuple) else str(one.absolute() if isinstance(one, Path) else one)
+            told += [flags([name]), text]
+    return told
 
 
 def given_flags(ctx: click.Context) -> set[str]:
@@ -63,26 +97,27 @@ def belongs_to_fleet(ctx: click.Context, fleet_only: Collection[str]) -> bool:
     return True
 
 
-def to_bytes(gigabytes: float | None) -> int | None:
-    """Return 10^9 bytes for each gigabyte."""
-    return None if gigabytes is None else int(gigabytes * 1e9)
+def snapshot_folder(store: Path | None, model: str | None, version: int | None, snapshot: Path | None) -> Path:
+    """Return the folder of the snapshot that was named, by default the latest. Raises UsageError, SnapshotError."""
+    if snapshot is not None:
+        if store is not None or model is not None or version is not None:
+            raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
+        return snapshot
+    if store is None:
+        raise click.UsageError("Name a snapshot: --store FOLDER [--model NAME] [--version N], or --snapshot FOLDER.")
+    from loader.snapshot.store import Store
+
+    opened = Store(store)
+    opened.check_exists()
+    if model is None:
+        models = opened.models()
+        if len(models) > 1:
+            raise click.UsageError(f"--store {store} holds several models, name one with --model: {models}")
+        model = models[0]
+    return opened.snapshot_path(model, version)
 
 
-def node_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `NodeConfig` has of the flags of a process that holds rows for a fleet."""
-    same = ("store", "replicate_bytes", "verify", "stage_cpu_share")
-    return {name: options[name] for name in same} | {
-        "memory_cap_bytes": to_bytes(options["max_memory_gb"]),
-        "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
-    }
-
-
-def default_name(text: str) -> str:
-    """Return a node id made of any text."""
-    return "".join(one if one.isascii() and (one.isalnum() or one in "_.:-") else "_" for one in text)[:200]
-
-
-def member_folder(options: Mapping[str, Any]) -> Path:
+def member_folder(options: Options) -> Path:
     """Return the folder of the one snapshot that a process without a registry serves. Raises as `snapshot_folder`."""
     models = options["models"]
     if len(models) > 1:
@@ -91,7 +126,60 @@ def member_folder(options: Mapping[str, Any]) -> Path:
     return snapshot_folder(options["store"], model, options["version"], options["snapshot"]).resolve()
 
 
-def device_arguments(options: Mapping[str, Any]) -> list[str]:
+def registry_url(registry: str | None, store: Path | None) -> str:
+    """Return the registry that was named, or the store's own. Raises click.UsageError if neither was named."""
+    if registry is not None:
+        return registry
+    if store is None:
+        raise click.UsageError("Name the fleet: --registry URL, or --store FOLDER for the registry that lies in it.")
+    from serving.fleet.local_fleet import STORE_REGISTRY
+
+    return str(store.resolve() / STORE_REGISTRY)
+
+
+@contextlib.asynccontextmanager
+async def opened_registry(url: str) -> AsyncIterator[FleetRegistry]:
+    """Open a registry, and close it when the block ends. Raises RegistryError."""
+    from loader.registry.fleet import FleetRegistry
+    from loader.registry.opening import open_registry
+
+    registry = open_registry(url)
+    try:
+        yield FleetRegistry(registry)
+    finally:
+        await registry.close()
+
+
+def with_registry(url: str, work: Callable[[FleetRegistry], Awaitable[Result]]) -> Result:
+    """Run what talks to a registry, in an event loop of its own, until it is done. Raises RegistryError."""
+
+    async def program() -> Result:
+        async with opened_registry(url) as fleet:
+            return await work(fleet)
+
+    return asyncio.run(program())
+
+
+def to_bytes(gigabytes: float | None) -> int | None:
+    """Return 10^9 bytes for each gigabyte."""
+    return None if gigabytes is None else int(gigabytes * 1e9)
+
+
+def card_options(options: Options) -> CardOptions:
+    """Return what one version may take of the cards."""
+    from shard_node.cuda.card_set import CardOptions
+
+    return config_of(CardOptions, options, require_peer_access=options["peer_access"] == "required")
+
+
+def open_card_set(options: Options) -> CardSet | None:
+    """Open the cards that the flags choose; None for the CPU. Raises as `CardSet.open`."""
+    from shard_node.cuda.card_set import CardSet
+
+    return CardSet.open(options["device"], options["cards"], card_options(options))
+
+
+def device_arguments(options: Options) -> list[str]:
     """Return the flags that give a child process the same devices. Raises DeviceChoiceError."""
     from shard_node.cuda.card_set import DeviceChoice
 
@@ -99,127 +187,90 @@ def device_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments(options, DEVICE_FLAGS)
 
 
-def card_options(options: Mapping[str, Any]) -> CardOptions:
-    """Return what one version may take of the cards."""
-    from shard_node.cuda.card_set import CardOptions
-
-    return CardOptions(
-        card_memory_gb=options["card_memory_gb"],
-        pinned_memory_gb=options["pinned_memory_gb"],
-        hot_gb=options["hot_gb"],
-        require_peer_access=options["peer_access"] == "required",
-    )
-
-
-def open_card_set(options: Mapping[str, Any]) -> CardSet | None:
-    """Open the cards that the flags choose; None for the CPU. Raises as `CardSet.open`."""
-    from shard_node.cuda.card_set import CardSet
-
-    return CardSet.open(options["device"], options["cards"], card_options(options))
-
-
 def num_replicas(asked: int | None, card_set: CardSet | None, *, may_wait: bool = True) -> int:
     """Choose the number of ranking replicas: as asked, one for each card, none if no row is waited for, else one.
 
-    Args:
-        asked: by `--ranking-replicas`.
-        card_set: where the rows of this process are, if on cards.
-        may_wait: whether rows may have to be waited for, from a shard node or from a disk.
-
-    Raises:
-        click.UsageError: for 0 where rows may have to be waited for.
+    `may_wait` says whether rows may have to be waited for, from a shard node or a disk: then 0 raises UsageError.
     """
     if asked == 0 and (may_wait or card_set is not None):
         raise click.UsageError("--ranking-replicas 0 is only for rows that are all in this process's RAM.")
     if asked is not None:
         return asked
-    if card_set is not None:
-        return len(card_set.cards.cards)
-    return 1 if may_wait else 0
+    return len(card_set.cards.cards) if card_set is not None else int(may_wait)
 
 
-def read_limits(path: Path | None, assignments: Sequence[tuple[str, str]]) -> RequestLimits:
-    """Return the limits of a file (JSON, or TOML by its name), overridden by assignments.
+def read_limits(options: Options) -> RequestLimits:
+    """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit` and `--trusted-proxy`.
 
-    Raises:
-        click.UsageError: naming the limit that is unknown or out of range, or what is wrong with the file.
+    Raises UsageError naming the limit that is unknown or out of range, or what is wrong with the file.
     """
     from serving.limits import RequestLimits
 
-    values = {} if path is None else _read_limits_file(path)
-    return validated(RequestLimits, values | dict(assignments), "limits: ")
+    values: dict[str, Any] = {}
+    path: Path | None = options["limits_file"]
+    if path is not None:
+        if path.stat().st_size > MAX_LIMITS_FILE_BYTES:
+            raise click.UsageError(f"{path}: more than {MAX_LIMITS_FILE_BYTES} bytes")
+        text = path.read_text(encoding="utf-8")
+        try:
+            values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except ValueError as error:
+            raise click.UsageError(f"{path}: {error}") from error
+        if not isinstance(values, dict):
+            raise click.UsageError(f"{path}: expected an object of limits by name")
+    proxies = {"trusted_proxies": options["trusted_proxies"]} if options["trusted_proxies"] else {}
+    return config_of(RequestLimits, {}, "limits: ", **values | dict(options["limit"]) | proxies)
 
 
-def limit_arguments(path: Path | None, assignments: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the flags that give a child process the same limits. Raises as `read_limits`, before it is started."""
-    limits = read_limits(path, assignments)
-    changed = {name: getattr(limits, name) for name in type(limits).model_fields if name in limits.model_fields_set}
-    texts = {name: ",".join(value) if isinstance(value, tuple) else str(value) for name, value in changed.items()}
-    return [argument for name, text in texts.items() for argument in ("--limit", f"{name}={text}")]
-
-
-def with_proxies(options: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the `--limit` of a command, and what its `--trusted-proxy` say."""
-    limits: tuple[tuple[str, str], ...] = options["limit"]
-    proxies = ",".join(options["trusted_proxies"])
-    return (*limits, ("trusted_proxies", proxies)) if proxies else limits
-
-
-def front_arguments(options: Mapping[str, Any]) -> list[str]:
+def front_arguments(options: Options) -> list[str]:
     """Return the limits, TLS files, tokens and admin port that every serving process is given. Raises UsageError."""
-    limits = limit_arguments(options["limits_file"], with_proxies(options))
-    return [*limits, *arguments(options, ["admin_port"]), *protection_arguments(options)]
+    limits, told = read_limits(options), []
+    for name in type(limits).model_fields:
+        if name in limits.model_fields_set:
+            value = getattr(limits, name)
+            told += ["--limit", f"{name}={','.join(value) if isinstance(value, tuple) else value}"]
+    return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens"])
 
 
-def _read_limits_file(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_LIMITS_FILE_BYTES:
-        raise click.UsageError(f"{path}: more than {MAX_LIMITS_FILE_BYTES} bytes")
-    text = path.read_text(encoding="utf-8")
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise click.UsageError(f"{path}: expected an object of limits by name")
-    return values
+def scheme(options: Options) -> str:
+    """Return that of the URLs at which a server answers."""
+    return "http" if options["tls_cert"] is None else "https"
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Protection that the options ask for; every file was read once.
-
-    Attributes:
-        tls: spoken by clients; None for plain text.
-        node_tls: how shard nodes at TCP addresses are spoken to; None for plain text.
-        tokens: file of those who are let in; None for everybody.
-    """
+    """TLS with clients, TLS with shard nodes at TCP addresses, and the file of those who are let in; None for none."""
 
     tls: TlsConfig | None
     node_tls: TlsClientConfig | None
     tokens: Path | None
 
-    @property
-    def scheme(self) -> str:
-        """Of URLs."""
-        return "http" if self.tls is None else "https"
-
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Protection:
+    def of(cls, options: Options) -> Protection:
         """Read the options of a command, those that it has.
 
-        Raises:
-            UsageError: flags that need another one.
-            TlsConfigError, TokensFileError: a file can't be read or does not fit; it is named.
+        Raises UsageError for flags that need another one; TlsConfigError, TokensFileError for a file that does not fit.
         """
-        tls, node_tls = _server_tls(options), _node_tls(options)
-        tokens: Path | None = options.get("tokens")
-        if tls is not None or node_tls is not None:
-            from shard_node.wire.tls import client_context, server_context
+        from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 
-            if tls is not None:
-                server_context(tls)
-            if node_tls is not None:
-                client_context(node_tls)
+        cert, key, client_ca = (options[name] for name in _TLS)
+        node_ca, node_cert, node_key = (options.get(name) for name in _NODE_TLS)
+        if (cert is None) != (key is None) or (client_ca is not None and cert is None):
+            raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-client-ca needs both.")
+        if (node_cert is None) != (node_key is None):
+            raise click.UsageError("--node-cert and --node-key belong together.")
+        node_ca = node_ca or client_ca
+        if node_cert is not None and node_ca is None:
+            raise click.UsageError("--node-cert needs --node-ca or --tls-client-ca.")
+        if node_cert is None:
+            node_cert, node_key = cert, key
+        tls = None if cert is None else TlsConfig(cert=cert, key=key, client_ca=client_ca)
+        node_tls = None if node_ca is None else TlsClientConfig(ca=node_ca, cert=node_cert, key=node_key)
+        tokens: Path | None = options.get("tokens")
+        if tls is not None:
+            server_context(tls)
+        if node_tls is not None:
+            client_context(node_tls)
         if tokens is not None:
             from serving.api.tokens import read_tokens
 
@@ -227,21 +278,13 @@ class Protection:
         return cls(tls, node_tls, tokens)
 
 
-def protection_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return the flags for children that serve. Links are kept: a link that is set anew is how secrets change."""
-    files = {name: options.get(name) for name in (*_TLS, *_NODE_TLS, "tokens")}
-    return arguments({name: None if file is None else file.absolute() for name, file in files.items()}, files)
-
-
 def warn_if_open(host: str, protection: Protection) -> None:
     """Log one warning if others than this machine can reach the APIs, and anybody may ask or listen in."""
-    if is_loopback(host):
-        return
     tls = protection.tls
     missing = [] if tls is not None else ["TLS (--tls-cert)"]
     if protection.tokens is None and (tls is None or tls.client_ca is None):
         missing.append("tokens (--tokens) or client certificates (--tls-client-ca)")
-    if missing:
+    if missing and not is_loopback(host):
         logger.warning("listens on %s without %s: for a private network only", host, " and without ".join(missing))
 
 
@@ -260,31 +303,35 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _server_tls(options: Mapping[str, Any]) -> TlsConfig | None:
-    cert, key, client_ca = (options[name] for name in _TLS)
-    if cert is None and key is None and client_ca is None:
-        return None
-    if cert is None or key is None:
-        raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-client-ca needs both.")
-    from shard_node.wire.tls import TlsConfig
+def plan_of(options: Options, num_shards: int, spec: ModelSpec) -> Plan:
+    """Return how a model's rows are divided. Raises PlanError."""
+    from router.plan import Plan
 
-    return TlsConfig(cert=cert, key=key, client_ca=client_ca)
+    return Plan.make(spec, num_shards, options["sharding"], options["cards"], options["replicate_bytes"])
 
 
-def _node_tls(options: Mapping[str, Any]) -> TlsClientConfig | None:
-    ca, cert, key = (options.get(name) for name in _NODE_TLS)
-    if (cert is None) != (key is None):
-        raise click.UsageError("--node-cert and --node-key belong together.")
-    ca = ca or options["tls_client_ca"]
-    if ca is None:
-        if cert is not None:
-            raise click.UsageError("--node-cert needs --node-ca or --tls-client-ca.")
-        return None
-    from shard_node.wire.tls import TlsClientConfig
+def partition_of(options: Options, index: int, num_shards: int, spec: ModelSpec) -> tuple[Partition, str]:
+    """Return which rows of a model are a shard's, and the digest of the plan that says so. Raises PlanError."""
+    plan = plan_of(options, num_shards, spec)
+    return plan.partition(index), plan.digest
 
-    if cert is None:
-        cert, key = options["tls_cert"], options["tls_key"]
-    return TlsClientConfig(ca=ca, cert=cert, key=key)
+
+def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity:
+    """Return which shard of how many a process holds."""
+    from shard_node.node import NodeIdentity
+
+    return config_of(NodeIdentity, options, shard_index=index, num_shards=num_shards, num_cards=options["cards"])
+
+
+def node_config(options: Options, node_id: str, **more: Any) -> NodeConfig:
+    """Return what a process that holds rows for a fleet is told; its address is set once it listens."""
+    from shard_node.agent.node_agent import NodeConfig
+
+    memory = {
+        "memory_cap_bytes": to_bytes(options["max_memory_gb"]),
+        "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
+    }
+    return config_of(NodeConfig, options, node_id=node_id, address="", **memory, **more)
 
 
 def run_until_stopped(

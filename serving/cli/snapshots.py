@@ -1,25 +1,17 @@
-"""`shardrank export`, `inspect` and `verify`: a checkpoint becomes a snapshot, which is described and checked."""
+"""`shardrank train`, `export`, `inspect` and `verify`: snapshots are made, described and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from serving.cli.group import WithExamples
-from serving.cli.options import (
-    Assignment,
-    FiniteRange,
-    count_option,
-    hash_threads_option,
-    json_flag,
-    out_store_option,
-    snapshot_folder,
-    snapshot_options,
-)
+from serving.cli import WithExamples
+from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table, progress_bars
+from serving.cli.settings import config_of, snapshot_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,88 +27,72 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @click.command(cls=WithExamples)
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path, exists=True),
-    required=True,
-    metavar="PATH",
-    help="A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
-    "torch.distributed.checkpoint folder.",
-)
-@click.option(
-    "--model",
-    "description",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    metavar="FILE",
-    help="The model description, JSON: tables, features, dense inputs, dense model.",
-)
-@out_store_option
-@count_option("--version", "The version; default: the next free one.")
-@click.option(
-    "--table-key",
-    type=Assignment("TABLE=KEY"),
-    multiple=True,
-    metavar="TABLE=KEY",
-    help="The checkpoint's key of a table that is not found by TorchRec's names. Repeatable.",
-)
-@click.option(
-    "--dense-prefix",
-    metavar="PREFIX",
-    help="Take only keys with this prefix as the dense model, and cut it off. Default: every key that is no table.",
-)
-@click.option(
-    "--vocabulary",
-    type=Assignment("TABLE=FILE"),
-    multiple=True,
-    metavar="TABLE=FILE",
-    help="The ids of a table with vocabulary mapping: a UTF-8 text file, line i is the id of row i. Repeatable.",
-)
-@click.option(
-    "--access-counts",
-    type=click.Path(path_type=Path, exists=True),
-    metavar="PATH",
-    help="How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a "
-    "safetensors file, for any of the tables.",
-)
-@click.option(
-    "--golden",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Requests with the scores that training computed, safetensors as docs/snapshot-format.md says.",
-)
-@click.option(
-    "--golden-tolerance",
-    type=FiniteRange(min=0, min_open=True),
-    default=0.05,
-    show_default=True,
-    metavar="X",
-    help="Largest difference from a golden score that a server may accept.",
-)
-@click.option(
-    "--metadata",
-    type=Assignment("KEY=TEXT"),
-    multiple=True,
-    metavar="KEY=TEXT",
-    help="Free text about the training run. Repeatable.",
-)
-@count_option(
-    "--rows-per-file", "Rows of a full row file, a power of two; default: such that files have at most 256 MiB.", 256
-)
-def export(
-    checkpoint: Path,
-    description: Path,
+@opts.out_store_option
+@opts.films_options
+@opts.option("--model NAME", "The model's name.", default="films")
+@opts.choice("--kind", ["target_attention", "dlrm", "dcn_v2", "mlp"], "The ranking model.")
+@opts.choice("--dtype", ["int8", "int4", "fp16", "fp32"], "Number format of the rows.")
+@opts.count("--dim", "Width of every table.", 2, 512, 16)
+@opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
+@opts.choice("--bucketing", ["hash", "range"], "Order of the rows in their files: what the same --sharding needs.")
+def train(
     store: Path,
-    version: int | None,
-    table_key: tuple[tuple[str, str], ...],
-    dense_prefix: str | None,
-    vocabulary: tuple[tuple[str, str], ...],
-    access_counts: Path | None,
-    golden: Path | None,
-    golden_tolerance: float,
-    metadata: tuple[tuple[str, str], ...],
-    rows_per_file: int | None,
+    movielens: Path | None,
+    ratings: int,
+    epochs: int | None,
+    seed: int,
+    dim: int,
+    bucketing: Literal["hash", "range"],
+    **described: Any,
 ) -> None:
+    """Train the demo's model and write it into a store.
+
+    It becomes the model's next version. The same data, flags and seed give the same model. The last lines say where
+    the snapshot lies and how well the float32 model ranks the ratings that were held out.
+
+    Examples:
+      shardrank train --store models
+      shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
+    """
+    from serving.training.dataset import FilmsOptions
+    from serving.training.version import expectation, read_interactions, train_version
+
+    films = config_of(FilmsOptions, described, embedding_dim=dim)
+    interactions = read_interactions(movielens, ratings, seed)
+    with progress_bars() as bars:
+        version = train_version(
+            interactions, store, seed=seed, epochs=epochs, options=films, bucketing=bucketing, progress=bars
+        )
+    quality = expectation(version)
+    click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")
+    click.echo(f"wrote {version.folder}")
+
+
+@click.command(cls=WithExamples)
+@opts.option(
+    "--checkpoint",
+    "A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
+    "torch.distributed.checkpoint folder.",
+    opts.EXISTING,
+    required=True,
+)
+@opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
+@opts.out_store_option
+@opts.count("--version", "The version; default: the next free one.")
+@opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
+@opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
+@opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
+@opts.option(
+    "--access-counts",
+    "How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a safetensors "
+    "file, for any of the tables.",
+    opts.EXISTING,
+)
+@opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
+@opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
+@opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
+@opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
+def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
 
     Rows are quantised as the description says, in bounded memory; NaN and inf are refused by table and row. An
@@ -133,21 +109,20 @@ def export(
     from loader.snapshot.writer import export_snapshot
 
     spec = read_description(description)
-    rows, dense = _match(checkpoint, spec, dense_prefix, table_key)
+    rows, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"])
+    counts, golden = options["access_counts"], options["golden"]
     with progress_bars() as bars:
         folder = export_snapshot(
             store,
             spec,
             rows=rows,
             dense=dense,
-            vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in vocabulary},
-            access_counts=None if access_counts is None else read_access_counts(access_counts, spec),
+            vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"]},
+            access_counts=None if counts is None else read_access_counts(counts, spec),
             golden=None if golden is None else _read_golden(golden),
-            golden_tolerance=golden_tolerance,
-            version=version,
-            metadata=dict(metadata),
-            rows_per_file=rows_per_file,
+            metadata=dict(options["metadata"]),
             progress=bars,
+            **{name: options[name] for name in ("golden_tolerance", "version", "rows_per_file")},
         )
     written = Snapshot.open(folder, verify=False)
     click.echo(f"wrote {folder}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
@@ -240,9 +215,7 @@ def _check_dense_model(
 ) -> None:
     """Build the dense model from its tensors, as a server will; `keys` are all of the checkpoint or snapshot.
 
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape or type than the description says. Where all
-            missing names are there behind a prefix, the message says which.
+    Raises CheckpointError; where all missing names are there behind a prefix, its message says which.
     """
     from loader.errors import CheckpointError
     from serving.errors import RankingModelError
@@ -272,9 +245,9 @@ def _suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str 
 
 
 @click.command(cls=WithExamples)
-@snapshot_options
-@json_flag("the description")
-def inspect(store: Path | None, model: str | None, version: int | None, snapshot: Path | None, as_json: bool) -> None:
+@opts.snapshot_options
+@opts.json_flag("the description")
+def inspect(as_json: bool, **named: Any) -> None:
     """Show what a snapshot holds.
 
     Tables, features, dense model and sizes. Reads the manifest and the headers of the files; `shardrank verify`
@@ -287,7 +260,7 @@ def inspect(store: Path | None, model: str | None, version: int | None, snapshot
     """
     from loader.snapshot.reader import Snapshot
 
-    opened = Snapshot.open(snapshot_folder(store, model, version, snapshot), verify=False)
+    opened = Snapshot.open(snapshot_folder(**named), verify=False)
     found = _inspection(opened)
     if as_json:
         print_json(found)
@@ -298,13 +271,10 @@ def inspect(store: Path | None, model: str | None, version: int | None, snapshot
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:
     """What `--json` prints. `size_bytes` is that of a table's row files; `access_counts`, whether it has them."""
     spec, manifest = snapshot.spec, snapshot.manifest
+    shown = ("name", "num_embeddings", "embedding_dim", "dtype", "pooling")
     tables = [
-        {
-            "name": table.name,
-            "num_embeddings": table.num_embeddings,
-            "embedding_dim": table.embedding_dim,
-            "dtype": table.dtype,
-            "pooling": table.pooling,
+        {name: getattr(table, name) for name in shown}
+        | {
             "id_mapping": table.id_mapping.kind,
             "unknown_id": table.unknown_id,
             "bucketing": table.bucketing,
@@ -372,26 +342,12 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
 
 
 @click.command(cls=WithExamples)
-@snapshot_options
-@click.option(
-    "--golden/--no-golden",
-    default=True,
-    show_default=True,
-    help="Load the version and re-score its golden requests through the path that serves.",
-)
-@hash_threads_option
-@json_flag("the result")
+@opts.snapshot_options
+@opts.option("--golden/--no-golden", "Re-score its golden requests through the path that serves.", default=True)
+@opts.hash_threads_option
+@opts.json_flag("the result")
 @click.pass_context
-def verify(
-    ctx: click.Context,
-    store: Path | None,
-    model: str | None,
-    version: int | None,
-    snapshot: Path | None,
-    golden: bool,
-    threads: int,
-    as_json: bool,
-) -> None:
+def verify(ctx: click.Context, /, golden: bool, threads: int, as_json: bool, **named: Any) -> None:
     """Check a snapshot in full.
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
@@ -402,7 +358,7 @@ def verify(
       shardrank verify --store models --model films
       shardrank verify --snapshot models/films/3 --no-golden --json
     """
-    folder = snapshot_folder(store, model, version, snapshot)
+    folder = snapshot_folder(**named)
     with progress_bars() as bars:
         found, scored = _verify(folder, golden=golden, threads=threads, progress=bars)
     if as_json:

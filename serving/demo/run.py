@@ -1,44 +1,46 @@
-"""The demo from beginning to end."""
+"""`shardrank demo`, from ratings to ranked films: every number is of what came back from the running server."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import shlex
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 
+from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.cli.fleet import placement_line
-from serving.cli.output import progress_bars
+from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import Client, ClientError, RetryPolicy
-from serving.demo.ranking import Answers, DemoError, RankCallError, UsersFilms, rank_all, rank_arguments
-from serving.demo.report import DemoReport, print_report, print_top_films
-from serving.fleet.local_fleet import FleetConfig, WorkerPorts, connectable_host, held_ports, running_fleet
+from serving.errors import ServingError
+from serving.fleet.local_fleet import (
+    FleetConfig,
+    WorkerPorts,
+    connectable_host,
+    held_ports,
+    placement_line,
+    running_fleet,
+)
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
-from serving.training.dataset import to_json
-from serving.training.version import (
-    Expectation,
-    StageTimes,
-    TrainedVersion,
-    auc,
-    expectation,
-    read_interactions,
-    train_version,
-)
+from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, to_json
+from serving.training.version import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from serving.versions.loading import ModelSource, load_served_model
+from shard_node.bags import Float32Array, Int64Array
 from shard_node.cuda.card_set import CardSet, DeviceChoice
 
 # Tables of at most this size go to every shard: small, because the demo's tables are. With the default of a real fleet
@@ -47,16 +49,32 @@ REPLICATE_BYTES = 4096
 WARMUP_REQUESTS = 50
 TIMEOUT_MS = 2000
 LIKED_SHOWN = 3
+TOP_FILMS = 10
+MAX_CANDIDATES = 2000
+MAX_ERROR_EXAMPLES = 5
+_PASTED_IDS = 5
+
+
+class DemoError(ServingError, kind="demo"):
+    """Something that went wrong on the demo's own side of the API."""
+
+
+class RankCallError(DemoError, kind="rank_call"):
+    """A request that was not answered with scores. The message has the status and what the server said."""
+
+
+class DemoStoppedError(DemoError, kind="demo_stopped"):
+    """The demo was asked to stop while it measured."""
 
 
 class DemoConfig(Frozen):
     """What `shardrank demo` was asked to do; its options say what each means, and check it."""
 
-    movielens: Path | None
+    movielens: Path | None = None
     ratings: int
-    epochs: int | None
+    epochs: int | None = None
     seed: int
-    store: Path | None
+    store: Path | None = None
     shards: int
     cards: int
     device: str
@@ -65,6 +83,187 @@ class DemoConfig(Frozen):
     host: str
     http_port: int
     grpc_port: int
+
+
+class DemoReport(Frozen):
+    """What `--json` writes. Latencies are with one request in flight, after a warm-up, over every test request.
+
+    Attributes:
+        auc_fp32: of the float32 model in-process, over the test part; `auc_served` of the scores that came over HTTP.
+        auc_item_mean: of scoring each film by its mean training label.
+        max_score_diff: largest difference of a served score from the float32 model's.
+        scores_identical: whether HTTP and gRPC gave the same bits for every candidate.
+        requests: sent over both APIs, warm-up included.
+        errors: of these, not answered with a score for each candidate.
+        float32_bytes: the snapshot's rows unquantised.
+    """
+
+    source: str
+    users: int
+    films: int
+    ratings: int
+    test_ratings: int
+    auc_fp32: float
+    auc_served: float | None
+    auc_item_mean: float
+    max_score_diff: float | None
+    scores_identical: bool
+    requests: int
+    errors: int
+    error_examples: tuple[str, ...]
+    http_p50_ms: float | None
+    http_p99_ms: float | None
+    grpc_p50_ms: float | None
+    grpc_p99_ms: float | None
+    snapshot_bytes: int
+    float32_bytes: int
+    shards: int
+    cards: int
+    sharding: str
+    local: bool
+    version: int
+    dense_dtype: str
+    seed: int
+    stage_seconds: dict[str, float]
+
+
+@dataclass(slots=True, eq=False)
+class Answers:
+    """What came back over one API.
+
+    Attributes:
+        scores: float32 [N], all requests' candidates one after the other; NaN where a request failed.
+        latencies_ms: of the answered requests, the client's packing included, warm-up left out.
+        requests: sent, warm-up included; `errors` of them failed.
+        versions: that the answers named.
+    """
+
+    scores: Float32Array
+    latencies_ms: list[float] = field(default_factory=list)
+    requests: int = 0
+    errors: int = 0
+    error_examples: list[str] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+
+    def percentile_ms(self, percent: float) -> float | None:
+        """Returns a percentile of the latencies; None if nothing was answered."""
+        return float(np.percentile(self.latencies_ms, percent)) if self.latencies_ms else None
+
+    def failed(self, error: Exception) -> None:
+        """Counts a failed request."""
+        self.errors += 1
+        if len(self.error_examples) < MAX_ERROR_EXAMPLES:
+            self.error_examples.append(str(error))
+
+
+def rank_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns the JSON form of a rank request into arguments of `Client.rank`. For models without weighted features."""
+    context, candidates = body["context"], body["candidates"]
+    return {
+        "context": context["sparse"],
+        "candidates": candidates["sparse"],
+        "context_dense": context.get("dense") or None,
+        "candidate_dense": candidates.get("dense") or None,
+    }
+
+
+def rank_all(
+    api: str,
+    client: Client,
+    model: str,
+    requests: Sequence[dict[str, Any]],
+    num_candidates: list[int],
+    *,
+    warmup_requests: int,
+    stop: threading.Event,
+    progress: Progress = no_progress,
+) -> Answers:
+    """Ranks every request (arguments of `Client.rank`) once, after a warm-up with the first ones.
+
+    An answer with another number of scores than `num_candidates` counts as failed; `stop` is set to end it early.
+
+    Raises:
+        DemoStoppedError: when `stop` was set.
+    """
+    answers = Answers(np.full(sum(num_candidates), np.nan, np.float32))
+    schedule = [(index % len(num_candidates), False) for index in range(warmup_requests)]
+    schedule += [(index, True) for index in range(len(num_candidates))]
+    starts = np.cumsum([0, *num_candidates])
+    for done, (index, counts) in enumerate(schedule, start=1):
+        if stop.is_set():
+            raise DemoStoppedError("stopped while ranking")
+        answers.requests += 1
+        try:
+            began = time.perf_counter()
+            answer = client.rank(model, **requests[index])
+            seconds = time.perf_counter() - began
+            if answer.scores.size != num_candidates[index]:
+                raise RankCallError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
+        except (ClientError, RankCallError) as error:
+            answers.failed(error)
+        else:
+            answers.versions.add(answer.version)
+            if counts:
+                answers.scores[starts[index] : starts[index + 1]] = answer.scores
+                answers.latencies_ms.append(1000 * seconds)
+        progress(f"ranking over {api}", done, len(schedule))
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class UsersFilms:
+    """The position of a user, and of films: liked in training, latest first; not rated there, the most rated first."""
+
+    dataset: FilmsDataset
+    user: int
+    history: Int64Array
+    unseen: Int64Array
+
+    @classmethod
+    def of(cls, dataset: FilmsDataset, user: int) -> UsersFilms:
+        """Gathers what a product would know of a user when it asks for a ranking."""
+        data = dataset.interactions
+        _, history = dataset.histories(np.array([user]), np.array([NO_FOLD]), HISTORY_LIMIT)
+        users, films = data.user_index[dataset.train], data.film_index[dataset.train]
+        popular_first = np.argsort(-np.bincount(films, minlength=data.films.ids.size), kind="stable")
+        unseen = popular_first[~np.isin(popular_first, films[users == user])]
+        return cls(dataset, user, history, unseen[:MAX_CANDIDATES])
+
+    def body(self, most_ids: int | None = None) -> dict[str, Any]:
+        """Writes a rank request for the unseen films in its JSON form, with at most `most_ids` of a kind."""
+        users, films = self.dataset.interactions.users, self.dataset.interactions.films
+        unseen = self.unseen[:most_ids]
+        context = {"user_id": [int(users.ids[self.user])], "history": films.ids[self.history[:most_ids]].tolist()}
+        candidates = {"film_id": films.ids[unseen].tolist(), "genre": [films.genres_of(film) for film in unseen]}
+        return {"context": {"sparse": context}, "candidates": {"sparse": candidates}}
+
+    def ask(self, client: Client, model: str) -> list[tuple[str, str, float]]:
+        """Asks the running server for the user's top films: (title, genres, score). Raises ClientError."""
+        films, top = self.dataset.interactions.films, []
+        answer = client.rank(model, **rank_arguments(self.body()), top_k=TOP_FILMS)
+        for position in answer.order.tolist():
+            film = self.unseen[position]
+            genres = ", ".join(films.genre_names[genre] for genre in films.genres_of(film))
+            top.append((films.titles[film], genres, float(answer.scores[position])))
+        return top
+
+    def request_lines(self, host: str, http_port: int, grpc_port: int, model: str, timeout_ms: int) -> list[str]:
+        """Writes a short request as a `curl` and as a `grpcurl` command."""
+        body = {**self.body(_PASTED_IDS), "timeout_ms": timeout_ms}
+        message: dict[str, Any] = {"model": model, "timeout_ms": timeout_ms}
+        for side in ("context", "candidates"):
+            sparse = {name: {"ids": ids} for name, ids in body[side]["sparse"].items() if name != "genre"}
+            message[side] = {"sparse": sparse}
+        bags = body["candidates"]["sparse"]["genre"]
+        message["candidates"]["sparse"]["genre"] = {
+            "ids": list(itertools.chain(*bags)),
+            "lengths": [len(bag) for bag in bags],
+        }
+        return [
+            f"curl -s http://{host}:{http_port}/v1/models/{model}:rank -d {shlex.quote(json.dumps(body))}",
+            f"grpcurl -plaintext -d {shlex.quote(json.dumps(message))} {host}:{grpc_port} "
+            "shardrank.v1.RankingService/Rank",
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +280,7 @@ class Ranked:
 def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
     """Runs the demo. Returns the exit code: 0, or 1 if a request failed.
 
-    Args:
-        config: what to do.
-        console: where to print.
-        once: stop after the report, rather than serve until a signal.
-        json_file: where to write the report.
+    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal.
 
     Raises:
         ShardrankError: if a stage fails. A port that is taken, a device that can't be used or a file that can't be
@@ -99,30 +294,31 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         # Shard nodes open cards of their own, and later.
         card_set = CardSet.open(config.device, config.cards) if config.local else None
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
-        times = StageTimes()
+        seconds: dict[str, float] = {}
+        on_stage = partial(_lap, seconds, time.monotonic())
         with progress_bars() as bars:
             interactions = read_interactions(config.movielens, config.ratings, config.seed)
-            times.lap("read")
+            on_stage("read")
             version = train_version(
                 interactions,
                 store,
                 seed=config.seed,
                 epochs=config.epochs,
                 bucketing="range" if config.sharding == "range" else "hash",
-                times=times,
+                on_stage=on_stage,
                 progress=bars,
             )
             expected = expectation(version)
-            times.lap("expect")
+            on_stage("expect")
         plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, REPLICATE_BYTES)
         console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
 
         async def serve() -> int:
             async with _serving(config, ports, card_set, version.folder) as at:
-                times.lap("start")
+                on_stage("start")
                 ranked = await _in_thread(partial(_rank, version, expected, at))
-                times.lap("rank")
-                report = _report(config, version, expected, ranked, times.seconds)
+                on_stage("rank")
+                report = _report(config, version, expected, ranked, seconds)
                 _show(console, ranked, report, json_file)
                 if not once:
                     await _serve_on(console, version, ranked, at)
@@ -133,6 +329,11 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         except StopRequestedError:
             # During the report: not finished. Afterwards it was the way to end: `serve` returned then.
             return 130
+
+
+def _lap(seconds: dict[str, float], began: float, stage: str) -> None:
+    """Notes how long a stage took; stages follow each other."""
+    seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
 
 
 def _check_writable(json_file: Path) -> None:
@@ -277,11 +478,41 @@ def _report(
 def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path | None) -> None:
     films, data = ranked.films, ranked.films.dataset.interactions
     who = f"user {data.users.ids[films.user]} ({data.users.occupations[films.user]}, {data.users.ages[films.user]})"
-    liked = [data.films.titles[film] for film in films.history[:LIKED_SHOWN]]
-    print_top_films(console, who, liked, ranked.top)
-    print_report(console, report)
+    rows = [(place, title, genres, f"{score:.4f}") for place, (title, genres, score) in enumerate(ranked.top, start=1)]
+    console.print(table_of(f"Films for {who}", ("#", "film", "genres", "#score"), rows))
+    liked = "; ".join(data.films.titles[film] for film in films.history[:LIKED_SHOWN]) or "nothing yet"
+    console.print(f"  liked lately: {liked}\n", markup=False, highlight=False)
+    _print_report(console, report)
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def _print_report(console: Console, report: DemoReport) -> None:
+    quality = (
+        ("each film's mean label", _number(report.auc_item_mean, 4)),
+        ("the float32 model, in this process", _number(report.auc_fp32, 4)),
+        ("the running server, int8 rows", _number(report.auc_served, 4)),
+    )
+    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
+    if report.max_score_diff is not None:
+        same = "the same bits" if report.scores_identical else "DIFFERENT scores"
+        console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
+    latency = (
+        ("HTTP", _number(report.http_p50_ms, 2), _number(report.http_p99_ms, 2)),
+        ("gRPC", _number(report.grpc_p50_ms, 2), _number(report.grpc_p99_ms, 2)),
+    )
+    console.print(table_of("Latency, one request in flight", ("API", "#p50 ms", "#p99 ms"), latency))
+    where = "in this process" if report.local else f"on {report.shards} shards × {report.cards} cards"
+    console.print(
+        f"  {report.requests} requests, {report.errors} errors; version {report.version}, rows {where}; "
+        f"snapshot {human_bytes(report.snapshot_bytes)}, its rows as float32 {human_bytes(report.float32_bytes)}"
+    )
+    for example in report.error_examples:
+        console.print(f"  error: {example}", markup=False, highlight=False)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:

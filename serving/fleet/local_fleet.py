@@ -1,7 +1,7 @@
 """A fleet on this machine: a coordinator, shard nodes on private Unix sockets, serving processes on public ports.
 
-A registry outlives the fleets that use it. What it says is live goes on being live; only what it does not know yet, or
-what nobody runs, is set when a fleet begins. Everything after that is a rollout's.
+A registry outlives its fleets: what it says is live goes on being live. Only what it does not know yet, or what nobody
+runs, is set when a fleet begins; everything after that is a rollout's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from router.plan import Plan
+from router.plan import REPLICATED, Plan
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
@@ -60,6 +60,7 @@ REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
+QUOTED_TABLES = 8
 
 
 class FleetConfig(Frozen):
@@ -70,11 +71,7 @@ class FleetConfig(Frozen):
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
         replicas, cards: nodes of each shard, and cards of each node.
-        replicate_bytes: tables of at most this size go to every shard.
-        workers: serving processes on one HTTP and one gRPC port.
-        http_port, grpc_port: 0 for any free one.
-        memory_budget_gb: RAM for rows of each node; None to hold all rows in RAM.
-        verify: every process compares the SHA-256 of the files that it reads, at each start and for each new version.
+        workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
     """
 
     store: Path
@@ -90,7 +87,6 @@ class FleetConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int = Field(default=8080, ge=0, le=65535)
     grpc_port: int = Field(default=8081, ge=0, le=65535)
-    memory_budget_gb: float | None = Field(default=None, ge=0)
     verify: bool = True
     shard_node_arguments: tuple[str, ...] = ()
     serve_arguments: tuple[str, ...] = ()
@@ -117,9 +113,15 @@ class FleetConfig(Frozen):
         return {f"shard-{shard}-{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
 
     @property
-    def worker_names(self) -> tuple[str, ...]:
-        """Of the serving processes."""
-        return tuple(f"serve-{worker}" for worker in range(self.workers))
+    def worker_names(self) -> list[str]:
+        """Names of the serving processes."""
+        return [f"serve-{worker}" for worker in range(self.workers)]
+
+    @property
+    def store_arguments(self) -> list[str]:
+        """Flags by which every child finds what it serves, and checks it whenever it loads it."""
+        models = [argument for model in self.models for argument in ("--model", model)]
+        return ["--store", str(self.store.resolve()), *models, "--verify" if self.verify else "--no-verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,23 @@ class Beginning:
     version: int
     plan: Plan
     latest: int
+
+
+def placement_line(plan: Plan) -> str:
+    """Say which tables every shard holds: `on every shard: genre, city; split over 2 shards: user, film`."""
+    if plan.num_shards == 1:
+        return f"one shard holds every table: {_quoted([table.name for table in plan.layout.tables])}"
+    whole: list[str] = []
+    rest: list[str] = []
+    for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
+        (whole if owners[0] == REPLICATED else rest).append(table.name)
+    how = "whole on one shard each" if plan.sharding == "table" else f"split over {plan.num_shards} shards"
+    return f"on every shard: {_quoted(whole)}; {how}: {_quoted(rest)}"
+
+
+def _quoted(names: list[str]) -> str:
+    shown = ", ".join(names[:QUOTED_TABLES]) or "none"
+    return f"{shown} and {len(names) - QUOTED_TABLES} more" if len(names) > QUOTED_TABLES else shown
 
 
 class _OccupiedError(FleetError):
@@ -226,13 +245,12 @@ async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], pr
 
     A model of which no version is live yet asks for nothing.
     """
-    record = next((node for node in await fleet.nodes() if node.node_id == node_id), None)
-    wanted = await fleet.wanted()
-    if record is None or record.process_id != process_id:
+    announced = {node.node_id: node for node in await fleet.nodes() if node.process_id == process_id}
+    if node_id not in announced:
         raise NotYetError(f"{node_id} has not announced itself yet")
-    for model in models:
-        if model in wanted:
-            _check_live(record, wanted[model])
+    for model, wanted in (await fleet.wanted()).items():
+        if model in models:
+            _check_live(announced[node_id], wanted)
 
 
 def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
@@ -265,10 +283,7 @@ def shared_port(host: str, port: int) -> Iterator[int]:
     """Holds a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
 
     The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
-    take the port, not even between the death of the last worker and its restart.
-
-    Raises:
-        FleetError: if the port is taken.
+    take the port, not even between the death of the last worker and its restart. Raises FleetError if it is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as held:
@@ -296,8 +311,8 @@ def connectable_host(host: str) -> str:
 class WorkerPorts:
     """Ports that are held for workers.
 
-    HTTP and gRPC are public and shared by all workers. `probes` has a private port on loopback for each: at the shared
-    port, whichever worker the kernel picks would answer the question whether this one is ready.
+    HTTP and gRPC are shared by all. `probes` has a private port on loopback for each: at the shared port, whichever
+    worker the kernel picks would answer the question whether this one is ready.
     """
 
     host: str
@@ -308,10 +323,7 @@ class WorkerPorts:
 
 @contextlib.contextmanager
 def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
-    """Holds the ports, and a private one for each worker, while the block runs; 0 is any free one.
-
-    Raises FleetError if a port is taken.
-    """
+    """Holds the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http = held.enter_context(shared_port(host, http_port))
         grpc = held.enter_context(shared_port(host, grpc_port))
@@ -329,8 +341,7 @@ def worker_specs(
 ) -> list[ChildSpec]:
     """Makes one child for each probe port; what several workers count is added up by files in `run_directory`.
 
-    `arguments` has each worker's flags of `shardrank serve` that say what to serve, without ports; `probes`, unless it
-    is empty, what else each must say before it is ready.
+    `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
     """
     on_exit = None
     if len(ports.probes) > 1:
@@ -346,7 +357,7 @@ def worker_specs(
                 *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
                 *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
             ),
-            probe=partial(_ask_worker, (*probes[worker : worker + 1], partial(_ask_over_http, probe_port))),
+            probe=partial(_ask_worker, probes[worker : worker + 1], probe_port),
             environment=environment,
             on_exit=on_exit,
         )
@@ -354,12 +365,9 @@ def worker_specs(
     ]
 
 
-async def _ask_worker(probes: Sequence[Probe], process_id: int) -> None:
+async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
     for probe in probes:
         await probe(process_id)
-
-
-async def _ask_over_http(port: int, process_id: int) -> None:
     url = f"http://{LOOPBACK}:{port}/readyz"
     try:
         async with httpx.AsyncClient(verify=False, trust_env=False) as client:
@@ -372,11 +380,7 @@ async def _ask_over_http(port: int, process_id: int) -> None:
 
 @dataclass(frozen=True)
 class LocalFleet:
-    """A fleet that serves.
-
-    The supervisor keeps `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>` running; its run directory has
-    their sockets and logs. The registry is open for as long as the fleet runs.
-    """
+    """A fleet that serves: `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>`, with an open registry."""
 
     host: str
     http_port: int
@@ -394,11 +398,8 @@ async def running_fleet(
 ) -> AsyncIterator[LocalFleet]:
     """Starts a fleet, waits until all of it serves, and stops it when the block ends.
 
-    Args:
-        config: its shape.
-        on_ready: called with a child's name when it first serves.
-        held: ports that the caller holds already, a probe's for each worker; None to hold those that `config` names.
-        on_begin: told what will be live, before anything is started.
+    `on_ready` is told each child that first serves, `on_begin` what will be live, before anything is started. The
+    caller may hold the ports already.
 
     Raises:
         ChildFailedError: if a child does not come up.
@@ -415,7 +416,7 @@ async def running_fleet(
         folder, environment = supervisor.run_directory, {REGISTRY_VARIABLE: config.registry_url}
         first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
         await supervisor.start(first, on_ready)
-        arguments = [(*_store_arguments(config), *config.serve_arguments, "--node-id", name) for name in workers]
+        arguments = [[*config.store_arguments, *config.serve_arguments, "--node-id", name] for name in workers]
         probes = [partial(ask_node, fleet, name, config.models) for name in workers]
         await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
         yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
@@ -425,33 +426,19 @@ def _node_specs(
     config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
 ) -> list[ChildSpec]:
     """Makes the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
-    budget = () if config.memory_budget_gb is None else ("--memory-budget-gb", str(config.memory_budget_gb))
+    command = partial(shardrank_command, "--log-level", config.log_level)
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
-    coordinator = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
-    specs = [
-        ChildSpec(
-            COORDINATOR,
-            shardrank_command("--log-level", config.log_level, *coordinator),
-            partial(ask_lock, fleet, COORDINATOR_LOCK),
-            environment,
-        )
-    ]
+    owner = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
+    ask = partial(ask_lock, fleet, COORDINATOR_LOCK)
+    specs = [ChildSpec(COORDINATOR, command(*owner), ask, environment)]
+    same = [*config.store_arguments, "--cards", str(config.cards), "--sharding", config.sharding]
+    same += ["--replicate-bytes", str(config.replicate_bytes), *config.shard_node_arguments]
     for name, shard in config.shard_nodes.items():
-        command = shardrank_command(
-            *("--log-level", config.log_level, "shard-node", *_store_arguments(config), "--node-id", name),
-            *("--shard", f"{shard}/{config.shards}", "--cards", str(config.cards)),
-            *("--sharding", config.sharding, "--replicate-bytes", str(config.replicate_bytes)),
-            *("--listen", str(Address(path=socket_path(run_directory, f"{name}.sock"))), *budget),
-            *config.shard_node_arguments,
-        )
-        specs.append(ChildSpec(name, command, partial(ask_node, fleet, name, config.models), environment))
+        listen = Address(path=socket_path(run_directory, f"{name}.sock"))
+        own = ("--node-id", name, "--shard", f"{shard}/{config.shards}", "--listen", str(listen))
+        ask = partial(ask_node, fleet, name, config.models)
+        specs.append(ChildSpec(name, command("shard-node", *own, *same), ask, environment))
     return specs
-
-
-def _store_arguments(config: FleetConfig) -> tuple[str, ...]:
-    # A restart may come days after the first start: what the files were then says nothing about what they are now.
-    models = (argument for model in config.models for argument in ("--model", model))
-    return ("--store", str(config.store.resolve()), *models, "--verify" if config.verify else "--no-verify")
 
 
 def socket_path(directory: Path, name: str) -> str:

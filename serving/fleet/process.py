@@ -29,10 +29,7 @@ def run_until_signalled(
 ) -> Result:
     """Runs an asyncio program; the first SIGINT or SIGTERM cancels it, so that its `finally` blocks clean up.
 
-    Args:
-        program: what to run.
-        on_second_signal: called for every further signal, to make the cleaning shorter.
-        loop_factory: makes the event loop, such as `uvloop.new_event_loop`; None for asyncio's own.
+    For every further signal `on_second_signal` is called, to make the cleaning shorter.
 
     Raises:
         StopRequestedError: when it ended because of a signal, with the signal's name.

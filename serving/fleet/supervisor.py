@@ -36,21 +36,18 @@ _ERROR_PREFIX = "error: "
 
 
 class NotYetError(Exception):
-    """A probe's answer: not yet, and why. The supervisor asks again; it never leaves this package."""
+    """A probe's answer: not yet, and why. The supervisor asks again."""
 
 
 class RefusedError(Exception):
-    """A probe's answer: it runs, but will not serve what it shall, and why. It never leaves this package."""
+    """A probe's answer: it runs, but will not serve what it shall, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run and how to know that it serves.
+    """What to run and how to know that it serves; the name is unique in its fleet, and the log's.
 
-    Attributes:
-        name: unique in its fleet; names the log file.
-        environment: variables added to the supervisor's own.
-        on_exit: told the id of each process that ended before the supervisor was stopped.
+    `environment` is added to the supervisor's own; `on_exit` is told the id of each process that ended by itself.
     """
 
     name: str
@@ -68,11 +65,7 @@ def shardrank_command(*arguments: str) -> tuple[str, ...]:
 class Child:
     """A place in the fleet that one process after another may fill.
 
-    Attributes:
-        spec: what runs here.
-        state: `starting` until the probe first answers, `waiting` between a death and a restart.
-        restarts: how often a process has been started again.
-        last_pid: the process that fills this place, or was the last to do so.
+    It is `starting` until the probe first answers, and `waiting` between a death and a restart.
     """
 
     def __init__(self, spec: ChildSpec, log_path: Path) -> None:
@@ -89,10 +82,7 @@ class Child:
         return self.last_pid if self._process is not None and self._process.returncode is None else None
 
     async def spawn(self) -> None:
-        """Starts a process in its own session, its output appended to the log file.
-
-        Raises OSError if the command can't be run.
-        """
+        """Starts a process in its own session, its output appended to the log file. Raises OSError."""
         environment = {**os.environ, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
         # The file is the child's from here on; a pipe would make a stalled supervisor stall its children.
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -294,10 +284,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """Makes a supervisor with a private run directory; all its children are stopped when the block ends.
-
-    The directory is removed at the end, but kept when the block fails: it has the children's logs.
-    """
+    """Makes a supervisor with a run directory, removed at the end unless the block fails: it has the logs."""
     run_directory = Path(tempfile.mkdtemp(prefix="shardrank-"))
     supervisor, is_kept = Supervisor(run_directory, config), False
     try:

@@ -1,4 +1,4 @@
-"""Ratings with labels, split into a training and a test part, as rank requests: one user with the films to score.
+"""The model of the films, and ratings as rank requests for it: one user with the films to score.
 
 What a model may know of a user or a film for a training sample must not come from that sample, or the model learns to
 read labels instead of tastes. So the training part is cut into folds, and a sample's history and statistics come from
@@ -10,18 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import ModelSpec, fingerprint_strings
+from loader.snapshot.manifest import (
+    Bucketing,
+    DenseInputs,
+    DenseModelSpec,
+    FeatureSpec,
+    Frozen,
+    HashMapping,
+    ModelSpec,
+    RowDtype,
+    TableSpec,
+    VocabularyMapping,
+    fingerprint_strings,
+)
 from loader.snapshot.per_row import Vocabulary
-from serving.training.description import HISTORY_LIMIT, NUM_AGE_BUCKETS, YEARS_PER_AGE_BUCKET
 from serving.training.interactions import Interactions, TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array
 
+HISTORY_LIMIT = 50
+YEARS_PER_AGE_BUCKET = 5
+NUM_AGE_BUCKETS = 32
+NUM_ZIP_ROWS = 256
+MAX_FILM_ID = 10_000_000
 LIKED_RATING = 4
 TEST_SHARE = 0.2
 NUM_FOLDS = 5
@@ -30,16 +48,101 @@ NO_FOLD = -1
 PRIOR_RATINGS = 5.0
 NOT_A_US_ZIP_CODE = 1000
 
+RankingKind = Literal["target_attention", "dlrm", "dcn_v2", "mlp"]
+
+
+class FilmsOptions(Frozen):
+    """What the model of the films is made of; `dtype` and `embedding_dim` are those of every table.
+
+    `profile` adds what is known of a user beside the ratings (age, occupation, zip code), and two dense inputs of each
+    film (popularity, mean label). Without it a request is four sparse features and nothing else.
+    """
+
+    model: str = "films"
+    kind: RankingKind = "target_attention"
+    dtype: RowDtype = "int8"
+    embedding_dim: int = Field(default=16, ge=2, le=512)
+    profile: bool = False
+
+
+def films_spec(interactions: Interactions, options: FilmsOptions | None = None) -> ModelSpec:
+    """Describes a model for these users and films.
+
+    Every user and every film has a row. A user who came later gets the `default_row`, an unknown film is refused, an
+    unknown genre left out.
+
+    Raises:
+        TrainingError: if a film's id is too large to be a row.
+    """
+    options = options or FilmsOptions()
+    users, films = interactions.users, interactions.films
+    if films.ids[-1] > MAX_FILM_ID:
+        raise TrainingError(f"film id {films.ids[-1]}: film ids are rows, so at most {MAX_FILM_ID} is allowed")
+    table = partial(TableSpec, embedding_dim=options.embedding_dim, dtype=options.dtype)
+    count, last_film, genres = users.ids.size, int(films.ids[-1]), len(films.genre_names)
+    known_users = {"id_mapping": VocabularyMapping(), "unknown_id": "default_row", "default_row": count}
+    tables = [
+        table(name="users", num_embeddings=count + 1, feature_names=("user_id",), **known_users),
+        table(name="films", num_embeddings=last_film + 1, feature_names=("film_id", "history")),
+        table(name="genres", num_embeddings=genres, feature_names=("genre",), pooling="mean", unknown_id="skip"),
+    ]
+    features = [
+        FeatureSpec(name="user_id", side="context"),
+        FeatureSpec(name="history", side="context", pooling="none" if options.kind == "target_attention" else "mean"),
+        FeatureSpec(name="film_id", side="candidate"),
+        FeatureSpec(name="genre", side="candidate"),
+    ]
+    if options.profile:
+        words, strings = len(set(users.occupations)), VocabularyMapping(id_type="string")
+        known_words = {"id_mapping": strings, "unknown_id": "default_row", "default_row": words}
+        hashed = HashMapping(seed=1)
+        tables += [
+            table(name="ages", num_embeddings=NUM_AGE_BUCKETS, feature_names=("age",)),
+            table(name="occupations", num_embeddings=words + 1, feature_names=("occupation",), **known_words),
+            table(name="zip_codes", num_embeddings=NUM_ZIP_ROWS, feature_names=("zip_code",), id_mapping=hashed),
+        ]
+        features += [FeatureSpec(name=name, side="context") for name in ("age", "occupation", "zip_code")]
+    dense: dict[RankingKind, dict[str, Any]] = {
+        "target_attention": {
+            "history_feature": "history",
+            "target_feature": "film_id",
+            "attention_hidden": [16],
+            "hidden": [64, 32],
+        },
+        "dlrm": {"bottom_mlp": [16, options.embedding_dim] if options.profile else [], "top_mlp": [64, 32]},
+        "dcn_v2": {"num_cross_layers": 2, "deep": [64, 32]},
+        "mlp": {"hidden": [64, 32]},
+    }
+    return ModelSpec(
+        model=options.model,
+        tables=tuple(tables),
+        features=tuple(features),
+        dense_inputs=DenseInputs(candidate=2 if options.profile else 0),
+        dense_model=DenseModelSpec(kind=options.kind, config=dense[options.kind]),
+    )
+
+
+def films_vocabularies(interactions: Interactions, spec: ModelSpec) -> dict[str, Vocabulary]:
+    """Lists the ids in row order of the model's tables with vocabulary mapping."""
+    vocabularies: dict[str, Vocabulary] = {"users": interactions.users.ids}
+    if any(table.name == "occupations" for table in spec.tables):
+        vocabularies["occupations"] = sorted(set(interactions.users.occupations))
+    return vocabularies
+
+
+def with_bucketing(spec: ModelSpec, bucketing: Bucketing) -> ModelSpec:
+    """Returns the same model with its rows stored in another order."""
+    tables = tuple(table.model_copy(update={"bucketing": bucketing}) for table in spec.tables)
+    return spec.model_copy(update={"tables": tables})
+
 
 @dataclass(frozen=True, eq=False)
 class FilmsDataset:
     """Interactions, split.
 
     Attributes:
-        interactions: all of them.
         labels: float32 [n], 1 where the rating is at least 4.
-        train: int64, positions of the training samples.
-        test: int64, positions of the test samples.
+        train, test: int64, positions of the samples.
         fold: int64 [n], the fold of each training sample, `NO_FOLD` for a test sample.
     """
 
@@ -74,15 +177,10 @@ class FilmsDataset:
         return cls(interactions, labels, train, test, fold)
 
     def histories(self, user_index: Int64Array, left_out: Int64Array, limit: int) -> tuple[Int64Array, Int64Array]:
-        """Finds the films that users liked in the training part, latest first.
+        """Finds the films that users, int64 [R], liked in the training part, latest first, at most `limit` each.
 
-        Args:
-            user_index: int64 [R].
-            left_out: int64 [R], the fold that may not be looked at, or `NO_FOLD`.
-            limit: most films of one history.
-
-        Returns:
-            Lengths int64 [R], and the films' positions, history by history.
+        `left_out` is the fold of each that may not be looked at, or `NO_FOLD`. Returns lengths int64 [R], and the
+        films' positions, history by history.
         """
         data = self.interactions
         liked = self.train[self.labels[self.train] > 0]
@@ -97,11 +195,7 @@ class FilmsDataset:
         return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
 
     def film_statistics(self, film_index: Int64Array, left_out: Int64Array) -> Float32Array:
-        """Says how popular and how liked films are in the training part.
-
-        Args:
-            film_index: int64 [n].
-            left_out: int64 [n], the fold that may not be looked at, or `NO_FOLD`.
+        """Says how popular and how liked films, int64 [n], are in the training part, each without its `left_out` fold.
 
         Returns:
             float32 [n, 2]: log10(1 + ratings), and the mean label, drawn toward the overall mean.
@@ -124,13 +218,7 @@ class FilmsDataset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledRequests:
-    """Rank requests with the truth.
-
-    Attributes:
-        requests: the requests; their `scores` are zeros.
-        labels: float32 [N], of the requests' candidates.
-        samples: int64 [N], the interaction that each candidate is.
-    """
+    """Rank requests whose `scores` are zeros, with each candidate's label float32 [N] and interaction int64 [N]."""
 
     requests: GoldenRequests
     labels: Float32Array
@@ -143,10 +231,7 @@ def training_requests(dataset: FilmsDataset, spec: ModelSpec) -> LabelledRequest
 
 
 def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | None = None) -> LabelledRequests:
-    """Makes one request for each user of the test part (the first `limit` of them).
-
-    Candidates are the films rated in the test part; the history is from the training part.
-    """
+    """Makes one request for each user of the test part (the first `limit` of them), with their films there."""
     return _grouped(dataset, spec, dataset.test, limit)
 
 
@@ -167,25 +252,20 @@ def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit:
             "occupation": fingerprint_strings(data.users.occupations)[users],
             "zip_code": np.array([_zip_area(code) for code in data.users.zip_codes], np.int64)[users],
         }
-    lengths = {name: np.ones(users.size, np.int32) for name in values}
+    lengths: dict[str, npt.NDArray[np.integer]] = {name: np.ones(users.size, np.int32) for name in values}
+    values |= {
+        "history": data.films.ids[history],
+        "film_id": data.films.ids[films],
+        "genre": data.films.genre_ids[genres],
+    }
+    lengths |= {"history": history_lengths, "film_id": np.ones(films.size, np.int32), "genre": genre_lengths}
+    statistics = dataset.film_statistics(films, left_out)[:, : spec.dense_inputs.candidate]
     requests = GoldenRequests(
         num_candidates=counts.astype(np.int32),
-        values={
-            **values,
-            "history": data.films.ids[history],
-            "film_id": data.films.ids[films],
-            "genre": data.films.genre_ids[genres],
-        },
-        lengths={
-            **lengths,
-            "history": history_lengths.astype(np.int32),
-            "film_id": np.ones(films.size, np.int32),
-            "genre": genre_lengths.astype(np.int32),
-        },
+        values=values,
+        lengths={name: one.astype(np.int32) for name, one in lengths.items()},
         context_dense=np.zeros((users.size, 0), np.float32),
-        candidate_dense=np.ascontiguousarray(
-            dataset.film_statistics(films, left_out)[:, : spec.dense_inputs.candidate]
-        ),
+        candidate_dense=np.ascontiguousarray(statistics),
         scores=np.zeros(films.size, np.float32),
     )
     return LabelledRequests(requests, dataset.labels[samples], samples)
@@ -199,12 +279,8 @@ def _zip_area(code: str) -> int:
 def to_json(requests: GoldenRequests, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:
     """Writes each request as the body of `POST /v1/models/{model}:rank`.
 
-    A candidate feature with one id for every candidate is a flat list, as the API allows.
-
-    Args:
-        requests: the requests, without weights.
-        spec: their model.
-        vocabularies: of its tables, as `films_vocabularies`; occupations are written as strings.
+    A candidate feature with one id for every candidate is a flat list, as the API allows. Occupations are strings, for
+    which `vocabularies` are those of `films_vocabularies`.
     """
     words = [str(word) for word in vocabularies.get("occupations", ())]
     occupations = dict(zip(fingerprint_strings(words).tolist(), words, strict=True))
@@ -220,13 +296,7 @@ def to_json(requests: GoldenRequests, spec: ModelSpec, vocabularies: Mapping[str
                 ends = np.cumsum(lengths).tolist()
                 ids = [ids[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
             sparse[feature.side][feature.name] = ids
-        bodies.append(
-            {
-                "context": {"sparse": sparse["context"], "dense": request.context_dense[0].tolist()},
-                "candidates": {
-                    "sparse": sparse["candidate"],
-                    "dense": request.candidate_dense.tolist() if spec.dense_inputs.candidate else [],
-                },
-            }
-        )
+        dense = request.candidate_dense.tolist() if spec.dense_inputs.candidate else []
+        context = {"sparse": sparse["context"], "dense": request.context_dense[0].tolist()}
+        bodies.append({"context": context, "candidates": {"sparse": sparse["candidate"], "dense": dense}})
     return bodies

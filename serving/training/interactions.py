@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ PAIRS_PER_RATING = 4
 # Some two hundred times the real files: a folder with something else is refused before it is read.
 MAX_FILE_BYTES = 512 * 1024 * 1024
 MAX_RATING = 5
+
+Fields: TypeAlias = Mapping[str, Callable[[str], Any]]
+"""How each field of a line is read, by the name that an error calls it."""
 
 
 class TrainingError(ShardrankError):
@@ -55,14 +58,9 @@ class Users:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Films:
-    """All films.
+    """All films: ids int64 [F], ascending, and a title each.
 
-    Attributes:
-        ids: int64 [F], ascending.
-        titles: a title each, most with the year of release.
-        genre_offsets: int64 [F + 1], film f has genres genre_ids[genre_offsets[f] : genre_offsets[f + 1]].
-        genre_ids: int64, positions in `genre_names`.
-        genre_names: a name for each genre.
+    Film f has the genres genre_ids[genre_offsets[f] : genre_offsets[f + 1]], positions in `genre_names`.
     """
 
     ids: Int64Array
@@ -76,22 +74,18 @@ class Films:
         cls, ids: Int64Array, titles: Sequence[str], flags: npt.NDArray[np.bool_], genre_names: tuple[str, ...]
     ) -> Films:
         """Makes films of a matrix of genre flags, bool [F, genres]."""
-        return cls(
-            ids, tuple(titles), offsets_of(flags.sum(axis=1)), np.nonzero(flags)[1].astype(np.int64), genre_names
-        )
+        genre_ids = np.nonzero(flags)[1].astype(np.int64)
+        return cls(ids, tuple(titles), offsets_of(flags.sum(axis=1)), genre_ids, genre_names)
+
+    def genres_of(self, film: int) -> list[int]:
+        """Returns the genres of the film at a position."""
+        genres: list[int] = self.genre_ids[self.genre_offsets[film] : self.genre_offsets[film + 1]].tolist()
+        return genres
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Ratings, one row each.
-
-    Attributes:
-        source: the dataset's name.
-        user_index: int64 [n], position in `users`.
-        film_index: int64 [n], position in `films`.
-        ratings: float32 [n], 1 to 5.
-        timestamps: int64 [n], seconds.
-    """
+    """Ratings float32 [n], 1 to 5, with positions in `users` and `films`, and times in seconds, int64 [n] each."""
 
     source: str
     users: Users
@@ -110,11 +104,7 @@ def offsets_of(lengths: npt.NDArray[np.integer]) -> Int64Array:
 
 
 def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Finds the elements of some lists that lie in one flat array.
-
-    Args:
-        offsets: int64 [B + 1], as `offsets_of` makes them.
-        chosen: int64 [C], lists, in any order and as often as wanted.
+    """Finds the elements of some lists, int64 [C], that lie in one flat array with `offsets` of `offsets_of`.
 
     Returns:
         Lengths int64 [C] of the chosen lists, and int64 [lengths.sum()], the positions of their elements, list by list.
@@ -134,11 +124,7 @@ def generate_interactions(
     vectors, and a film's character is mostly that of its genres. The rating, 1 to 5, is where the opinion
     stands among all: 55% are 4 or 5, as with MovieLens 100K.
 
-    Args:
-        num_ratings: how many ratings.
-        num_users: how many users; None gives 600, or more where there are more than 64 ratings for each.
-        num_films: how many films.
-        seed: of everything that is drawn.
+    Without `num_users` there are 600, or more where there are more than 64 ratings for each.
 
     Raises:
         TrainingError: if more ratings are asked for than a quarter of all pairs of a user and a film.
@@ -146,10 +132,8 @@ def generate_interactions(
     num_users = num_users or max(600, num_ratings // 64)
     most = num_users * num_films // PAIRS_PER_RATING
     if num_ratings > most:
-        raise TrainingError(
-            f"num_ratings {num_ratings} is more than {most}, a quarter of all pairs of {num_users} users "
-            f"and {num_films} films"
-        )
+        pairs = f"all pairs of {num_users} users and {num_films} films"
+        raise TrainingError(f"num_ratings {num_ratings} is more than {most}, a quarter of {pairs}")
     draw = np.random.default_rng(seed)
     users = Users(
         ids=np.arange(1, num_users + 1, dtype=np.int64),
@@ -190,9 +174,7 @@ def generate_interactions(
     )
 
 
-def _pairs(
-    num_ratings: int, num_users: int, num_films: int, draw: np.random.Generator
-) -> tuple[Int64Array, Int64Array]:
+def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Generator) -> tuple[Int64Array, ...]:
     """Draws different (user, film) pairs; some users rate more, some films are rated more."""
     activity = draw.gamma(1.5, size=num_users)
     popularity = 1.0 / (10.0 + draw.permutation(num_films))
@@ -217,9 +199,8 @@ def read_movielens(folder: str | Path) -> Interactions:
     for expected, number in enumerate(numbers):
         if number != expected:
             raise DatasetError(f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one")
-    fields: dict[str, Callable[[str], Any]]
-    fields = {"film id": _whole, "title": str, "release date": str, "video release date": str, "URL": str}
-    fields |= {f"genre {name}": _flag for name in genres}
+    words = dict.fromkeys(("title", "release date", "video release date", "URL"), str)
+    fields: Fields = {"film id": _whole, **words, **{f"genre {name}": _flag for name in genres}}
     ids, titles, _, _, _, *flags = _columns(folder / "u.item", "|", fields)
     order = _ascending(folder / "u.item", "film id", ids)
     film_flags = np.array(flags, bool).T[order]
@@ -243,16 +224,15 @@ def read_movielens(folder: str | Path) -> Interactions:
     )
 
 
-def _columns(path: Path, separator: str, fields: Mapping[str, Callable[[str], Any]]) -> list[tuple[Any, ...]]:
+def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]]:
     """Reads the columns of a file whose lines have these fields; empty lines are left out."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise DatasetError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")
         text = path.read_text(encoding="latin-1")
     except OSError as error:
         raise DatasetError(f"{path}: {error.strerror or error}") from error
-    rows = []
+    rows: list[list[Any]] = []
     # Not splitlines: latin-1 text may hold characters (such as U+0085) that it takes for line ends.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -261,13 +241,12 @@ def _columns(path: Path, separator: str, fields: Mapping[str, Callable[[str], An
         if len(values) != len(fields):
             found = f"{len(values)} fields separated by {separator!r}, expected {len(fields)}"
             raise DatasetError(f"{path}, line {number}: {found}")
-        row = []
+        rows.append([])
         for (name, read), value in zip(fields.items(), values, strict=True):
             try:
-                row.append(read(value))
+                rows[-1].append(read(value))
             except ValueError as error:
                 raise DatasetError(f"{path}, line {number}: {name} {value!r:.40} is not {error}") from error
-        rows.append(row)
     if not rows:
         raise DatasetError(f"{path}: holds no line")
     return list(zip(*rows, strict=True))
@@ -280,10 +259,9 @@ def _whole(text: str) -> int:
 
 
 def _rating(text: str) -> int:
-    rating = _whole(text)
-    if not 1 <= rating <= MAX_RATING:
+    if not 1 <= _whole(text) <= MAX_RATING:
         raise ValueError(f"in 1..{MAX_RATING}")
-    return rating
+    return int(text)
 
 
 def _flag(text: str) -> bool:

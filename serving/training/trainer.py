@@ -23,8 +23,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
-from serving.training.dataset import FilmsDataset, training_requests
-from serving.training.description import films_vocabularies
+from serving.training.dataset import FilmsDataset, films_vocabularies, training_requests
 from serving.training.interactions import TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
@@ -46,14 +45,7 @@ _REQUESTS_PER_SCORING = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModel:
-    """What training hands over.
-
-    Attributes:
-        spec: the model's description.
-        tables: rows by table, float32 [num_embeddings, embedding_dim].
-        dense: the ranking model's tensors by name, float32.
-        vocabularies: ids in row order, of tables with the vocabulary mapping.
-    """
+    """What training hands over: float32 rows by table, the ranking model's tensors by name, and ids in row order."""
 
     spec: ModelSpec
     tables: Mapping[str, Float32Array]
@@ -66,10 +58,7 @@ class RowBatch:
     """R requests with N candidates, as tensors.
 
     Attributes:
-        bags: by feature, rows int64 [nnz] and offsets int64 [B + 1]; R bags for a context feature, N for a candidate
-            feature.
-        candidate_dense: float32 [N, Kd].
-        request_of_candidate: int64 [N].
+        bags: by feature, rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
         candidates: int64 [N], positions of the candidates among those of all requests.
     """
 
@@ -193,14 +182,9 @@ def train(
     epochs: int = DEFAULT_EPOCHS,
     progress: Progress = no_progress,
 ) -> TrainedModel:
-    """Trains a model on the dataset's training part.
+    """Trains a model that `films_spec` describes on the dataset's training part, which is seen `epochs` times.
 
-    Args:
-        dataset: the samples.
-        spec: the model, as `films_spec` describes it.
-        seed: of the rows and weights at the beginning, the order of batches, and dropout.
-        epochs: how often each training sample is seen.
-        progress: told the batches done.
+    The seed is that of the rows and weights at the beginning, the order of batches, and dropout.
 
     Raises:
         RankingModelError: if the description's dense model is not valid.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,14 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import Bucketing, RowDtype
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
-from serving.training.dataset import FilmsDataset, LabelledRequests, evaluation_requests
-from serving.training.description import FilmsOptions, films_spec, with_bucketing
+from serving.training.dataset import (
+    FilmsDataset,
+    FilmsOptions,
+    LabelledRequests,
+    evaluation_requests,
+    films_spec,
+    with_bucketing,
+)
 from serving.training.interactions import Interactions, TrainingError, generate_interactions, read_movielens
 from serving.training.trainer import DEFAULT_EPOCHS, TrainedModel, float32_scores, train
 from shard_node.bags import Float32Array, Int64Array
@@ -25,20 +30,6 @@ GOLDEN_REQUESTS = 32
 # At least twice the largest difference measured over all kinds of ranking model, on MovieLens 100K and on generated
 # data: a dense part in bfloat16 gives 0.012, int8 rows 0.013, int4 rows 0.17, and they add up.
 GOLDEN_TOLERANCES: Mapping[RowDtype, float] = {"fp32": 0.03, "fp16": 0.03, "int8": 0.06, "int4": 0.4}
-
-
-@dataclass(slots=True)
-class StageTimes:
-    """Seconds of each stage, by name; stages follow each other."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.monotonic)
-
-    def lap(self, stage: str) -> None:
-        """Ends a stage; the next one begins."""
-        now = time.monotonic()
-        self.seconds[stage] = round(now - self._last, 3)
-        self._last = now
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +43,10 @@ class TrainedVersion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """What served answers are compared with.
+    """What served answers to the test part's requests are compared with.
 
     Attributes:
-        labelled: the requests of the test part, with their labels.
-        scores: float32 [N], of the float32 model in this process.
-        auc_fp32: of these scores.
+        scores: float32 [N], of the float32 model in this process; `auc_fp32` is theirs.
         auc_item_mean: of the baseline that scores a film by its mean training label.
     """
 
@@ -80,32 +69,24 @@ def train_version(
     epochs: int | None = None,
     options: FilmsOptions | None = None,
     bucketing: Bucketing = "hash",
-    times: StageTimes | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:
     """Trains a model and writes it as the next version into a store.
 
-    Args:
-        interactions: the data.
-        store: the store's folder.
-        seed: of the split and the training.
-        epochs: passes over the training part; None for the trainer's default.
-        options: what the model is made of.
-        bucketing: how rows lie in their files; sharding `range` needs `range`.
-        times: told how long the stages `train` and `export` took.
-        progress: told how far training and export are.
+    The seed is that of the split and the training; `bucketing` is how rows lie in their files; `on_stage` is told the
+    end of the stages `train` and `export`.
 
     Raises:
         TrainingError, ExportError: as `FilmsDataset.split`, `train` and `export_snapshot`.
     """
-    times = times or StageTimes()
     dataset = FilmsDataset.split(interactions, seed=seed)
     spec = with_bucketing(films_spec(interactions, options), bucketing)
     trained = train(dataset, spec, seed=seed, epochs=epochs or DEFAULT_EPOCHS, progress=progress)
-    times.lap("train")
+    on_stage("train")
     metadata = {"source": interactions.source, "seed": str(seed)}
     folder = export_trained(trained, dataset, store, metadata=metadata, progress=progress)
-    times.lap("export")
+    on_stage("export")
     return TrainedVersion(dataset, trained, folder)
 
 
@@ -155,11 +136,7 @@ def film_mean_scores(dataset: FilmsDataset, samples: Int64Array) -> Float32Array
 
 
 def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:
-    """Returns the share of (positive, negative) pairs in which the positive scores higher; a tie counts one half.
-
-    Args:
-        labels: [n], positive where above 0.5.
-        scores: [n].
+    """Returns the share of pairs of a label above 0.5 and another in which the first scores higher; a tie counts half.
 
     Raises:
         TrainingError: if a score is not finite, or one of the two classes is not there.

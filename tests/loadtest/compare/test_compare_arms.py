@@ -30,7 +30,7 @@ from loadtest.compare.server import (
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadConfig
 from router.errors import PlanError
-from serving.cli.group import main as shardrank
+from serving.cli import main as shardrank
 from shardrank_testing.command_line import flags_of
 
 PORTS = Ports(http=10_001, grpc=10_002)

@@ -14,8 +14,7 @@ from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.workload import features_of
-from serving.training.dataset import FilmsDataset
-from serving.training.description import FilmsOptions
+from serving.training.dataset import FilmsDataset, FilmsOptions
 from serving.training.interactions import DatasetError
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.workloads import assert_same_request, read_payload

@@ -11,7 +11,7 @@ from loadtest.workloads.ids import Uniform
 from loadtest.workloads.opened import open_workload
 from loadtest.workloads.synthetic import SyntheticWorkload
 from loadtest.workloads.workload import features_of
-from serving.cli.model_catalog import DLRM_V2_HOTNESS, DLRM_V2_ROWS
+from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
 from shardrank_testing.serving_api import api_spec
 
 

@@ -7,8 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from loader.snapshot.golden import GoldenRequests
-from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
-from serving.cli.model_catalog import catalog_model
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from serving.errors import LookupProfileError
 from shard_node.bags import TableLayout
 from shard_node.errors import MemoryBudgetError
@@ -155,13 +154,13 @@ def test_golden_requests_tell_the_hotness_and_the_longest_bag():
         scores=np.zeros(4, np.float32),
     )
     profile = LookupProfile.of_requests(golden)
-    assert [profile.ids_of(name) for name in ("film", "history", "genre")] == [2, 25, 1]
+    assert profile.hotness == {"film": 2, "history": 25}
     assert profile.longest == {"film": 4, "history": 30}
 
 
 def test_told_hotness_comes_before_what_was_found():
     told = LookupProfile({"film": 3, "user": 1}, {"film": 9}).with_hotness(make_spec(), {"film": 40})
-    assert (told.ids_of("film"), told.ids_of("user"), told.longest["film"]) == (40, 1, 40)
+    assert (told.hotness, told.longest["film"]) == ({"film": 40, "user": 1}, 40)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +170,3 @@ def test_told_hotness_comes_before_what_was_found():
 def test_hotness_that_can_not_be_is_refused(told, problem):
     with pytest.raises(LookupProfileError, match=problem):
         LookupProfile().with_hotness(make_spec(), told)
-
-
-def test_a_told_skew_replaces_counts_and_is_checked():
-    profile = LookupProfile(counts={"film": np.ones(777, np.uint32)}).with_zipf(1.05)
-    assert (profile.zipf, profile.counts) == (1.05, {})
-    for zipf in (-0.1, 9.0, float("nan")):
-        with pytest.raises(LookupProfileError, match=r"allowed is 0\.\.8"):
-            profile.with_zipf(zipf)

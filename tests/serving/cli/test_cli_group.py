@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import serving.cli as group
 from router.plan import DEFAULT_REPLICATE_BYTES
-from serving.cli import group, main, options
+from serving.cli import main, options
 from shardrank_testing.command_line import flags_of
 from shardrank_testing.snapshots import make_spec, write_snapshot
 

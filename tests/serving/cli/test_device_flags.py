@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from serving.cli import main
 from serving.cli.fleet import up
 from serving.cli.options import DEFAULT_PINNED_GB, device_options
-from serving.cli.serve import _source, serve, worker_arguments
+from serving.cli.serve import FleetMember, _load, _may_wait, _source, serve, shard_node, worker_arguments
 from serving.cli.settings import card_options, device_arguments, num_replicas, open_card_set
-from serving.cli.shard_node import FleetMember, _limits, _load, shard_node
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.errors import DeviceChoiceError
@@ -134,7 +133,7 @@ def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_non
     with node.generations.lease(MODEL) as lease:
         assert isinstance(lease.payload.engine, CardEngine)
         assert lease.payload.engine.plan.num_cards == 3
-    assert _limits(node, 2).max_inline_bytes == 0
+    assert _may_wait(node)
     node.close()
 
 
@@ -146,7 +145,7 @@ def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
     async def program(member: FleetMember, node: ShardNode, card_set: CardSet, *_: object) -> None:
         opened.append(card_set)
 
-    monkeypatch.setattr("serving.cli.shard_node._program", program)
+    monkeypatch.setattr("serving.cli.serve._serve_rows_in_fleet", program)
     given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
     assert CliRunner().invoke(shard_node, given).exit_code == 0
     assert emulated == [("cuda:0,1", 1)]

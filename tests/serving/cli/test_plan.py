@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from loader.snapshot.manifest import ModelSpec
 from serving.cli import main
-from serving.cli.capacity import CapacityPlan
-from serving.cli.model_catalog import CATALOG
+from serving.cli.capacity import CATALOG, CapacityPlan
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -125,6 +124,8 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
         (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
         (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
         (("--model", "dlrm-v2", "--zipf", "nan"), 2, "nan is not a finite number"),
+        (("--model", "dlrm-v2", "--zipf", "9"), 2, "9.0 is not in the range 0<=x<=8"),
+        (("--model", "dlrm-v2", "--zipf", "-0.1"), 2, "-0.1 is not in the range"),
         (("--model", "dlrm-v2", "--hbm-gb-per-s", "nan"), 2, "nan is not a finite number"),
     ],
 )

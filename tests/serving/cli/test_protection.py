@@ -20,8 +20,8 @@ from serving.api.tokens import add_token, new_token
 from serving.cli import main
 from serving.cli.settings import (
     Protection,
+    front_arguments,
     is_loopback,
-    protection_arguments,
     warn_if_node_is_open,
     warn_if_open,
 )
@@ -219,18 +219,19 @@ def test_a_file_of_tokens_that_can_t_be_read_ends_the_command_with_its_name(
 def test_options_are_read_and_passed_on_to_children(ca: Authority, node: Pair, router: Pair, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.json"
     add_token(tokens, new_token("shop", "rank")[1])
-    options = {"tls_cert": node.cert, "tls_key": node.key, "tls_client_ca": ca.cert, "tokens": tokens}
+    limits = {"limits_file": None, "limit": (), "trusted_proxies": ()}
+    options = limits | {"tls_cert": node.cert, "tls_key": node.key, "tls_client_ca": ca.cert, "tokens": tokens}
     protection = Protection.of(options)
     assert protection.tls == TlsConfig(cert=node.cert, key=node.key, client_ca=ca.cert)
     assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
-    assert (protection.tokens, protection.scheme) == (tokens, "https")
-    assert protection_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
+    assert protection.tokens == tokens
+    assert front_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
     private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key}
     assert Protection.of(private).node_tls == TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key)
-    assert protection_arguments(private)[6:12] == list(node_flags(router, ca))
-    none = dict.fromkeys(private)
+    assert front_arguments(private)[6:12] == list(node_flags(router, ca))
+    none = dict.fromkeys(private) | limits
     assert Protection.of(none) == Protection(None, None, None)
-    assert protection_arguments(none) == []
+    assert front_arguments(none) == []
 
 
 CERTIFICATE = TlsConfig(cert=Path("c"), key=Path("k"))

@@ -10,7 +10,7 @@ import pytest
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry
 from loader.rollout.requests import start_rollout
-from serving.cli.rollout_view import follow_rollout, watch_status
+from serving.cli.rollout import follow_rollout, watch_status
 from shardrank_testing.rollout_fleet import MODEL, NEW, Clock, PlayedFleet
 
 

@@ -6,13 +6,18 @@ from pathlib import Path
 import click
 import pytest
 
-from serving.cli.settings import limit_arguments, read_limits, with_proxies
+from serving.cli.settings import arguments, config_of, front_arguments, read_limits
+from serving.fleet.local_fleet import FleetConfig
 from serving.limits import RequestLimits
 
 
+def given(path: Path | None, *limits: tuple[str, str], proxies: tuple[str, ...] = ()) -> dict[str, object]:
+    return {"limits_file": path, "limit": limits, "trusted_proxies": proxies}
+
+
 def test_without_flags_the_limits_are_the_defaults_and_children_are_told_none() -> None:
-    assert read_limits(None, []) == RequestLimits()
-    assert limit_arguments(None, []) == []
+    assert read_limits(given(None)) == RequestLimits()
+    assert front_arguments(given(None)) == []
 
 
 @pytest.mark.parametrize("suffix", [".json", ".toml"])
@@ -21,11 +26,12 @@ def test_a_flag_overrides_the_file_and_children_are_told_both(tmp_path: Path, su
     text = json.dumps(values) if suffix == ".json" else "".join(f"{name} = {value}\n" for name, value in values.items())
     path = tmp_path / f"limits{suffix}"
     path.write_text(text)
-    limits = read_limits(path, [("max_candidates", "20")])
+    options = given(path, ("max_candidates", "20"))
+    limits = read_limits(options)
     assert (limits.max_candidates, limits.receive_timeout_s) == (20, 2.5)
-    told = limit_arguments(path, [("max_candidates", "20")])
+    told = front_arguments(options)
     assert told == ["--limit", "max_candidates=20", "--limit", "receive_timeout_s=2.5"]
-    assert read_limits(None, [tuple(one.split("=")) for one in told[1::2]]) == limits
+    assert read_limits(given(None, *(tuple(one.split("=")) for one in told[1::2]))) == limits
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def test_a_flag_overrides_the_file_and_children_are_told_both(tmp_path: Path, su
 )
 def test_a_limit_that_is_unknown_or_out_of_range_is_named(assignment: tuple[str, str], problem: str) -> None:
     with pytest.raises(click.UsageError, match=problem):
-        read_limits(None, [assignment])
+        read_limits(given(None, assignment))
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.json", "{"), ("a.toml", "x ="), ("b.json", "[1]")])
@@ -46,15 +52,39 @@ def test_a_limits_file_that_can_not_be_read_is_named(tmp_path: Path, name: str, 
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(click.UsageError, match=name):
-        read_limits(path, [])
+        read_limits(given(path))
 
 
 def test_trusted_proxies_reach_a_worker_as_they_were_given():
-    given = with_proxies({"trusted_proxies": ("10.0.0.0/8", "::1"), "limit": (("max_queue", "7"),)})
-    limits = read_limits(None, given)
+    options = given(None, ("max_queue", "7"), proxies=("10.0.0.0/8", "::1"))
+    limits = read_limits(options)
     # Whoever asks what a model takes need not know.
     assert "trusted_proxies" not in limits.model_dump()
     assert limits.trusted_proxies == ("10.0.0.0/8", "::1")
-    arguments = limit_arguments(None, given)
+    arguments = front_arguments(options)
     assert arguments == ["--limit", "max_queue=7", "--limit", "trusted_proxies=10.0.0.0/8,::1"]
-    assert with_proxies({"trusted_proxies": (), "limit": ()}) == ()
+
+
+def test_a_config_takes_the_options_that_are_its_fields_and_names_what_is_out_of_range() -> None:
+    options = {"store": Path("models"), "shards": 3, "host": "::1", "registry": None, "threads": 7}
+    config = config_of(FleetConfig, options, models=("films",), shards=4)
+    assert (config.store, config.shards, config.host, config.registry) == (Path("models"), 4, "::1", None)
+    with pytest.raises(click.UsageError, match=r"up: shards: .* less than or equal to 64"):
+        config_of(FleetConfig, options | {"shards": 65}, "up: ", models=("films",))
+
+
+def test_a_child_is_told_what_was_given_each_as_often_as_it_was() -> None:
+    options = {
+        "models": ("a", "b"),
+        "max_staleness": (("a", "3"),),
+        "hot_gb": 0.5,
+        "advertise": None,
+        "tokens": Path("t"),
+    }
+    told = arguments(
+        options, ["models", "max_staleness", "hot_gb", "advertise", "tokens", "not an option of the command"]
+    )
+    assert told == [
+        *("--model", "a", "--model", "b", "--max-staleness", "a=3", "--hot-gb", "0.5"),
+        *("--tokens", str(Path("t").absolute())),
+    ]

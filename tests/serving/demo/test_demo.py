@@ -22,7 +22,7 @@ from google.protobuf import json_format
 
 from serving.cli import main
 from serving.client import Client, RetryPolicy
-from serving.demo.ranking import DemoStoppedError, rank_all
+from serving.demo.run import DemoStoppedError, rank_all
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running

@@ -42,8 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def request_document() -> dict[str, Any]:
-    from serving.training.dataset import FilmsDataset, evaluation_requests, to_json
-    from serving.training.description import films_spec, films_vocabularies
+    from serving.training.dataset import FilmsDataset, evaluation_requests, films_spec, films_vocabularies, to_json
 
     interactions = small_interactions(num_ratings=2000)
     spec = films_spec(interactions)

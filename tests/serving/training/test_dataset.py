@@ -11,15 +11,18 @@ import pytest
 from loader.snapshot.manifest import fingerprint_strings
 from serving.models.ranking_models import build_model
 from serving.training.dataset import (
+    HISTORY_LIMIT,
     NO_FOLD,
     NUM_FOLDS,
     FilmsDataset,
+    FilmsOptions,
     LabelledRequests,
     evaluation_requests,
+    films_spec,
+    films_vocabularies,
     to_json,
     training_requests,
 )
-from serving.training.description import HISTORY_LIMIT, FilmsOptions, films_spec, films_vocabularies
 from serving.training.interactions import TrainingError
 from shardrank_testing.movielens import small_interactions
 

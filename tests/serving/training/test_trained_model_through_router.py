@@ -19,8 +19,7 @@ from router.plan import Plan
 from router.router import Router
 from serving.models.inputs import InputAssembler
 from serving.models.ranking_models import load_model
-from serving.training.dataset import FilmsDataset
-from serving.training.description import FilmsOptions, films_spec
+from serving.training.dataset import FilmsDataset, FilmsOptions, films_spec
 from serving.training.trainer import train
 from serving.training.version import GOLDEN_TOLERANCES, export_trained
 from shard_node.bags import KeyedBags

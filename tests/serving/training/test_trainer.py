@@ -12,8 +12,7 @@ import torch
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from serving.models.ranking_models import load_model
-from serving.training.dataset import FilmsDataset, evaluation_requests
-from serving.training.description import FilmsOptions, films_spec
+from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import TrainingError, generate_interactions
 from serving.training.trainer import RankingNetwork, RequestBatches, TrainedModel, float32_scores, train
 from serving.training.version import GOLDEN_REQUESTS, auc, export_trained, film_mean_scores

@@ -14,7 +14,7 @@ from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
 from router.replicas import ReplicatedShard
-from serving.cli.shard_node import _serve
+from serving.cli.serve import _serve_rows
 from shard_node.agent.node_agent import watch_cards
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_set import CardSet
@@ -95,7 +95,7 @@ def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
     threads = torch.get_num_threads()
     try:
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
-            _serve(node, [Address.parse(f"unix:{tmp_path}/node.sock")], threads=1, tls=None)
+            _serve_rows(node, [Address.parse(f"unix:{tmp_path}/node.sock")], threads=1, tls=None)
     finally:
         torch.set_num_threads(threads)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.cli.model_catalog import CATALOG, catalog_model
+from serving.cli.capacity import CATALOG, catalog_model
 from serving.errors import ModelNotFoundError
 from serving.models.config import parse_dense_model
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from router.plan import Plan
-from serving.cli.fleet import placement_line
-from serving.training.description import with_bucketing
+from serving.fleet.local_fleet import placement_line
+from serving.training.dataset import with_bucketing
 from shardrank_testing.snapshots import make_spec
 
 # Rows as stored: user 1000 x 24 bytes and film 777 x 24 are above 10 kB, the other tables below.
