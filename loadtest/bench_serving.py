@@ -19,13 +19,11 @@ import click
 from rich.console import Console
 
 from loader.errors import ShardrankError
-from loadtest.serving_cost.against import OLD_APIS, AgainstBench, run_against, show_against
-from loadtest.serving_cost.result import ServingBench
-from loadtest.serving_cost.run import BenchConfig, run_bench
-from loadtest.serving_cost.servers import Mode
-from loadtest.serving_cost.shape import Head, Shape
-from loadtest.serving_cost.tables import show
-from loadtest.workloads.options import same_option
+from loadtest.servers import Mode
+from loadtest.serving_cost.result import AgainstBench, ServingBench, show, show_against
+from loadtest.serving_cost.run import OLD_APIS, BenchConfig, run_against, run_bench
+from loadtest.workloads.catalog import BenchShape, Head
+from loadtest.workloads.cli import same_option
 from loadtest.workloads.payloads import APIS, Api
 
 
@@ -104,7 +102,7 @@ def main(json_file: Path | None, against: Path | None, old_apis: dict[Api, Api],
 
 def bench_config(*, quick: bool, rows: int, varied: bool, **options: Any) -> BenchConfig:
     """What the flags ask for; what is not given is the default of the full or the quick form."""
-    config = BenchConfig(shape=Shape.of(rows, varied=varied))
+    config = BenchConfig(shape=BenchShape.of(rows, varied=varied))
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if quick:
         config = config.quick()

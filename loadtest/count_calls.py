@@ -23,8 +23,8 @@ from types import CodeType, FrameType
 import uvloop
 
 from loadtest.http_connection import post_request
-from loadtest.serving_cost.shape import Shape, model_spec, payloads
-from loadtest.workloads.export import write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
@@ -96,8 +96,8 @@ def ask(sock: socket.socket, request: bytes) -> None:
 
 async def count(folder: Path, *, same: bool) -> dict[str, object]:
     """Serves, warms up and counts a few requests: that with the fewest calls had no periodic work beside it."""
-    shape = Shape.of(ROWS, varied=not same)
-    spec = model_spec(shape, "mlp")
+    shape = BenchShape.of(ROWS, varied=not same)
+    spec = bench_spec(shape, "mlp")
     snapshot = write_random_snapshot(spec, folder)
     service = RankingService(None, expected_models=[spec.model])
     try:
@@ -107,7 +107,7 @@ async def count(folder: Path, *, same: bool) -> dict[str, object]:
         service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
         config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
         async with running_server(service, config) as listening:
-            pool = payloads(shape, "mlp", 1, "json", 32)
+            pool = bench_payloads(shape, "mlp", 1, "json", 32)
             place = (listening.host, listening.http_port)
             posts = [post_request(*place, pool.path, dict(one.headers), one.body) for one in pool]
             requests = [b"".join((one.head, b"\r\n", one.body)) for one in posts]

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadtest.load.config import LoadConfig, RunConfig
-from loadtest.load.histogram import DIGITS, DIGITS_OF_A_SECOND, LatencyHistogram
-from loadtest.load.machine import this_machine, versions
-from loadtest.load.messages import Done, Ready
-from loadtest.load.processes import Measured
-from loadtest.load.recorder import merged
-from loadtest.load.result import Generator, GeneratorProcess, LoadResult, Mark, Second
+from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.messages import Done, Ready, Weighed
+from loadtest.load.recorder import DIGITS_OF_A_SECOND, LatencyHistogram, merged
+from loadtest.load.result import Generator, GeneratorProcess, LoadResult, Mark, Second, this_machine, versions
 
 MAX_CPU_SHARE = 0.9
 """A process that was busy for more of the time had requests waiting for itself."""
@@ -26,26 +23,23 @@ MAX_EXAMPLES = 20
 
 
 def make_result(
-    config: LoadConfig, run: RunConfig, ready: Sequence[Ready], measured: Measured, marks: Sequence[Mark] = ()
+    config: OfferedLoad,
+    run: RunConfig,
+    ready: Sequence[Ready],
+    began: float,
+    done: Sequence[Done],
+    marks: Sequence[Mark] = (),
 ) -> LoadResult:
-    """Adds up what the processes of one run measured.
-
-    Args:
-        config: what was asked.
-        run: how.
-        ready: what each process said about its requests.
-        measured: by each process.
-        marks: of the run.
-    """
-    records = [done.records for done in measured.done]
-    latency = merged([one.latency for one in records], digits=DIGITS)
-    service = merged([one.service for one in records], digits=DIGITS)
+    """Add up what the processes of one run measured, which began at `began`, wall clock in seconds since 1970."""
+    records = [one.records for one in done]
+    latency = merged(one.latency for one in records)
+    service = merged(one.service for one in records)
     errors: Counter[str] = Counter()
     for one in records:
         errors.update(one.errors)
     due = latency.count + errors.total()
     within_slo = sum(one.within_slo for one in records)
-    generator = _generator(config, run, measured.done, latency)
+    generator = _generator(config, run, done, latency)
     reasons = invalid_because(generator, due)
     return LoadResult(
         target=config.target,
@@ -63,7 +57,7 @@ def make_result(
         duration_s=run.duration_s,
         timeout_ms=config.timeout_ms,
         slo_ms=config.slo_ms,
-        started_at=datetime.datetime.fromtimestamp(measured.began, datetime.UTC).isoformat(),
+        started_at=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(),
         due=due,
         sent=sum(one.sent for one in records),
         answered=latency.count,
@@ -77,7 +71,7 @@ def make_result(
         service=service.percentiles(),
         latency_histogram=latency.encode(),
         service_histogram=service.encode(),
-        time_line=_time_line(run, measured.done),
+        time_line=_time_line(run, done),
         marks=tuple(marks),
         generator=generator,
         valid=not reasons,
@@ -88,7 +82,7 @@ def make_result(
 
 
 def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
-    """Why a run's numbers would be the generator's rather than the server's; nothing if they are the server's."""
+    """Say why a run's numbers would be the generator's rather than the server's; nothing if they are the server's."""
     reasons = [
         f"process {number} that sends used {process.cpu_share:.0%} of a core; at most {generator.max_cpu_share:.0%} is "
         "allowed. More --processes may help, or a machine of its own."
@@ -107,10 +101,18 @@ def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _generator(config: LoadConfig, run: RunConfig, done: Sequence[Done], latency: LatencyHistogram) -> Generator:
+def not_busy_because(busy: Weighed) -> tuple[str, ...]:
+    """Say why a closed loop's throughput would be the client's rather than the server's."""
+    share = busy.client_cpu_s / busy.seconds
+    if share <= MAX_CPU_SHARE:
+        return ()
+    return (f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed",)
+
+
+def _generator(config: OfferedLoad, run: RunConfig, done: Sequence[Done], latency: LatencyHistogram) -> Generator:
     processes = []
     for one in done:
-        lag = merged([one.records.lag], digits=DIGITS).percentiles()
+        lag = merged([one.records.lag]).percentiles()
         processes.append(
             GeneratorProcess(
                 cpu_share=one.cpu_s / run.duration_s,
@@ -123,7 +125,7 @@ def _generator(config: LoadConfig, run: RunConfig, done: Sequence[Done], latency
     p99_ms = latency.percentiles().p99_ms
     return Generator(
         processes=tuple(processes),
-        lag_p99_ms=merged([one.records.lag for one in done], digits=DIGITS).percentiles().p99_ms,
+        lag_p99_ms=merged(one.records.lag for one in done).percentiles().p99_ms,
         max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (p99_ms or 0.0)),
         max_cpu_share=MAX_CPU_SHARE,
         max_in_flight=config.max_in_flight,

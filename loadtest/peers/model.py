@@ -10,52 +10,45 @@ from safetensors.torch import save_file
 
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
-from loadtest.serving_cost.shape import Shape, model_spec
-from loadtest.workloads.export import random_dense
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, bench_spec, bench_workload
+from loadtest.workloads.payloads import candidate_arrays
+from loadtest.workloads.prepare import random_dense
 from loadtest.workloads.workload import WorkloadRequest
-from shard_node.bags import Float32Array, Int32Array, Int64Array
+from shard_node.bags import Float32Array
 
 ROWS = "rows"
 # Rows are this wide, so that scores differ by much more than a tolerance.
 ROW_DEVIATION = 0.3
 
 
-def random_tensors(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
-    """The table (`rows`) and the MLP (`mlp.layers.<i>.weight` and `.bias`), float32, by name."""
+def random_tensors(shape: BenchShape, seed: int) -> dict[str, torch.Tensor]:
+    """Draw the table (`rows`) and the MLP (`mlp.layers.<i>.weight` and `.bias`), float32, by name."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn((shape.rows, shape.embedding_dim), generator=draw) * ROW_DEVIATION
-    return {ROWS: rows, **random_dense(model_spec(shape, "mlp"), seed)}
+    return {ROWS: rows, **random_dense(bench_spec(shape, "mlp"), seed)}
 
 
 def write_weights(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """One safetensors file, which peers map."""
+    """Write one safetensors file, which peers map."""
     save_file(tensors, file)
 
 
-def write_snapshot(shape: Shape, tensors: dict[str, torch.Tensor], store: Path) -> Path:
-    """The same weights as shardrank serves them, rows in int8. Returns the snapshot's folder. Raises ExportError."""
+def write_snapshot(shape: BenchShape, tensors: dict[str, torch.Tensor], store: Path) -> Path:
+    """Export the same weights for shardrank, rows in int8. Returns the snapshot's folder. Raises ExportError."""
     dense = {name: tensor for name, tensor in tensors.items() if name != ROWS}
     rows = {ROWS: TensorRows(tensors[ROWS])}
-    return export_snapshot(store, model_spec(shape, "mlp"), rows=rows, dense=dense)
+    return export_snapshot(store, bench_spec(shape, "mlp"), rows=rows, dense=dense)
 
 
-def request_arrays(request: WorkloadRequest) -> tuple[Int32Array, Int64Array, Float32Array]:
-    """A request whose features are all of candidates, candidate by candidate, as peers want it.
-
-    Returns:
-        (the number of ids in each bag, int32 [candidates, features]; the ids, int64 [their sum]; dense inputs, float32
-        [candidates, dense]).
-    """
-    bags, candidates = request.bags, request.num_candidates
-    lengths = bags.lengths.reshape(-1, candidates)
-    candidate = np.repeat(np.tile(np.arange(candidates), len(lengths)), bags.lengths)
-    ids = bags.values[np.argsort(candidate, kind="stable")]
-    return np.ascontiguousarray(lengths.T, np.int32), ids, request.candidate_dense
+def drawn_requests(shape: BenchShape, hotness: int, count: int) -> list[WorkloadRequest]:
+    """Draw the first requests of the pool, which is the same for every server."""
+    made, rng = bench_workload(shape, "mlp", hotness), np.random.default_rng(BENCH_SEED)
+    return [made.request(rng) for _ in range(count)]
 
 
 def reference_scores(tensors: dict[str, torch.Tensor], request: WorkloadRequest) -> Float32Array:
-    """float32 [candidates], by NumPy in float32: what every server must answer, as far as rounding goes."""
-    lengths, ids, dense = request_arrays(request)
+    """Compute float32 [candidates] by NumPy: what every server must answer, as far as rounding goes."""
+    ids, lengths, dense = candidate_arrays(request)
     rows = tensors[ROWS].numpy()
     pooled = np.zeros((lengths.size, rows.shape[1]), np.float32)
     np.add.at(pooled, np.repeat(np.arange(lengths.size), lengths.ravel()), rows[ids])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from loader.snapshot.manifest import fingerprint_strings
-from loadtest.workloads.candidates import CandidateCounts
+from loadtest.workloads.distributions import CandidateCounts
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
 from serving.training.dataset import NO_FOLD, FilmsDataset, evaluation_requests
@@ -19,7 +19,7 @@ PROFILE = "profile"
 
 
 class FilmsWorkload:
-    """Requests to the model that `shardrank demo` and `shardrank train` make.
+    """Makes requests to the model that `shardrank demo` and `shardrank train` make.
 
     A request is a user of the test part, each as likely, with the history from the training part. Its candidates are
     the films that the user rated in the test part; with `candidates`, that many films: those first, then others that
@@ -71,11 +71,11 @@ class FilmsWorkload:
 
     @property
     def num_users(self) -> int:
-        """Users who have films in the test part."""
+        """Count the users who have films in the test part."""
         return len(self._rated)
 
     def request(self, rng: np.random.Generator) -> WorkloadRequest:
-        """As `Workload.request`."""
+        """Draw a user and make the request."""
         user = int(rng.integers(self.num_users))
         films = self._chosen(rng, user)
         bags = {name: self._context_bag(name, user) for name in self._context}
@@ -119,13 +119,7 @@ class FilmsWorkload:
 def movielens_workload(
     folder: Path, *, profile: bool = False, candidates: CandidateCounts | None = None, split_seed: int = 0
 ) -> FilmsWorkload:
-    """The workload of a folder with the files of MovieLens 100K.
-
-    Args:
-        folder: holds u.data, u.item, u.user and u.genre.
-        profile: for a model trained with `--profile`.
-        candidates: how many; None for the films that each user rated.
-        split_seed: of the ratings; the trainer's.
+    """Open a folder with u.data, u.item, u.user and u.genre of MovieLens 100K.
 
     Raises:
         DatasetError: a file is missing or malformed.

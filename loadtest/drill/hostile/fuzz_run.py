@@ -23,7 +23,7 @@ from loadtest.drill.hostile.fuzz_process import SHARES, FuzzConfig, FuzzTally, p
 from loadtest.drill.hostile.report import MAX_MEMORY_GROWTH_BYTES, FuzzResult
 from loadtest.drill.hostile.target import Target, memory_of
 from loadtest.grpc_channels import as_it_is
-from loadtest.serving_cost.shape import Shape, workload
+from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import APIS, Api, Payloads
 from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
@@ -63,7 +63,7 @@ class Place:
 async def run_fuzz(
     mutations: int,
     seed: int,
-    shape: Shape,
+    shape: BenchShape,
     folder: Path,
     target: Target,
     core: int | None,
@@ -185,7 +185,7 @@ async def _send(config: FuzzConfig) -> FuzzTally:
     return FuzzTally.model_validate_json(output)
 
 
-def server_answers(target: Target, shape: Shape) -> list[bytes]:
+def server_answers(target: Target, shape: BenchShape) -> list[bytes]:
     """Answers to fixed valid requests over every API, asked one after the other so that each is a batch of its own.
 
     Raises:
@@ -193,7 +193,7 @@ def server_answers(target: Target, shape: Shape) -> list[bytes]:
     """
     answers = []
     for api in APIS:
-        pool = Payloads(workload(shape, "mlp", 1), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
+        pool = Payloads(bench_workload(shape, "mlp", 1), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
         if pool.is_grpc:
             with grpc.insecure_channel(f"{target.host}:{target.grpc_port}") as channel:
                 call = channel.unary_unary(pool.path, as_it_is, as_it_is)
@@ -224,7 +224,7 @@ def _digest(target: Target) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _running_node(snapshot: Path, shape: Shape, model: str, folder: Path) -> AsyncIterator[Place]:
+async def _running_node(snapshot: Path, shape: BenchShape, model: str, folder: Path) -> AsyncIterator[Place]:
     """A shard node with all rows."""
     log = folder / "shard-node.log"
     command = shardrank_command(
@@ -265,7 +265,7 @@ async def _node_port(output: asyncio.StreamReader) -> int:
     raise DrillError(f"the shard node has ended before it listened: {told!r}")
 
 
-def node_answers(port: int, shape: Shape, model: str) -> list[bytes]:
+def node_answers(port: int, shape: BenchShape, model: str) -> list[bytes]:
     """Whole answers to fixed valid frames. Raises OSError and DrillError."""
     with socket.create_connection(("127.0.0.1", port), ASK_TIMEOUT_S) as sock, sock.makefile("rb") as file:
         answers = []

@@ -32,8 +32,8 @@ from loadtest.drill.hostile.report import (
 )
 from loadtest.drill.hostile.target import Target, running_target
 from loadtest.drill.hostile.valid import RECORD, WatchConfig
-from loadtest.load.machine import this_machine
-from loadtest.serving_cost.shape import Shape
+from loadtest.load.result import this_machine
+from loadtest.workloads.catalog import BenchShape
 
 SAMPLE_S = 0.02
 READY_TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ class HostileDrillConfig(Frozen):
         seed: of all that is drawn.
     """
 
-    shape: Shape = Shape(rows=100_000)
+    shape: BenchShape = BenchShape(rows=100_000)
     http: str | None = None
     grpc: str | None = None
     process_id: int | None = Field(default=None, ge=1)

@@ -11,16 +11,16 @@ from typing import Protocol
 import psutil
 
 from loadtest.drill.errors import DrillError
-from loadtest.serving_cost.servers import Server, serving
-from loadtest.serving_cost.shape import Shape, model_spec
-from loadtest.workloads.export import write_random_snapshot
+from loadtest.servers import Server, serving
+from loadtest.workloads.catalog import BenchShape, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
 
 
 class TargetConfig(Protocol):
     """Of a drill's settings, what this file needs; `HostileDrillConfig` says what they are."""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> BenchShape:
         """Of the model."""
 
     @property
@@ -50,8 +50,8 @@ class Target:
         snapshot: as given.
     """
 
-    def __init__(self, shape: Shape, snapshot: Path | None, folder: Path) -> None:
-        spec = model_spec(shape, "mlp")
+    def __init__(self, shape: BenchShape, snapshot: Path | None, folder: Path) -> None:
+        spec = bench_spec(shape, "mlp")
         self.model = spec.model
         self.features = tuple(feature.name for feature in spec.features)
         self.host, self.http_port, self.grpc_port = "127.0.0.1", 0, 0
@@ -123,7 +123,7 @@ async def running_target(config: TargetConfig, folder: Path) -> AsyncIterator[Ta
         return
     if any(one is not None for one in given):
         raise DrillError("--http, --grpc and --pid go together")
-    spec = model_spec(config.shape, "mlp")
+    spec = bench_spec(config.shape, "mlp")
     snapshot = await asyncio.to_thread(write_random_snapshot, spec, folder / "store")
     target = Target(config.shape, snapshot, folder)
     try:

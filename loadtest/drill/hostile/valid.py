@@ -24,9 +24,9 @@ import uvloop
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
+from loadtest.errors import AnswerError
 from loadtest.grpc_channels import as_it_is, open_channels
-from loadtest.serving_cost.shape import Shape, workload
-from loadtest.workloads.errors import AnswerError
+from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import Api, Payload, Payloads
 from serving.fleet.process import die_with_parent
 
@@ -56,7 +56,7 @@ class WatchConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int
     grpc_port: int
-    shape: Shape
+    shape: BenchShape
     rate: float = Field(gt=0)
     log: Path
     timeout_ms: int = 1000
@@ -125,7 +125,7 @@ def grpc_asks(config: WatchConfig, pool: Payloads) -> Ask:
 
 def _count(pool: Payloads, payload: Payload, answer: bytes) -> str:
     try:
-        found = pool.check(answer)
+        found = len(pool.scores(answer))
     except AnswerError as error:
         return str(error)
     return "" if found == payload.num_candidates else f"{found} scores, {payload.num_candidates} are due"
@@ -133,7 +133,7 @@ def _count(pool: Payloads, payload: Payload, answer: bytes) -> str:
 
 async def run(config: WatchConfig) -> None:
     """Asks until it is cancelled."""
-    drawn = workload(config.shape, "mlp", HOTNESS)
+    drawn = bench_workload(config.shape, "mlp", HOTNESS)
     pools = [
         Payloads(drawn, api, count=config.requests_each, seed=config.seed, timeout_ms=config.timeout_ms) for api in APIS
     ]

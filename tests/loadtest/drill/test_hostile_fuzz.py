@@ -16,12 +16,12 @@ from loadtest.drill.hostile.fuzz import Bodies, Calls, Method, Responses, Wire, 
 from loadtest.drill.hostile.fuzz_process import SHARES, corpus, lookups, packed, pool_frames
 from loadtest.drill.hostile.fuzz_run import without_id
 from loadtest.drill.hostile.mutate import MUTATIONS, Mutator
-from loadtest.serving_cost.shape import Shape
+from loadtest.workloads.catalog import BenchShape
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2)
+SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2)
 corpora = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
 
 
