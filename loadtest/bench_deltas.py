@@ -32,7 +32,7 @@ from loader.registry.opening import open_registry
 from loader.registry.typed import FleetRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
-from loadtest.lookup_setup import MODEL, Shape, make_batch, make_node, write_snapshot
+from loadtest.bench_lookup import MODEL, LookupShape, make_batch, make_node, write_snapshot
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import KeyedBags
 from shard_node.engine.arena import row_bytes_of
@@ -144,7 +144,7 @@ def _wait_until_applied(tables: LoadedTables, idle: Event) -> None:
 
 
 def measure(
-    url: str, snapshot: Snapshot, shape: Shape, rows_per_s: int, seconds: float, batch: int, hotness: int
+    url: str, snapshot: Snapshot, shape: LookupShape, rows_per_s: int, seconds: float, batch: int, hotness: int
 ) -> dict[str, Any]:
     """Takes turns for about `seconds` of each kind of window."""
     _, node = make_node(snapshot, 1)
@@ -218,7 +218,7 @@ def main(
     console = Console()
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    shape = Shape(dim, 1, rows * row_bytes_of("int8", dim))
+    shape = LookupShape(dim, 1, rows * row_bytes_of("int8", dim))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         console.print(f"exporting {rows} rows of dim {dim} …")
         snapshot = Snapshot.open(write_snapshot(Path(folder) / "store", shape), verify=False)

@@ -1,24 +1,4 @@
-"""The errors of workloads, load tests and comparisons.
-
-```
-ShardrankError
-├── WorkloadError               400 INVALID_ARGUMENT     a workload that can't be made as asked
-│   ├── PrepareError            500 INTERNAL             its snapshot can't be written here
-│   └── AnswerError             500 INTERNAL             bytes that are no answer to a rank request
-└── LoadError                   500 INTERNAL             a measurement that can't be run to its end
-    ├── LoadConfigError         400 INVALID_ARGUMENT     what was asked for can't be run
-    ├── ResultFileError         400 INVALID_ARGUMENT     a result that can't be read or written
-    ├── GeneratorError                                   a process that measures ended, or does not answer
-    ├── RequestFailedError                               a request failed while a server was kept busy
-    │   └── LateAnswerError                              its deadline passed
-    ├── ServerFailedError                                a measured server ended, or did not get ready
-    ├── ScoresDifferError                                a server's scores are not the expected ones
-    ├── HostsError                                       network namespaces or links can't be made or removed
-    │   └── NoNetemError        501 UNIMPLEMENTED        a kernel that can't delay packets
-    ├── CompareStoreError       400 INVALID_ARGUMENT     a store that holds another model of that name
-    └── PeerEnvironmentError                             a peer is not installed, or can't be
-```
-"""
+"""The errors of workloads, load tests and comparisons."""
 
 from __future__ import annotations
 

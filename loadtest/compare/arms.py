@@ -127,23 +127,10 @@ class CompareConfig(Frozen):
         )
 
 
-def order_of_round(arms: int, number: int) -> list[int]:
-    """Give the indices of the arms in the order in which a round, from 0, measures them: each is first in turn."""
-    return [(number + place) % arms for place in range(arms)]
-
-
 def server_commands(
     arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path, hosts: Sequence[Host] = ()
 ) -> tuple[ServerCommand, ...]:
-    """List what is started for an arm, in this order; the last one serves.
-
-    Args:
-        arm: which.
-        config: what all arms have alike.
-        snapshot: what it serves.
-        folder: for logs and the fleet's registry, a new one each time.
-        hosts: of its shards; none for shards on this one.
-    """
+    """List what is started for an arm, in this order; the last one serves."""
     log = folder / "server.log"
     if not hosts:
         arguments = server_arguments(arm, config, snapshot, folder / "registry")

@@ -115,10 +115,6 @@ def delay_commands(host: Host, delay_ms: float) -> list[Command]:
 def running_hosts(count: int, delay_ms: float | None = None) -> Iterator[tuple[Host, ...]]:
     """Keep hosts there while the block runs. What is started in them must have ended before.
 
-    Args:
-        count: how many, up to 64.
-        delay_ms: added to a round trip; None for no delay.
-
     Raises:
         HostsError: they can't be made, or not removed.
         NoNetemError: the kernel can't delay.

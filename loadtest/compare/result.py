@@ -20,16 +20,14 @@ from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_
 from loadtest.errors import CompareStoreError
 from loadtest.load.closed_loop import LATE_KINDS
 from loadtest.load.config import OfferedLoad
-from loadtest.load.merge import not_busy_because
-from loadtest.load.processes import stopping_on_signals
+from loadtest.load.processes import not_busy_because, stopping_on_signals
 from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
 from loadtest.load.show import line
 from loadtest.report import comparison as report
 from loadtest.report import numbers
 from loadtest.report.plots import ratio_text
-from loadtest.workloads.catalog import open_workload
-from loadtest.workloads.films import FilmsWorkload
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
 from router.plan import Plan
@@ -46,12 +44,6 @@ FORM = "requests are"
 
 def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, progress: Progress = no_progress) -> Path:
     """Find the workload's model in a store: its latest version there, or else one that is written.
-
-    Args:
-        config: the arms, and how rows are divided over them.
-        load: names the workload.
-        store: its folder; made if it is not there.
-        progress: told how far the writing is.
 
     Raises:
         CompareStoreError: the store's model of that name has other tables or features.
@@ -103,11 +95,6 @@ def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurement
     Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of a
     server that is kept busy: answers a second, and what one costs. A measure that some run does not have, since too
     many of its requests failed, is left out, and the comparison is not valid. Nor is it where a run is not.
-
-    Args:
-        config: arms and rounds.
-        load: what was asked.
-        measurements: with the rounds of each arm in the order of `config.arms`.
 
     Raises:
         ComparisonError: arms have other numbers of rounds, or there are none.
@@ -313,13 +300,6 @@ def execute(
     config: CompareConfig, load: OfferedLoad, store: Path | None, json_file: Path | None, html_file: Path | None
 ) -> int:
     """Run a comparison.
-
-    Args:
-        config: what is compared.
-        load: what is asked.
-        store: folder of the model; None for a temporary one.
-        json_file: where the comparison goes, if given.
-        html_file: where the page goes, if given.
 
     Returns:
         The exit code: 0; 1 if a run can't be believed; 130 after a signal.

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from loadtest.compare.arms import CompareConfig, Dtype, ServedArm, order_of_round, server_commands
+from loadtest.compare.arms import CompareConfig, Dtype, ServedArm, server_commands
 from loadtest.compare.hosts import running_hosts
 from loadtest.errors import ScoresDifferError, ServerFailedError
 from loadtest.load.config import OfferedLoad, RunConfig
@@ -29,7 +29,7 @@ from loadtest.load.processes import Generators
 from loadtest.load.result import LoadResult
 from loadtest.load.run import offered
 from loadtest.load.show import line
-from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, ports_in, running
+from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, in_turn, ports_in, running
 from serving.client import Client, ClientError
 from shard_node.bags import Float32Array
 
@@ -63,13 +63,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class ArmRound:
-    """What was measured of one arm in one round.
-
-    Attributes:
-        cold: the first requests after the server's start.
-        warm: those after the warm-up.
-        busy: with a fixed number of requests always out.
-    """
+    """What was measured of an arm in a round: from its server's start, after the warm-up, and kept busy."""
 
     cold: LoadResult
     warm: LoadResult
@@ -117,16 +111,7 @@ def largest_difference(answers: Sequence[ArmScores]) -> float:
 
 @dataclass(slots=True)
 class ArmMeasure:
-    """Measure one server after the other, asked by the same processes with the same requests.
-
-    Attributes:
-        config: what all arms have alike.
-        load: what to ask; its target is of no account.
-        generators: that ask.
-        snapshot: what is served.
-        folder: for logs and registries.
-        console: for the live line.
-    """
+    """Measure one server after the other, asked by the same processes with the same requests."""
 
     config: CompareConfig
     load: OfferedLoad
@@ -210,13 +195,6 @@ def measure_rounds(
     Before the first one the first arm's server is started and asked once, and that is thrown away: what the first
     start on a machine pays, reading files from the disk for example, would be in one arm alone.
 
-    Args:
-        config: arms and rounds.
-        load: what to ask; its target is of no account.
-        snapshot: what is served.
-        folder: for logs and registries.
-        console: told what is measured.
-
     Raises:
         LoadError: a server ended, or did not get ready; arms disagree; hosts can't be made; a load can't be run.
     """
@@ -228,8 +206,7 @@ def measure_rounds(
         line(console, f"rehearsal: {first.name}")
         measure.rehearse(first)
         for number in range(config.rounds):
-            for index in order_of_round(len(config.arms), number):
-                arm = config.arms[index]
+            for arm in in_turn(config.arms, number):
                 line(console, f"round {number + 1} of {config.rounds}: {arm.name}")
                 of_arm, answered = measure.arm(arm, number)
                 found[arm].append(of_arm)

@@ -17,7 +17,7 @@ import psutil
 from loadtest.errors import LateAnswerError, RequestFailedError
 from loadtest.load.messages import Busy, Weighed
 from loadtest.load.recorder import OK
-from loadtest.load.senders import Outgoing, Sender, make_sender
+from loadtest.load.senders import GrpcSender, HttpSender, Outgoing, make_sender
 from loadtest.workloads.payloads import Headers, Payloads
 
 ANSWER_TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ class _ClosedLoop:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._fail(context.get("exception")))
 
-    def begin(self, sender: Sender, in_flight: int) -> None:
+    def begin(self, sender: HttpSender | GrpcSender, in_flight: int) -> None:
         self._sender = sender
         for _ in range(in_flight):
             self._send()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import Frozen
 from loadtest.load.result import Arrivals
-from loadtest.workloads.catalog import BenchWorkload
+from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.limits import RequestLimits
 
@@ -123,6 +123,22 @@ class OfferedLoad(Frozen):
     def spoken(self) -> Encoding:
         """Name the API that is used."""
         return self.api or APIS_BY_SCHEME[self.at.scheme][0]
+
+
+def bench_load(
+    target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = 60_000, **changed: Any
+) -> OfferedLoad:
+    """Ask for the requests that a benchmark and the processes beside it draw, whatever they are encoded in."""
+    return OfferedLoad(
+        target=target,
+        api=api,
+        workload=workload,
+        varied=workload.shape.varied,
+        requests=BENCH_REQUESTS,
+        seed=BENCH_SEED,
+        timeout_ms=timeout_ms,
+        **changed,
+    )
 
 
 class RunConfig(Frozen):

@@ -14,7 +14,7 @@ import numpy as np
 
 from loadtest.load.recorder import NEVER, Float64Array, Recorder
 from loadtest.load.result import Arrivals
-from loadtest.load.senders import Outgoing, Sender
+from loadtest.load.senders import GrpcSender, HttpSender, Outgoing
 
 # Beyond so many, answers are read before more requests are sent: a generator that is behind must not stop reading.
 MAX_SENDS_AT_ONCE = 64
@@ -155,7 +155,7 @@ class OpenLoop:
         self._too_many = recorder.failure("too_many_in_flight")
         self._step()
 
-    async def run(self, sender: Sender) -> None:
+    async def run(self, sender: HttpSender | GrpcSender) -> None:
         """Send until the times end, and wait until every request is over.
 
         Raises:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -37,7 +37,6 @@ MAX_MARKS = 10_000
 MAX_MARKS_BYTES = 4 << 20
 
 Config = TypeVar("Config", bound=Frozen)
-MarksOf: TypeAlias = Callable[[RunConfig, float], Sequence[Mark]]
 
 
 def execute(
@@ -53,16 +52,6 @@ def execute(
 ) -> int:
     """Run a load test; None is the default of an option.
 
-    Args:
-        given: fields of `OfferedLoad`.
-        rate: requests a second; of a sweep, the first.
-        max_rate: of a sweep; None for one run.
-        duration_s: of sending that counts.
-        warmup_s: before it.
-        marks: file of marks.
-        json_file: where the result goes.
-        html_file: where the page goes.
-
     Returns:
         The exit code: 0; 1 if the result can't be believed or a sweep found no rate; 130 after a signal.
 
@@ -77,11 +66,13 @@ def execute(
     result: LoadResult | SweepResult
     try:
         with stopping_on_signals(), _marking_on_signal() as signalled:
-            marks_of = partial(_marks_of, console, marks, signalled)
             if max_rate is None:
-                result = run_load(load, run, console, marks_of)
+                result = run_load(load, run, console)
+                result = with_marks(result, marks, signalled, console)
             else:
-                result = run_sweep(load, run, console, max_rate=max_rate, marks_of=marks_of)
+                result = run_sweep(load, run, console, max_rate=max_rate)
+                steps = tuple(with_marks(step, marks, signalled, console) for step in result.steps)
+                result = result.model_copy(update={"steps": steps})
     except StopRequestedError:
         return INTERRUPTED
     write_files(result, json_file, html_file)
@@ -109,53 +100,21 @@ def write_files(document: BaseModel, json_file: Path | None, html_file: Path | N
         write_html(document, html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
 
 
-def run_load(
-    load: OfferedLoad, run: RunConfig, console: Console, marks_of: MarksOf = lambda run, began: ()
-) -> LoadResult:
-    """Do one run.
-
-    Args:
-        load: what to ask.
-        run: at which rate, for how long.
-        console: for the line that tells how it gets on.
-        marks_of: gives a run's marks, told its begin, when it is over.
-
-    Raises:
-        LoadError: it can't be run to its end.
-    """
+def run_load(load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
+    """Do one run, and tell on the console how it gets on. Raises LoadError if it can't be run to its end."""
     with Generators(load.processes) as generators:
         generators.prepare(load)
-        return offered(generators, load, run, console, marks_of)
+        return offered(generators, load, run, console)
 
 
-def offered(
-    generators: Generators,
-    load: OfferedLoad,
-    run: RunConfig,
-    console: Console,
-    marks_of: MarksOf = lambda run, began: (),
-) -> LoadResult:
+def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
     """Do one run with generators that are there, and tell how it gets on. Raises LoadError."""
     with live_status(console, run) as on_status:
-        return generators.offer(load, run, on_status, partial(marks_of, run))
+        return generators.offer(load, run, on_status)
 
 
-def run_sweep(
-    load: OfferedLoad,
-    first: RunConfig,
-    console: Console,
-    *,
-    max_rate: float,
-    marks_of: MarksOf = lambda run, began: (),
-) -> SweepResult:
+def run_sweep(load: OfferedLoad, first: RunConfig, console: Console, *, max_rate: float) -> SweepResult:
     """Search the highest rate that keeps p99 within `load.slo_ms`.
-
-    Args:
-        load: what to ask.
-        first: the first step; later ones differ in rate, seed and, if there are few requests, in duration.
-        console: for the lines that tell how it gets on.
-        max_rate: not beyond it.
-        marks_of: as `run_load` takes it.
 
     Raises:
         LoadError: it can't be run to its end.
@@ -168,7 +127,7 @@ def run_sweep(
             nonlocal steps
             changed = {"rate": rate, "seed": first.seed + steps, "duration_s": step_duration_s(rate, first.duration_s)}
             steps += 1
-            result = offered(generators, load, first.model_copy(update=changed), console, marks_of)
+            result = offered(generators, load, first.model_copy(update=changed), console)
             outcome = outcome_of(result, load.slo_ms)
             p99_ms = result.latency_of_due.p99_ms
             p99 = "beyond the timeout" if p99_ms is None else f"{p99_ms:.2f} ms"
@@ -259,9 +218,11 @@ def _marking_on_signal() -> Iterator[list[tuple[float, str]]]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def _marks_of(
-    console: Console, file: Path | None, signalled: Sequence[tuple[float, str]], run: RunConfig, began: float
-) -> tuple[Mark, ...]:
+def with_marks(
+    result: LoadResult, file: Path | None, signalled: Sequence[tuple[float, str]], console: Console
+) -> LoadResult:
+    """Give a run its marks: those of a file, and the moments of signals, wall clock in seconds since 1970."""
+    began = datetime.datetime.fromisoformat(result.started_at).timestamp()
     marks = [Mark(at_s=when - began, label=label) for when, label in signalled]
     if file is not None:
         try:
@@ -269,7 +230,7 @@ def _marks_of(
         except LoadConfigError as error:
             # What was measured is worth more than its marks.
             line(console, f"marks are left out: {error}")
-    return marks_within(marks, run.until_s)
+    return result.model_copy(update={"marks": marks_within(marks, result.warmup_s + result.duration_s)})
 
 
 def read_marks(path: Path, began: float) -> tuple[Mark, ...]:

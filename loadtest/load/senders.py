@@ -61,26 +61,6 @@ OnOver: TypeAlias = Callable[[Outgoing, float, int], None]
 """Takes a request, when it was over, and `OK` or the code of its failure."""
 
 
-class Sender(Protocol):
-    """Sends requests and reports each that is not given up, once."""
-
-    @property
-    def opened(self) -> int:
-        """Count the connections that were opened so far."""
-
-    async def open(self, within_s: float) -> None:
-        """Connect ahead, as far as that succeeds in this time."""
-
-    def send(self, request: Outgoing) -> None:
-        """Send it at once, or as soon as a connection is free. Never waits."""
-
-    def give_up(self, request: Outgoing) -> None:
-        """Forget a request that is `over`; its connection, if it has one, can't be used again."""
-
-    async def close(self) -> None:
-        """End all connections; nothing may be out."""
-
-
 async def make_sender(
     at: LoadTarget,
     pool: Payloads,
@@ -91,8 +71,8 @@ async def make_sender(
     connections: int,
     channels: int,
     timeout_s: float,
-) -> Sender:
-    """Make the sender of a target.
+) -> HttpSender | GrpcSender:
+    """Make the sender of a target, which reports each request that is not given up, once.
 
     Args:
         at: where requests go.
@@ -180,7 +160,7 @@ class HttpSender:
                     await self._connect()
 
     def send(self, request: Outgoing) -> None:
-        """Send as `Sender.send` says."""
+        """Send it at once, or as soon as a connection is free."""
         # Before those that wait it must not go, whatever is free.
         if not self._waiting and (connection := self._take()) is not None:
             self._write(connection, request)
@@ -189,7 +169,7 @@ class HttpSender:
         self._open_more()
 
     def give_up(self, request: Outgoing) -> None:
-        """End the connection of a request."""
+        """Forget a request that is over; its connection, if it has one, can't be used again."""
         connection = self._on.pop(request, None)
         if connection is None:
             return
@@ -197,7 +177,7 @@ class HttpSender:
         connection.close()
 
     async def close(self) -> None:
-        """End all connections."""
+        """End all connections; nothing may be out."""
         opening = list(self._opening)
         for task in opening:
             task.cancel()
@@ -331,12 +311,12 @@ class GrpcSender:
         await asyncio.gather(*opening, return_exceptions=True)
 
     def send(self, request: Outgoing) -> None:
-        """Send as `Sender.send` says."""
+        """Send it at once."""
         request.sent = self._clock()
         self._out[request] = asyncio.create_task(self._ask(request))
 
     def give_up(self, request: Outgoing) -> None:
-        """Cancel the call of a request."""
+        """Cancel the call of a request that is over."""
         if (task := self._out.get(request)) is not None:
             task.cancel()
 

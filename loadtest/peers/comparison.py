@@ -11,7 +11,7 @@ from rich.console import Console
 
 from loader.snapshot.manifest import Frozen
 from loadtest.compare.result import show_comparison
-from loadtest.load.merge import not_busy_because
+from loadtest.load.processes import not_busy_because
 from loadtest.load.result import Machine, this_machine, versions
 from loadtest.peers.catalog import PEERS
 from loadtest.peers.run import OFFERED_TIMEOUT_MS, PeerRound, PeersConfig
@@ -65,19 +65,13 @@ class Ahead(Frozen):
     offered_p99: float
 
     @property
-    def throughput_met(self) -> bool:
-        """Tell whether it is what is aimed at."""
-        return self.throughput >= MIN_THROUGHPUT_RATIO
-
-    @property
-    def p50_met(self) -> bool:
-        """Tell whether it is what is aimed at."""
-        return self.p50 <= MAX_P50_RATIO
-
-    @property
-    def offered_p99_met(self) -> bool:
-        """Tell whether it is what is aimed at."""
-        return self.offered_p99 <= MAX_OFFERED_P99_RATIO
+    def met(self) -> dict[str, bool]:
+        """Tell which of them are what is aimed at."""
+        return {
+            "throughput": self.throughput >= MIN_THROUGHPUT_RATIO,
+            "p50": self.p50 <= MAX_P50_RATIO,
+            "offered_p99": self.offered_p99 <= MAX_OFFERED_P99_RATIO,
+        }
 
 
 def ahead(config: PeersConfig, rounds: Sequence[PeerRound]) -> list[Ahead]:
@@ -172,15 +166,11 @@ def show(console: Console, comparison: Comparison, found: Sequence[Ahead]) -> No
     """Print every measure of every server, and how far shardrank is ahead."""
     console.print(f"requests: {comparison.setup['requests']}")
     show_comparison(console, comparison)
-    for ahead in found:
+    for one in found:
+        shown = {name: f"[{'green' if met else 'red'}]{getattr(one, name):.2f}×[/]" for name, met in one.met.items()}
         console.print(
-            f"hotness {ahead.hotness}, to the best peer of each round: "
-            f"throughput {_against(ahead.throughput, ahead.throughput_met)} (aim ≥ {MIN_THROUGHPUT_RATIO:g}×), "
-            f"p50 {_against(ahead.p50, ahead.p50_met)} (aim ≤ {MAX_P50_RATIO:g}×), p99 {ahead.p99:.2f}×, "
-            f"p99 at an equal rate {_against(ahead.offered_p99, ahead.offered_p99_met)} "
-            f"(aim ≤ {MAX_OFFERED_P99_RATIO:g}×)"
+            f"hotness {one.hotness}, to the best peer of each round: "
+            f"throughput {shown['throughput']} (aim ≥ {MIN_THROUGHPUT_RATIO:g}×), "
+            f"p50 {shown['p50']} (aim ≤ {MAX_P50_RATIO:g}×), p99 {one.p99:.2f}×, "
+            f"p99 at an equal rate {shown['offered_p99']} (aim ≤ {MAX_OFFERED_P99_RATIO:g}×)"
         )
-
-
-def _against(value: float, met: bool) -> str:
-    return f"[{'green' if met else 'red'}]{value:.2f}×[/]"

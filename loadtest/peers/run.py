@@ -1,4 +1,4 @@
-"""The comparison itself: every server started, checked and then measured in turn, round after round.
+"""The peers' comparison itself: the model that all serve, and every server checked and then measured in turn.
 
 Each is kept busy, asked one request after the other, and offered a rate that it did not choose: a closed loop asks a
 slow server less, so its latencies can't be compared with a fast one's.
@@ -16,23 +16,75 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
+from safetensors.torch import save_file
 
 from loader.snapshot.manifest import Frozen
+from loader.snapshot.row_source import TensorRows
+from loader.snapshot.writer import export_snapshot
 from loadtest.errors import RequestFailedError
 from loadtest.load.closed_loop import cpu_seconds
-from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.config import OfferedLoad, RunConfig, bench_load
 from loadtest.load.generator import ask_scores, open_payloads
 from loadtest.load.messages import Weighed
 from loadtest.load.processes import Generators
 from loadtest.load.result import LoadResult
 from loadtest.peers.catalog import PEERS, Peer
-from loadtest.peers.model import drawn_requests, random_tensors, reference_scores, write_snapshot, write_weights
-from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
-from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchShape, BenchWorkload
-from loadtest.workloads.payloads import Api
+from loadtest.servers import HOST, Server, ServerCommand, check_scores, in_turn, running, serving
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec, bench_workload
+from loadtest.workloads.payloads import Api, candidate_arrays
+from loadtest.workloads.prepare import random_dense
+from loadtest.workloads.workload import WorkloadRequest
 from serving.models.factory import choose_dtype
+from shard_node.bags import Float32Array
+
+ROWS = "rows"
+# Rows are this wide, so that scores differ by much more than a tolerance.
+ROW_DEVIATION = 0.3
+
+
+def random_tensors(shape: BenchShape, seed: int) -> dict[str, torch.Tensor]:
+    """Draw the table (`rows`) and the MLP (`mlp.layers.<i>.weight` and `.bias`), float32, by name."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn((shape.rows, shape.embedding_dim), generator=draw) * ROW_DEVIATION
+    return {ROWS: rows, **random_dense(bench_spec(shape, "mlp"), seed)}
+
+
+def write_weights(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write one safetensors file, which peers map."""
+    save_file(tensors, file)
+
+
+def write_snapshot(shape: BenchShape, tensors: dict[str, torch.Tensor], store: Path) -> Path:
+    """Export the same weights for shardrank, rows in int8. Returns the snapshot's folder. Raises ExportError."""
+    dense = {name: tensor for name, tensor in tensors.items() if name != ROWS}
+    rows = {ROWS: TensorRows(tensors[ROWS])}
+    return export_snapshot(store, bench_spec(shape, "mlp"), rows=rows, dense=dense)
+
+
+def drawn_requests(shape: BenchShape, hotness: int, count: int) -> list[WorkloadRequest]:
+    """Draw the first requests of the pool, which is the same for every server."""
+    made, rng = bench_workload(shape, "mlp", hotness), np.random.default_rng(BENCH_SEED)
+    return [made.request(rng) for _ in range(count)]
+
+
+def reference_scores(tensors: dict[str, torch.Tensor], request: WorkloadRequest) -> Float32Array:
+    """Compute float32 [candidates] by NumPy: what every server must answer, as far as rounding goes."""
+    ids, lengths, dense = candidate_arrays(request)
+    rows = tensors[ROWS].numpy()
+    pooled = np.zeros((lengths.size, rows.shape[1]), np.float32)
+    np.add.at(pooled, np.repeat(np.arange(lengths.size), lengths.ravel()), rows[ids])
+    x = np.concatenate([dense, pooled.reshape(len(dense), -1)], 1)
+    last = sum(name.endswith(".weight") for name in tensors) - 1
+    for number in range(last + 1):
+        x = x @ tensors[f"mlp.layers.{number}.weight"].numpy().T + tensors[f"mlp.layers.{number}.bias"].numpy()
+        if number < last:
+            x = np.maximum(x, 0)
+    scores: Float32Array = (1 / (1 + np.exp(-x[:, 0]))).astype(np.float32)
+    return scores
+
 
 SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
 """shardrank's one server, by the name that each of its measured APIs has."""
@@ -98,14 +150,11 @@ class PeersConfig(Frozen):
     def load(self, name: str, server: Server, hotness: int, timeout_ms: float = 60_000) -> OfferedLoad:
         """Say how a server is asked: the same requests as every other, in its own encoding."""
         api = SHARDRANK[name] if name in SHARDRANK else PEERS[name].body
-        return OfferedLoad(
-            target=server.target(api),
-            api=api,
+        return bench_load(
+            server.target(api),
+            api,
+            BenchWorkload(shape=self.shape, head="mlp", hotness=hotness),
             path=None if name in SHARDRANK else PEERS[name].path,
-            workload=BenchWorkload(shape=self.shape, head="mlp", hotness=hotness),
-            varied=self.shape.varied,
-            requests=BENCH_REQUESTS,
-            seed=BENCH_SEED,
             timeout_ms=timeout_ms,
             max_in_flight=MAX_IN_FLIGHT,
             max_connections=MAX_CONNECTIONS,
@@ -198,12 +247,6 @@ class _Servers:
 def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, say: Say) -> list[PeerRound]:
     """Measure every server in every round at every hotness.
 
-    Args:
-        config: what.
-        pythons: of each peer's environment, by name.
-        folder: for weights, snapshot and logs.
-        say: told what is being done.
-
     Raises:
         LoadError: a server does not serve, answers with other scores, or a request failed.
         ShardrankError: the snapshot can't be written.
@@ -252,9 +295,7 @@ class _Measure:
     say: Say
 
     def __call__(self, number: int, hotness: int) -> list[PeerRound]:
-        config, names = self.config, self.config.servers
-        # Each server is first, second, ... in turn.
-        turn = (*names[number % len(names) :], *names[: number % len(names)])
+        config, turn = self.config, in_turn(self.config.servers, number)
         where = f"round {number + 1}, hotness {hotness}"
         loads: dict[str, tuple[Weighed, Weighed]] = {}
         for name in turn:

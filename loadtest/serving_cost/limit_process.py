@@ -22,14 +22,12 @@ from pydantic import BaseModel, Field, TypeAdapter
 from loader.memory import settle_heap
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
+from loadtest.bench_lookup import make_node, make_router
 from loadtest.load.generator import answer_lines
 from loadtest.load.messages import Scores
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchShape, Head, bench_workload
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper
-from router.plan import Plan
-from router.router import Router
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.calls import VersionCounter
@@ -38,8 +36,7 @@ from serving.rank.merge import MergedBatch, merge_bags
 from serving.rank.ranking import Ranking
 from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
-from shard_node.engine.loading import load_tables
-from shard_node.node import LocalShard, ShardNode
+from shard_node.node import LocalShard
 
 DEADLINE_S = 600.0
 
@@ -106,14 +103,11 @@ class Limit:
         self._config = config
         snapshot = Snapshot.open(Path(config.snapshot), verify=False)
         self._model, self._version = snapshot.spec.model, snapshot.version
-        plan = Plan.make(snapshot.spec)
-        node = ShardNode(plan.identity(0))
-        node.stage(self._model, self._version, load_tables(snapshot, plan.partition(0), plan.digest))
-        node.flip(self._model, self._version)
+        plan, node = make_node(snapshot, 1)
         schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
         parts = ranking_parts(snapshot, schema, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
         shard = LocalShard(node)
-        self._router = Router(schema.features, IdMapper(schema.features, {}), plan, [shard])
+        self._router = make_router(snapshot, plan, shard)
         self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())
         self._requests = lru_cache(maxsize=4)(self._draw_requests)
         self._batches = lru_cache(maxsize=8)(self._make_batches)

@@ -14,7 +14,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -86,7 +86,7 @@ class Payload:
     num_candidates: int
 
 
-class Payloads(Sequence[Payload]):
+class Payloads:
     """A pool of distinct encoded requests.
 
     Args:
@@ -156,14 +156,11 @@ class Payloads(Sequence[Payload]):
         """
         return self._read(answer)
 
-    @overload
-    def __getitem__(self, index: int) -> Payload: ...
+    def __getitem__(self, number: int) -> Payload:
+        return self._payloads[number]
 
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Payload]: ...
-
-    def __getitem__(self, index: int | slice) -> Payload | Sequence[Payload]:
-        return self._payloads[index]
+    def __iter__(self) -> Iterator[Payload]:
+        return iter(self._payloads)
 
     def __len__(self) -> int:
         return len(self._payloads)

@@ -16,8 +16,7 @@ from loader.snapshot.row_source import ShapedRows
 from loader.snapshot.store import WORK_FOLDER_PREFIX
 from loader.snapshot.writer import export_snapshot
 from loadtest.errors import PrepareError
-from loadtest.workloads.catalog import open_workload
-from loadtest.workloads.films import FilmsWorkload
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from serving.models.factory import build_model
 from serving.training.description import with_bucketing
 from serving.training.version import train_version
@@ -30,13 +29,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class RandomRows(ShapedRows):
-    """A table of uniform numbers in ±ROW_LIMIT: the same rows for the same seed, whichever of them are asked for.
-
-    Args:
-        seed: of the rows.
-        table: its name, so that tables of one seed differ.
-        num_embeddings, embedding_dim: its shape.
-    """
+    """A table of uniform numbers in ±ROW_LIMIT: the same rows for the same seed, whichever of them are asked for."""
 
     def __init__(self, seed: int, table: str, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -88,12 +81,6 @@ def unfinished_bytes(store: Path, model: str) -> int:
 
 def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
     """Write the next version of a model into a store, which is made if it is not there.
-
-    Args:
-        spec: the model; its tables need the identity or hash mapping, for which there is no vocabulary to write.
-        store: the store's folder.
-        seed: of rows and weights.
-        progress: told the rows written per table.
 
     Returns:
         The snapshot's folder.

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import loadtest
-from loadtest.bench_serving import bench_config, main
+from loadtest.bench_serving import BenchConfig, bench_config, main
 from loadtest.serving_cost.result import (
     AgainstBench,
     Cost,
@@ -24,7 +24,6 @@ from loadtest.serving_cost.result import (
     show,
     show_against,
 )
-from loadtest.serving_cost.run import BenchConfig
 from loadtest.workloads.catalog import BenchShape
 
 SHORT = ("--rows", "500", "--quick", "--seconds", "0.3", "--hotness", "2", "--in-flight", "8", "--dtype", "float32")

@@ -17,7 +17,6 @@ from loadtest.compare.arms import (
     ServedArm,
     asking_arguments,
     node_arguments,
-    order_of_round,
     server_arguments,
 )
 from loadtest.compare.cli import compare_cards
@@ -27,6 +26,7 @@ from loadtest.errors import CompareStoreError, ServerFailedError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import OfferedLoad
 from loadtest.load.processes import Generators
+from loadtest.servers import in_turn
 from router.errors import PlanError
 from serving.cli.group import main as shardrank
 from shardrank_testing.command_line import flags_of
@@ -65,7 +65,7 @@ def test_one_arm_the_same_arm_twice_or_too_many_are_refused(arms: dict[str, tupl
 
 
 def test_each_arm_is_measured_once_in_a_round_and_each_is_first_in_turn():
-    rounds = [order_of_round(3, number) for number in range(6)]
+    rounds = [in_turn(range(3), number) for number in range(6)]
     assert all(sorted(one) == [0, 1, 2] for one in rounds)
     for place in range(3):
         assert Counter(one[place] for one in rounds) == {0: 2, 1: 2, 2: 2}

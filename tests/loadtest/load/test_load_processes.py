@@ -19,7 +19,7 @@ from hdrh.histogram import HdrHistogram
 from rich.console import Console
 
 from loadtest.errors import GeneratorError, LoadConfigError
-from loadtest.load import merge, run
+from loadtest.load import processes, run
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.messages import Status
 from loadtest.load.processes import Generators, stopping_on_signals
@@ -145,7 +145,7 @@ def _short_steps_of_a_patient_judge():
     """A busy machine makes the generator late, which is not what this test is about."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
-        patch.setattr(merge, "MIN_MAX_LAG_MS", 10_000.0)
+        patch.setattr(processes, "MIN_MAX_LAG_MS", 10_000.0)
         yield
 
 

@@ -16,9 +16,9 @@ from loadtest.errors import LoadConfigError, ResultFileError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
 from loadtest.load.generator import open_payloads
-from loadtest.load.merge import MAX_CPU_SHARE, invalid_because
 from loadtest.load.messages import Status
 from loadtest.load.open_loop import PreciseTimer
+from loadtest.load.processes import MAX_CPU_SHARE, invalid_because
 from loadtest.load.recorder import DIGITS_OF_A_SECOND, LatencyHistogram, recorded
 from loadtest.load.result import GeneratorProcess, Mark, read_result, write_document
 from loadtest.load.run import marks_within, read_marks

@@ -12,9 +12,9 @@ import uvloop
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import headers_of, offer
-from loadtest.load.merge import make_result
 from loadtest.load.messages import Done, Offer, Ready
 from loadtest.load.open_loop import arrival_times
+from loadtest.load.processes import make_result
 from loadtest.load.recorder import LatencyHistogram, merged
 from loadtest.load.result import LoadResult
 from loadtest.workloads.catalog import open_workload

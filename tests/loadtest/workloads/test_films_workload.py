@@ -8,9 +8,8 @@ import pytest
 from loadtest.errors import WorkloadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import open_payloads
-from loadtest.workloads.catalog import open_workload
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.distributions import Fixed
-from loadtest.workloads.films import FilmsWorkload
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.workload import features_of
 from serving.training.dataset import FilmsDataset
