@@ -61,11 +61,11 @@ class LookupShape:
 
     @property
     def rows_per_table(self) -> int:
-        """Rows of each table."""
+        """Count the rows of each table."""
         return max(1, self.table_bytes // row_bytes_of("int8", self.embedding_dim) // self.num_tables)
 
     def spec(self) -> ModelSpec:
-        """The model: int8 rows, ids that are rows."""
+        """Describe the model: int8 rows, ids that are rows."""
         names = [f"f{number:02d}" for number in range(self.num_tables)]
         return ModelSpec(
             model=MODEL,
@@ -84,13 +84,13 @@ class LookupShape:
 
 
 def distinct_rows(embedding_dim: int) -> Float32Array:
-    """float32 [DISTINCT_ROWS, embedding_dim], the block that every table repeats."""
+    """Draw float32 [DISTINCT_ROWS, embedding_dim], the block that every table repeats."""
     rows: Float32Array = np.random.default_rng(7).standard_normal((DISTINCT_ROWS, embedding_dim), dtype=np.float32)
     return rows
 
 
 def write_snapshot(store: Path, shape: LookupShape) -> Path:
-    """Exports the shape's snapshot; takes some seconds for each gigabyte."""
+    """Export the shape's snapshot; takes some seconds for each gigabyte."""
     block = distinct_rows(shape.embedding_dim)
 
     def blocks() -> Iterator[Float32Array]:
@@ -105,7 +105,7 @@ def write_snapshot(store: Path, shape: LookupShape) -> Path:
 
 
 def make_node(snapshot: Snapshot, num_cards: int) -> tuple[Plan, ShardNode]:
-    """The whole model on one node."""
+    """Load the whole model on one node."""
     plan = Plan.make(snapshot.spec, cards_per_shard=num_cards)
     node = ShardNode(plan.identity(0))
     node.stage(snapshot.spec.model, snapshot.version, load_tables(snapshot, plan.partition(0), plan.digest))
@@ -114,20 +114,20 @@ def make_node(snapshot: Snapshot, num_cards: int) -> tuple[Plan, ShardNode]:
 
 
 def make_router(snapshot: Snapshot, plan: Plan, shard: Shard) -> Router:
-    """A router over one shard."""
+    """Make a router over one shard."""
     schema = FeatureSchema.of(snapshot.spec)
     return Router(schema, IdMapper(schema, {}), plan, [shard])
 
 
 def local_router(snapshot: Snapshot, num_cards: int) -> Router:
-    """The embedded default: the node is in this process."""
+    """Make the embedded default: the node is in this process."""
     plan, node = make_node(snapshot, num_cards)
     return make_router(snapshot, plan, LocalShard(node))
 
 
 @contextmanager
 def node_process(snapshot_path: Path) -> Iterator[Address]:
-    """A shard node in a process of its own behind a Unix socket, one card, one thread."""
+    """Run a shard node in a process of its own behind a Unix socket, one card, one thread."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         address = f"unix:{folder}/node.sock"
@@ -159,14 +159,14 @@ def _serve(snapshot_path: Path, address: str, ready: Connection) -> None:
 
 
 def remote_router(snapshot: Snapshot, address: Address) -> Router:
-    """A router whose only shard is behind a socket."""
+    """Make a router whose only shard is behind a socket."""
     plan = Plan.make(snapshot.spec)
     shard = ReplicatedShard(plan, 0, snapshot.identity, [ShardClient(address)])
     return make_router(snapshot, plan, shard)
 
 
 def bare_arena(snapshot: Snapshot, shape: LookupShape) -> Arena:
-    """All tables in one arena, for calling the torch op with nothing around it."""
+    """Load all tables into one arena, for calling the torch op with nothing around it."""
     rows = allocate_rows(shape.rows_per_table * shape.num_tables, row_bytes_of("int8", shape.embedding_dim))
     for number, table in enumerate(snapshot.spec.tables):
         first = number * shape.rows_per_table
@@ -177,7 +177,7 @@ def bare_arena(snapshot: Snapshot, shape: LookupShape) -> Arena:
 
 
 def float32_table(shape: LookupShape) -> torch.nn.EmbeddingBag:
-    """The same rows in float32, all tables in one, as `nn.EmbeddingBag` users have them."""
+    """Make the same rows in float32, all tables in one, as `nn.EmbeddingBag` users have them."""
     rows = shape.rows_per_table * shape.num_tables
     weight = torch.empty(rows, shape.embedding_dim)
     block = torch.from_numpy(distinct_rows(shape.embedding_dim))
@@ -190,19 +190,14 @@ def float32_table(shape: LookupShape) -> torch.nn.EmbeddingBag:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch in the forms that the compared calls take.
-
-    Attributes:
-        bags: raw ids by feature, for the router.
-        slots: int64 [n], rows in the order of all tables one after the other, for calls on one arena.
-    """
+    """One batch: raw ids by feature, and int64 [n] rows in the order of all tables one after the other."""
 
     bags: KeyedBags
     slots: Int64Array
 
 
 def make_batch(shape: LookupShape, rng: np.random.Generator, batch: int, hotness: int) -> Batch:
-    """Uniform ids: the worst case for caches."""
+    """Draw uniform ids: the worst case for caches."""
     num_bags = shape.num_tables * batch
     values = rng.integers(0, shape.rows_per_table, num_bags * hotness)
     bags = KeyedBags.from_lengths(
@@ -231,7 +226,7 @@ def _router_call(router: Router, version: int) -> Call:
 async def measure_shape(
     shape: LookupShape, snapshot_path: Path, seconds_per_cell: float, console: Console
 ) -> list[dict[str, Any]]:
-    """Measures all batch sizes and hotnesses of one shape, each for about `seconds_per_cell`."""
+    """Measure all batch sizes and hotnesses of one shape, each for about `seconds_per_cell`."""
     console.print(f"loading {shape.table_bytes / 1e9:.1f} GB, dim {shape.embedding_dim} …")
     snapshot = Snapshot.open(snapshot_path, verify=False)
     arena = bare_arena(snapshot, shape)
@@ -321,7 +316,7 @@ def _print(results: list[dict[str, Any]], console: Console) -> None:
 @click.option("--features", type=click.IntRange(min=1), default=26, show_default=True, help="One table each.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=6.0, show_default=True, help="For each cell.")
 def main(json_path: Path | None, table_gb: float, dims: tuple[int, ...], features: int, seconds: float) -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     console = Console(width=150)
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []

@@ -341,7 +341,7 @@ def _commit(checkout: Path) -> str:
 
 
 def _old_apis(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[Api, Api]:
-    """`NEW=OLD`, each an API."""
+    """Read `NEW=OLD`, each an API."""
     del ctx, param
     found = dict(OLD_APIS)
     for text in texts:
@@ -395,7 +395,7 @@ def _old_apis(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
     "Default: grpc-packed=grpc.",
 )
 def main(json_file: Path | None, against: Path | None, old_apis: dict[Api, Api], **options: Any) -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     console = Console(width=160)
     config = bench_config(**options)
     result: ServingBench | AgainstBench
@@ -414,7 +414,7 @@ def main(json_file: Path | None, against: Path | None, old_apis: dict[Api, Api],
 
 
 def bench_config(*, quick: bool, rows: int, varied: bool, **options: Any) -> BenchConfig:
-    """What the flags ask for; what is not given is the default of the full or the quick form."""
+    """Take what the flags ask for; what is not given is the default of the full or the quick form."""
     config = BenchConfig(shape=BenchShape.of(rows, varied=varied))
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if quick:

@@ -20,6 +20,7 @@ OTHER_SERVERS_APIS: tuple[Encoding, ...] = ("flat", "tensors")
 DEFAULT_PORTS = {"http": 80}
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
+MAX_TIMEOUT_MS = 60_000.0
 
 
 class LoadTarget(Frozen):
@@ -85,8 +86,8 @@ class OfferedLoad(Frozen):
     varied: bool = True
     movielens: Path | None = None
     arrivals: Arrivals = "poisson"
-    timeout_ms: float = Field(default=1000, gt=0, le=60_000)
-    slo_ms: float = Field(default=60, gt=0, le=60_000)
+    timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
+    slo_ms: float = Field(default=60, gt=0, le=MAX_TIMEOUT_MS)
     processes: int = Field(default=1, ge=1, le=64)
     requests: int = Field(default=1024, ge=1, le=1_000_000)
     max_request_bytes: int = Field(default=128 << 20, ge=1, le=16 << 30)
@@ -126,7 +127,7 @@ class OfferedLoad(Frozen):
 
 
 def bench_load(
-    target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = 60_000, **changed: Any
+    target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = MAX_TIMEOUT_MS, **changed: Any
 ) -> OfferedLoad:
     """Ask for the requests that a benchmark and the processes beside it draw, whatever they are encoded in."""
     return OfferedLoad(

@@ -28,7 +28,7 @@ from loader.memory import settle_heap
 from loadtest.errors import LateAnswerError, RequestFailedError
 from loadtest.grpc_channels import as_it_is
 from loadtest.load.closed_loop import ANSWER_TIMEOUT_S, keep_busy
-from loadtest.load.config import OfferedLoad
+from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad
 from loadtest.load.messages import ASKED, Done, Offer, Prepare, Ready, Refused, Scores, ScoresAsked, Status
 from loadtest.load.open_loop import OpenLoop, arrival_times
 from loadtest.load.recorder import Recorder
@@ -50,8 +50,11 @@ def share_of(total: int, process: int, processes: int) -> int:
 
 def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
     """Open a workload: its whole name, and a process's own requests, which are made once. Raises ShardrankError."""
-    # Where servers listen changes, what they are asked does not.
-    return _open_payloads(load.model_copy(update={"target": "", "api": load.spoken}), process)
+    # Where servers listen changes, what they are asked does not; requests of other servers bring no deadline.
+    changed: dict[str, object] = {"target": "", "api": load.spoken}
+    if load.spoken in OTHER_SERVERS_APIS:
+        changed["timeout_ms"] = MAX_TIMEOUT_MS
+    return _open_payloads(load.model_copy(update=changed), process)
 
 
 @lru_cache(maxsize=16)
@@ -198,10 +201,9 @@ def _answer(runner: asyncio.Runner, line: str) -> BaseModel:
     name, pool = open_payloads(asked.load, process)
     if isinstance(asked, ScoresAsked):
         return Scores(scores=tuple(ask_scores(asked.load, pool, asked.request).tolist()))
-    if not isinstance(asked, Offer):
+    if isinstance(asked, Prepare):
         # What is there by now stays: a collection that walks all requests would delay those that are due.
         settle_heap()
-    if isinstance(asked, Prepare):
         return Ready(requests=len(pool), model=pool.model, workload=name)
     headers = headers_of(asked.load.varied, asked.load.seed, process)
     if isinstance(asked, Offer):

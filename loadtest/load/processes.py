@@ -206,12 +206,14 @@ class Generators(Workers):
         self, load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]
     ) -> Weighed:
         """Keep a server busy from the first process. Raises as `ask`; a request that fails is a GeneratorError."""
+        self.prepare(load)
         asked = Busy(load=load, in_flight=in_flight, warmup_s=warmup_s, seconds=seconds, process_ids=process_ids)
-        return self.ask([asked], Weighed, warmup_s + seconds + READY_TIMEOUT_S)[0]
+        return self.ask([asked], Weighed, warmup_s + seconds + ANSWER_SLACK_S)[0]
 
     def scores(self, load: OfferedLoad, request: int) -> Float32Array:
         """Ask for a server's scores, float32 [candidates], of a request of the first process. Raises as `ask`."""
-        told = self.ask([ScoresAsked(load=load, request=request)], Scores, READY_TIMEOUT_S)[0]
+        self.prepare(load)
+        told = self.ask([ScoresAsked(load=load, request=request)], Scores, ANSWER_SLACK_S)[0]
         return np.array(told.scores, np.float32)
 
 
