@@ -33,7 +33,7 @@ from loadtest.load.processes import Generators
 from loadtest.load.result import LoadResult
 from loadtest.peers.catalog import PEERS, Peer
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, in_turn, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec, bench_workload
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_requests, bench_spec
 from loadtest.workloads.payloads import Api, candidate_arrays
 from loadtest.workloads.prepare import random_dense
 from loadtest.workloads.workload import WorkloadRequest
@@ -52,22 +52,11 @@ def random_tensors(shape: BenchShape, seed: int) -> dict[str, torch.Tensor]:
     return {ROWS: rows, **random_dense(bench_spec(shape, "mlp"), seed)}
 
 
-def write_weights(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write one safetensors file, which peers map."""
-    save_file(tensors, file)
-
-
 def write_snapshot(shape: BenchShape, tensors: dict[str, torch.Tensor], store: Path) -> Path:
     """Export the same weights for shardrank, rows in int8. Returns the snapshot's folder. Raises ExportError."""
     dense = {name: tensor for name, tensor in tensors.items() if name != ROWS}
     rows = {ROWS: TensorRows(tensors[ROWS])}
     return export_snapshot(store, bench_spec(shape, "mlp"), rows=rows, dense=dense)
-
-
-def drawn_requests(shape: BenchShape, hotness: int, count: int) -> list[WorkloadRequest]:
-    """Draw the first requests of the pool, which is the same for every server."""
-    made, rng = bench_workload(shape, "mlp", hotness), np.random.default_rng(BENCH_SEED)
-    return [made.request(rng) for _ in range(count)]
 
 
 def reference_scores(tensors: dict[str, torch.Tensor], request: WorkloadRequest) -> Float32Array:
@@ -254,10 +243,12 @@ def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, sa
     say(f"writing {config.shape.rows} rows")
     tensors = random_tensors(config.shape, BENCH_SEED)
     weights = folder / "weights.safetensors"
-    write_weights(tensors, weights)
+    save_file(tensors, weights)
     snapshot = write_snapshot(config.shape, tensors, folder / "store")
     expected = {
-        hotness: [reference_scores(tensors, one) for one in drawn_requests(config.shape, hotness, CHECKED_REQUESTS)]
+        hotness: [
+            reference_scores(tensors, one) for one in bench_requests(config.shape, "mlp", hotness, CHECKED_REQUESTS)
+        ]
         for hotness in config.hotness
     }
     del tensors

@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -25,7 +25,7 @@ from loader.snapshot.reader import Snapshot
 from loadtest.bench_lookup import make_node, make_router
 from loadtest.load.generator import answer_lines
 from loadtest.load.messages import Scores
-from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchShape, Head, bench_workload
+from loadtest.workloads.catalog import BENCH_REQUESTS, BenchShape, Head, bench_requests
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
 from serving.formats.schema import RequestSchema
@@ -100,7 +100,6 @@ class Limit:
     """
 
     def __init__(self, config: LimitConfig) -> None:
-        self._config = config
         snapshot = Snapshot.open(Path(config.snapshot), verify=False)
         self._model, self._version = snapshot.spec.model, snapshot.version
         plan, node = make_node(snapshot, 1)
@@ -109,7 +108,8 @@ class Limit:
         shard = LocalShard(node)
         self._router = make_router(snapshot, plan, shard)
         self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())
-        self._requests = lru_cache(maxsize=4)(self._draw_requests)
+        draw = partial(bench_requests, config.shape, config.head, count=BENCH_REQUESTS)
+        self._requests = lru_cache(maxsize=4)(draw)
         self._batches = lru_cache(maxsize=8)(self._make_batches)
 
     async def compute(self, asked: Compute) -> Computed:
@@ -144,11 +144,6 @@ class Limit:
         deadline = time.monotonic() + DEADLINE_S
         embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
         return self._ranking.score_rows(batch, embeddings)
-
-    def _draw_requests(self, hotness: int) -> list[WorkloadRequest]:
-        """The very requests that the payloads of all APIs hold, in their order."""
-        made, rng = bench_workload(self._config.shape, self._config.head, hotness), np.random.default_rng(BENCH_SEED)
-        return [made.request(rng) for _ in range(BENCH_REQUESTS)]
 
     def _make_batches(self, hotness: int, size: int) -> list[MergedBatch]:
         """Every request of the pool once or twice, in batches of `size`."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from loadtest.errors import AnswerError, RequestFailedError, ScoresDifferError, ServerFailedError
 from loadtest.load.cli import loadtest
@@ -25,14 +26,12 @@ from loadtest.peers.run import (
     PeerRound,
     PeersConfig,
     best_throughput,
-    drawn_requests,
     peer_serving,
     random_tensors,
     reference_scores,
-    write_weights,
 )
 from loadtest.servers import check_scores
-from loadtest.workloads.catalog import BenchShape, bench_payloads
+from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_requests
 from loadtest.workloads.payloads import HEADER_LENGTH, Encoding
 from shardrank_testing.load_results import example_run
 
@@ -63,7 +62,7 @@ def run_command(*arguments: str | Path):
 def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
     rows = torch.tensor([[1.0], [10.0], [100.0]])
     shape = BenchShape(features=2, embedding_dim=1, rows=3, dense=1, candidates="1")
-    request = drawn_requests(shape, 2, 1)[0]
+    request = bench_requests(shape, "mlp", 2, 1)[0]
     tensors = {
         "rows": rows,
         "mlp.layers.0.weight": torch.tensor([[0.0, 1.0, 2.0]]),
@@ -78,7 +77,7 @@ def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
 
 
 def test_the_flat_body_is_laid_out_as_documented() -> None:
-    request = drawn_requests(SHAPE, 4, 1)[0]
+    request = bench_requests(SHAPE, "mlp", 4, 1)[0]
     body, _ = body_of("flat")
     bags = request.bags
     assert np.frombuffer(body, "<u4", 4).tolist() == [7, 3, bags.num_values, 2]
@@ -95,7 +94,7 @@ def test_the_flat_body_is_laid_out_as_documented() -> None:
 
 
 def test_the_tensor_body_has_the_same_numbers_as_the_flat_one() -> None:
-    request = drawn_requests(SHAPE, 4, 1)[0]
+    request = bench_requests(SHAPE, "mlp", 4, 1)[0]
     body, header_bytes = body_of("tensors")
     header = json.loads(body[:header_bytes])
     assert body[header_bytes:] == body_of("flat")[0][16:]
@@ -111,8 +110,8 @@ def test_a_batch_of_different_requests_is_scored_by_the_peers_model_as_each_alon
     monkeypatch.syspath_prepend(PEERS["fastapi"].script.parent)
     torch_model = importlib.import_module("torch_model")
     shape, tensors = SHAPE.model_copy(update={"candidates": "2-9:5"}), random_tensors(SHAPE, 3)
-    write_weights(tensors, tmp_path / "weights")
-    requests = [one for hotness in (1, 4) for one in drawn_requests(shape, hotness, 3)]
+    save_file(tensors, tmp_path / "weights")
+    requests = [one for hotness in (1, 4) for one in bench_requests(shape, "mlp", hotness, 3)]
     bodies = [one.body for hotness in (1, 4) for one in bench_payloads(shape, "mlp", hotness, "flat", 3)]
     assert any((one.bags.lengths == 0).any() for one in requests)
     threads = torch.get_num_threads()
@@ -138,8 +137,8 @@ def test_scores_that_a_peer_answers_as_a_batch_of_one_request_are_counted_one_by
 
 def test_the_fastapi_peer_answers_with_the_models_scores_and_others_are_refused(tmp_path: Path) -> None:
     tensors, config = random_tensors(SHAPE, 3), SMALL
-    write_weights(tensors, tmp_path / "weights")
-    expected = [reference_scores(tensors, one) for one in drawn_requests(SHAPE, 4, 2)]
+    save_file(tensors, tmp_path / "weights")
+    expected = [reference_scores(tensors, one) for one in bench_requests(SHAPE, "mlp", 4, 2)]
     assert np.ptp(expected[0]) > 0.01
     with peer_serving(config, PEERS["fastapi"], Path(sys.executable), tmp_path / "weights", tmp_path / "log") as server:
         load = config.load("fastapi", server, 4)
