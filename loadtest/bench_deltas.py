@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -32,7 +33,7 @@ from loader.registry.fleet import FleetRegistry
 from loader.registry.opening import open_registry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
-from loadtest.lookup_setup import MODEL, Shape, make_batch, make_node, write_snapshot
+from loadtest.bench_lookup import MODEL, LookupShape, make_batch, make_node, write_snapshot
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import KeyedBags
 from shard_node.engine.arena import row_bytes_of
@@ -48,7 +49,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def _train(url: str, rows: int, dim: int, rows_per_s: int, publishing: Event, ended: Event, idle: Event) -> None:
-    """Publishes at a steady rate while `publishing` is set."""
+    """Publish at a steady rate while `publishing` is set."""
     rng = np.random.default_rng(1)
     step = max(1, rows_per_s // PUBLISHES_PER_S)
     # Drawn beforehand: a trainer has better things to do on a processor that the lookups share.
@@ -88,41 +89,31 @@ def _trainer(url: str, rows: int, dim: int, rows_per_s: int) -> Iterator[tuple[E
 
 @contextmanager
 def _following(url: str, snapshot: Snapshot, tables: LoadedTables) -> Iterator[None]:
-    """Applies deltas in an event loop of its own, as a shard node's does."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="follower", daemon=True)
-    thread.start()
-    ended = asyncio.Event()
+    """Apply deltas in an event loop of its own, as a shard node's does."""
+    ended = threading.Event()
 
     async def follow() -> None:
         registry = open_registry(url)
         follower = DeltaFollower(registry, MODEL, snapshot.version, tables)
-        following, end = asyncio.create_task(follower.run()), asyncio.create_task(ended.wait())
         try:
-            await asyncio.wait([following, end], return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(follower.run())
+                await asyncio.to_thread(ended.wait)
+                following.cancel()
         finally:
-            following.cancel()
-            end.cancel()
-            await asyncio.wait([following, end])
             await registry.close()
 
-    work = asyncio.run_coroutine_threadsafe(follow(), loop)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(ended.set)
+    with ThreadPoolExecutor(1, "follower") as thread:
+        work = thread.submit(asyncio.run, follow())
         try:
-            work.result(WAIT_S)
+            yield
         finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(WAIT_S)
-            loop.close()
+            ended.set()
+            work.result(WAIT_S)
 
 
 def _look_up(node: ShardNode, version: int, batches: list[KeyedBags], seconds: float) -> list[float]:
-    """Looks up without a pause; seconds that each lookup took."""
+    """Look up without a pause; give the seconds that each lookup took."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while (begin := time.perf_counter()) < end:
@@ -144,9 +135,9 @@ def _wait_until_applied(tables: LoadedTables, idle: Event) -> None:
 
 
 def measure(
-    url: str, snapshot: Snapshot, shape: Shape, rows_per_s: int, seconds: float, batch: int, hotness: int
+    url: str, snapshot: Snapshot, shape: LookupShape, rows_per_s: int, seconds: float, batch: int, hotness: int
 ) -> dict[str, Any]:
-    """Takes turns for about `seconds` of each kind of window."""
+    """Take turns for about `seconds` of each kind of window."""
     _, node = make_node(snapshot, 1)
     rng = np.random.default_rng(0)
     batches = [make_batch(shape, rng, batch, hotness).bags for _ in range(BATCHES)]
@@ -214,11 +205,11 @@ def main(
     hotness: int,
     registry: str | None,
 ) -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     console = Console()
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    shape = Shape(dim, 1, rows * row_bytes_of("int8", dim))
+    shape = LookupShape(dim, 1, rows * row_bytes_of("int8", dim))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         console.print(f"exporting {rows} rows of dim {dim} …")
         snapshot = Snapshot.open(write_snapshot(Path(folder) / "store", shape), verify=False)

@@ -24,9 +24,9 @@ from typing import Any
 
 import uvloop
 
-from loadtest.serving_cost.shape import Shape, model_spec, payloads
-from loadtest.workloads.export import write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
 from loadtest.workloads.payloads import Payload
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
@@ -83,8 +83,8 @@ def ask(connection: HTTPConnection, path: str, request: Payload) -> None:
 
 async def count(folder: Path, *, same: bool) -> dict[str, Any]:
     """Serve, warm up and count a few requests: that with the fewest calls had no periodic work beside it."""
-    shape = Shape.of(ROWS, varied=not same)
-    spec = model_spec(shape, "mlp")
+    shape = BenchShape.of(ROWS, varied=not same)
+    spec = bench_spec(shape, "mlp")
     snapshot = write_random_snapshot(spec, folder)
     service = RankingService(None, expected_models=[spec.model])
     try:
@@ -93,7 +93,7 @@ async def count(folder: Path, *, same: bool) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
         async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
-            pool = payloads(shape, "mlp", 1, "json", 32)
+            pool = bench_payloads(shape, "mlp", 1, "json", 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
                     await asyncio.to_thread(ask, connection, pool.path, pool[number % len(pool)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from loadtest.workloads.options import request_options, workload_options
+from loadtest.workloads.cli import request_options, workload_options
 from serving.cli import WithExamples
 from serving.cli.options import FiniteRange, device_options, memory_budget_option, replicate_option, sharding_option
 
@@ -132,6 +132,6 @@ def compare_cards(
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --replicate-bytes 0 --rounds 10
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2 --workers 2
     """
-    from loadtest.compare.command import checked_configs, execute
+    from loadtest.compare.result import checked_configs, execute
 
     ctx.exit(execute(*checked_configs(given), store, json_file, html_file))

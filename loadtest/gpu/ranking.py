@@ -25,8 +25,8 @@ from pydantic import JsonValue
 from loader.snapshot.manifest import DenseModelSpec, ModelSpec
 from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.writer import export_snapshot
+from loadtest.bench_lookup import DISTINCT_ROWS, distinct_rows
 from loadtest.gpu.parts import BenchSize, Work
-from loadtest.lookup_setup import DISTINCT_ROWS, distinct_rows
 from router.feature_schema import FeatureSchema
 from serving.cli.capacity import catalog_model
 from serving.formats.requests import Answer, RankAnswer, RankRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from loadtest.workloads.options import request_options, workload_options
+from loadtest.workloads.cli import request_options, workload_options
 from serving.cli import WithExamples
 
 COMMANDS = {
@@ -115,11 +115,12 @@ def run(
       shardrank loadtest run --target grpc://127.0.0.1:8081 --rate 500 --duration 60 --json run.json --html run.html
       shardrank loadtest run --target http://127.0.0.1:8080 --api oip-http --sweep --slo-ms 20
     """
-    from loadtest.load.command import LoadCommand, execute
+    from loadtest.load.run import execute
 
     if rate is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
-    command = LoadCommand(
+    code = execute(
+        given,
         rate=rate,
         max_rate=max_rate if sweeps else None,
         duration_s=duration_s,
@@ -128,4 +129,4 @@ def run(
         json_file=json_file,
         html_file=html_file,
     )
-    ctx.exit(execute(command, given))
+    ctx.exit(code)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import Frozen
 from loadtest.load.result import Arrivals
-from loadtest.workloads.payloads import GRPC_APIS, Api
+from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
+from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.limits import RequestLimits
 
-APIS_BY_SCHEME: dict[str, tuple[Api, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
+APIS_BY_SCHEME: dict[str, tuple[Encoding, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
+OTHER_SERVERS_APIS: tuple[Encoding, ...] = ("flat", "tensors")
 DEFAULT_PORTS = {"http": 80}
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
+MAX_TIMEOUT_MS = 60_000.0
 
 
-class Target(Frozen):
+class LoadTarget(Frozen):
     """Where a server is: its scheme `http` or `grpc`, host and port."""
 
     scheme: str
@@ -28,8 +31,8 @@ class Target(Frozen):
     port: int = Field(ge=1, le=65535)
 
     @classmethod
-    def parse(cls, text: str) -> Target:
-        """Reads `http://host[:port]` or `grpc://host:port`.
+    def parse(cls, text: str) -> LoadTarget:
+        """Read `http://host[:port]` or `grpc://host:port`.
 
         Raises:
             ValueError: it is something else, TLS for example.
@@ -45,14 +48,15 @@ class Target(Frozen):
         return cls(scheme=parts.scheme, host=parts.hostname, port=port)
 
 
-class LoadConfig(Frozen):
+class OfferedLoad(Frozen):
     """What to ask, where and how, for all runs of one load test.
 
     Attributes:
         target: `http://host[:port]` or `grpc://host:port`.
         api: None for the target's first: JSON, or shardrank's gRPC.
+        path: of a POST, where it is not the API's own.
         model: to ask for; None for the workload's own name.
-        workload: as `open_workload` reads it.
+        workload: as `open_workload` reads it, or a benchmark's.
         context_features: of a drawn workload, how many features come once a request.
         ids: their distribution; None for the workload's own.
         candidates: how many a request has; None for the workload's own.
@@ -72,17 +76,18 @@ class LoadConfig(Frozen):
     """
 
     target: str
-    api: Api | None = None
+    api: Encoding | None = None
+    path: str | None = None
     model: str | None = None
-    workload: str = "dlrm-v2:0.001"
+    workload: str | BenchWorkload = "dlrm-v2:0.001"
     context_features: int = Field(default=0, ge=0)
     ids: str | None = None
     candidates: str | None = None
     varied: bool = True
     movielens: Path | None = None
     arrivals: Arrivals = "poisson"
-    timeout_ms: float = Field(default=1000, gt=0, le=60_000)
-    slo_ms: float = Field(default=60, gt=0, le=60_000)
+    timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
+    slo_ms: float = Field(default=60, gt=0, le=MAX_TIMEOUT_MS)
     processes: int = Field(default=1, ge=1, le=64)
     requests: int = Field(default=1024, ge=1, le=1_000_000)
     max_request_bytes: int = Field(default=128 << 20, ge=1, le=16 << 30)
@@ -94,9 +99,10 @@ class LoadConfig(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        scheme = Target.parse(self.target).scheme
-        if self.api is not None and self.api not in APIS_BY_SCHEME[scheme]:
-            raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(APIS_BY_SCHEME[scheme])} are")
+        scheme = LoadTarget.parse(self.target).scheme
+        spoken = APIS_BY_SCHEME[scheme]
+        if self.api not in (None, *spoken, *OTHER_SERVERS_APIS):
+            raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(spoken)} are")
         if self.slo_ms > self.timeout_ms:
             raise ValueError(f"slo_ms: {self.slo_ms:g} is more than timeout_ms, {self.timeout_ms:g}")
         for name in ("max_in_flight", "max_connections"):
@@ -106,18 +112,34 @@ class LoadConfig(Frozen):
 
     @property
     def stated_timeout_ms(self) -> int | None:
-        """The deadline that requests bring; None where the one that servers give them by default is not too short."""
+        """Give the deadline that requests bring; None where the one that servers give them by default is enough."""
         return math.ceil(self.timeout_ms) if self.timeout_ms > RequestLimits().default_timeout_ms else None
 
     @property
-    def at(self) -> Target:
-        """The target, read."""
-        return Target.parse(self.target)
+    def at(self) -> LoadTarget:
+        """Read the target."""
+        return LoadTarget.parse(self.target)
 
     @property
-    def spoken(self) -> Api:
-        """The API that is used."""
+    def spoken(self) -> Encoding:
+        """Name the API that is used."""
         return self.api or APIS_BY_SCHEME[self.at.scheme][0]
+
+
+def bench_load(
+    target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = MAX_TIMEOUT_MS, **changed: Any
+) -> OfferedLoad:
+    """Ask for the requests that a benchmark and the processes beside it draw, whatever they are encoded in."""
+    return OfferedLoad(
+        target=target,
+        api=api,
+        workload=workload,
+        varied=workload.shape.varied,
+        requests=BENCH_REQUESTS,
+        seed=BENCH_SEED,
+        timeout_ms=timeout_ms,
+        **changed,
+    )
 
 
 class RunConfig(Frozen):
@@ -137,5 +159,5 @@ class RunConfig(Frozen):
 
     @property
     def until_s(self) -> float:
-        """The end of sending, from the run's begin."""
+        """Give the end of sending, from the run's begin."""
         return self.warmup_s + self.duration_s

@@ -10,15 +10,24 @@ in `latency_of_due`, where a failed request is later than any answer.
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, TypeAdapter
+import psutil
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from loader.snapshot.manifest import Frozen
-from loadtest.load.result_file import read_document
-from loadtest.workloads.payloads import Api
+from loader.snapshot.manifest import Frozen, schema_errors
+from loadtest.errors import ResultFileError
+from loadtest.workloads.payloads import Encoding
 
+MAX_RESULT_BYTES = 256 << 20
+LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio", "hdrhistogram")
+
+Document = TypeVar("Document")
 Arrivals: TypeAlias = Literal["poisson", "constant"]
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]
@@ -184,7 +193,7 @@ class LoadResult(Frozen):
     kind: Literal["run"] = "run"
     format_version: Literal[1] = 1
     target: str
-    api: Api
+    api: Encoding
     model: str
     workload: str
     ids: str | None = None
@@ -249,9 +258,85 @@ _ANY_RESULT: TypeAdapter[LoadResult | SweepResult] = TypeAdapter(Result)
 
 
 def read_result(path: Path) -> LoadResult | SweepResult:
-    """Reads what `--json` wrote.
+    """Read what `--json` wrote.
 
     Raises:
         ResultFileError: no such file, too large, or not such a document.
     """
     return read_document(path, _ANY_RESULT, [LoadResult, SweepResult], "not a load test's result")
+
+
+def check_writable(*files: Path | None) -> None:
+    """Raise ResultFileError if a file can't be written. An older one stays until there is a new one."""
+    for file in files:
+        if file is not None:
+            try:
+                file.open("a").close()
+            except OSError as error:
+                raise ResultFileError(f"{file}: {error.strerror or error}") from error
+
+
+def write_document(document: BaseModel, file: Path) -> None:
+    """Write a document as JSON. Raises ResultFileError if the file can't be written."""
+    try:
+        file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ResultFileError(f"{file}: {error.strerror or error}") from error
+
+
+def read_document(
+    file: Path,
+    adapter: TypeAdapter[Document],
+    models: Sequence[type[BaseModel]],
+    is_none: str,
+    max_problems: int | None = None,
+) -> Document:
+    """Read a document that was written as JSON.
+
+    Args:
+        file: at most MAX_RESULT_BYTES long.
+        adapter: of the documents that may be in it.
+        models: those documents, for the names of fields in an error.
+        is_none: what the file is said to be if it is none of them.
+        max_problems: how many of its problems are told; None for all.
+
+    Raises:
+        ResultFileError: no such file, too large, or not such a document.
+    """
+    try:
+        if (size := file.stat().st_size) > MAX_RESULT_BYTES:
+            raise ResultFileError(f"{file}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
+        return adapter.validate_json(file.read_bytes())
+    except OSError as error:
+        raise ResultFileError(f"{file}: {error.strerror or error}") from error
+    except ValidationError as error:
+        found = [str(one) for one in schema_errors(error, models)]
+        told = found[:max_problems]
+        more = f" and {len(found) - len(told)} more" if len(told) < len(found) else ""
+        raise ResultFileError(f"{file} is {is_none}: {'; '.join(told)}{more}") from error
+
+
+def this_machine() -> Machine:
+    """Describe the machine that this process runs on."""
+    return Machine(
+        name=platform.node() or "unnamed",
+        cpu=processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()}",
+    )
+
+
+def versions() -> dict[str, str]:
+    """List the versions of Python and of the libraries that the generator sends with."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
+
+
+def processor() -> str:
+    """Name the model of this machine's processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,22 +1,68 @@
-"""A load test's result on a terminal."""
+"""A load test on a terminal: how a run is getting on, and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from loadtest.load.config import RunConfig
+from loadtest.load.messages import Status
+from loadtest.load.processes import OnStatus
+from loadtest.load.recorder import DIGITS_OF_A_SECOND, merged
 from loadtest.load.result import LoadResult, Percentiles, SweepResult
-from loadtest.load.sweep import outcome_of
 from loadtest.workloads.payloads import FORMS
 
 PERCENTILES = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
 
 
+@contextlib.contextmanager
+def live_status(console: Console, run: RunConfig) -> Iterator[OnStatus]:
+    """Show the latest status of all processes together, on a terminal; elsewhere nothing is shown."""
+    began, latest = time.monotonic(), dict[int, Status]()
+    live = Live(console=console, transient=True, refresh_per_second=4)
+
+    def on_status(process: int, status: Status) -> None:
+        latest[process] = status
+        live.update(Text(status_line(run, time.monotonic() - began, list(latest.values()))))
+
+    with live if console.is_terminal else contextlib.nullcontext():
+        yield on_status
+
+
+def status_line(run: RunConfig, elapsed_s: float, latest: list[Status]) -> str:
+    """Write `  7 s of 12 s  500/s  ok 3499  errors 0  in flight 4  p50 1.2 ms  p99 3.4 ms`."""
+    due, ok = sum(one.due for one in latest), sum(one.ok for one in latest)
+    recent = merged([one.recent for one in latest], digits=DIGITS_OF_A_SECOND).percentiles()
+    parts = [
+        f"{min(elapsed_s, run.until_s):3.0f} s of {run.until_s:g} s",
+        "warm-up" if elapsed_s < run.warmup_s else f"{run.rate:g}/s",
+        f"ok {ok}",
+        f"errors {due - ok}",
+        f"in flight {sum(one.in_flight for one in latest)}",
+    ]
+    if recent.p50_ms is not None and recent.p99_ms is not None:
+        parts += [f"p50 {recent.p50_ms:.1f} ms", f"p99 {recent.p99_ms:.1f} ms"]
+    return "  ".join(parts)
+
+
+def outcome_of(result: LoadResult, slo_ms: float) -> Literal["kept", "failed", "invalid"]:
+    """Tell whether 99 of 100 requests that were due were answered in time; a run that is not valid does not tell."""
+    if not result.valid:
+        return "invalid"
+    p99_ms = result.latency_of_due.p99_ms
+    return "kept" if p99_ms is not None and p99_ms <= slo_ms else "failed"
+
+
 def show_result(console: Console, result: LoadResult | SweepResult) -> None:
-    """Prints it."""
+    """Print it."""
     if isinstance(result, SweepResult):
         _show_sweep(console, result)
     else:
@@ -24,12 +70,12 @@ def show_result(console: Console, result: LoadResult | SweepResult) -> None:
 
 
 def _show_run(console: Console, result: LoadResult) -> None:
-    _line(
+    line(
         console,
         f"{result.target} {result.api}  {result.workload}  {result.arrivals} arrivals at {result.rate:g}/s for "
         f"{result.duration_s:g} s",
     )
-    _line(console, f"requests are {FORMS[result.varied]}")
+    line(console, f"requests are {FORMS[result.varied]}")
     table = _table(("", "p50", "p90", "p99", "p99.9", "max"))
     rows = {
         "latency of answers, ms": result.latency,
@@ -51,13 +97,13 @@ def _show_run(console: Console, result: LoadResult) -> None:
     table.add_row("generator late, p99", f"{_ms(generator.lag_p99_ms)} ms")
     console.print(table)
     for example in result.error_examples:
-        _line(console, f"  {example}")
+        line(console, f"  {example}")
     for reason in result.invalid_because:
-        _line(console, f"not valid: {reason}")
+        line(console, f"not valid: {reason}")
 
 
 def _show_sweep(console: Console, result: SweepResult) -> None:
-    _line(console, f"requests are {FORMS[result.steps[0].varied]}")
+    line(console, f"requests are {FORMS[result.steps[0].varied]}")
     table = _table(("rate", "p50", "p99", "p99 of due", "errors", "generator", ""))
     for step in result.steps:
         cpu = max(process.cpu_share for process in step.generator.processes)
@@ -72,14 +118,14 @@ def _show_sweep(console: Console, result: SweepResult) -> None:
         )
     console.print(table)
     if result.highest_rate is None:
-        _line(console, f"no rate kept p99 within {result.slo_ms:g} ms")
+        line(console, f"no rate kept p99 within {result.slo_ms:g} ms")
         return
     why = {
         "server": "the server does not keep to it beyond",
         "generator": "the generator could not tell beyond",
         "max_rate": "no more was tried",
     }[result.limited_by]
-    _line(console, f"highest rate with p99 within {result.slo_ms:g} ms: {result.highest_rate:.1f}/s; {why}")
+    line(console, f"highest rate with p99 within {result.slo_ms:g} ms: {result.highest_rate:.1f}/s; {why}")
 
 
 def _table(columns: Sequence[str]) -> Table:
@@ -97,5 +143,6 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _line(console: Console, text: str) -> None:
+def line(console: Console, text: str) -> None:
+    """Print a line as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

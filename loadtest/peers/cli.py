@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from loadtest.peers.catalog import PEERS
-from loadtest.workloads.options import same_option
+from loadtest.peers.catalog import PEERS, install_peer, installed_pythons
+from loadtest.workloads.cli import same_option
 from serving.cli import WithExamples
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -88,8 +88,6 @@ def peers(
       shardrank loadtest peers --env-dir ~/peers --json peers.json --html peers.html
       shardrank loadtest peers --env-dir ~/peers --peer fastapi --peer mosec --rounds 1 --seconds 2
     """
-    from loadtest.peers.install import install_peer, installed_pythons
-
     chosen = [PEERS[name] for name in dict.fromkeys(names or PEERS)]
     if installs:
         for peer in chosen:
@@ -97,21 +95,18 @@ def peers(
         return
     pythons = installed_pythons(chosen, env_dir)
 
-    from loadtest.load.result_file import write_document
-    from loadtest.peers.comparison import ahead, compared
-    from loadtest.peers.config import PeersConfig
-    from loadtest.peers.run import run_peers
-    from loadtest.peers.show import show
-    from loadtest.report.page import write_html
-    from loadtest.serving_cost.shape import Shape
+    from rich.console import Console
 
-    config = PeersConfig.model_validate({"shape": Shape.of(rows, varied=varied), "peers": tuple(pythons), **measuring})
+    from loadtest.load.run import write_files
+    from loadtest.peers.comparison import ahead, compared, show
+    from loadtest.peers.run import PeersConfig, run_peers
+    from loadtest.workloads.catalog import BenchShape
+
+    shape = BenchShape.of(rows, varied=varied)
+    config = PeersConfig.model_validate({"shape": shape, "peers": tuple(pythons), **measuring})
     with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
         rounds = run_peers(config, pythons, Path(folder), click.echo)
     comparison = compared(config, rounds)
-    show(comparison, ahead(config, rounds))
-    if json_file is not None:
-        write_document(comparison, json_file)
-    if html_file is not None:
-        write_html(comparison, html_file)
+    show(Console(width=150), comparison, ahead(config, rounds))
+    write_files(comparison, json_file, html_file)
     ctx.exit(0 if comparison.valid else 1)

@@ -7,25 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
 from loader.snapshot.manifest import Frozen
-from loadtest.load.machine import this_machine, versions
-from loadtest.load.result import Machine
+from loadtest.compare.result import show_comparison
+from loadtest.load.processes import not_busy_because
+from loadtest.load.result import Machine, this_machine, versions
 from loadtest.peers.catalog import PEERS
-from loadtest.peers.config import SHARDRANK, PeersConfig, shardrank_arguments
-from loadtest.peers.offered_load import TIMEOUT_S
-from loadtest.peers.run import Round
+from loadtest.peers.run import OFFERED_TIMEOUT_MS, PeerRound, PeersConfig
 from loadtest.report.comparison import Arm, Better, Comparison, measured
 
-MAX_CLIENT_CORES = 0.9
 MIN_THROUGHPUT_RATIO = 3.0
 MAX_P50_RATIO = 0.6
 MAX_OFFERED_P99_RATIO = 0.5
 """What is aimed at, to the best peer: throughput, p50 with one request in flight, p99 at an equal rate."""
-MAX_LAG_SHARE = 0.1
-MIN_MAX_LAG_MS = 2.0
-"""The client's lateness is in the latencies that it measures: it may be a tenth of the p99, or 2 ms."""
-
 TITLES = {"shardrank": "shardrank", "shardrank-grpc": "shardrank, gRPC"}
 
 
@@ -34,12 +29,12 @@ class _Measure:
     name: str
     unit: str
     better: Better
-    value: Callable[[Round], float]
+    value: Callable[[PeerRound], float]
 
 
 def _late(latency_ms: float | None) -> float:
     """A percentile of requests of which so many had no answer at all is at least the time they were waited for."""
-    return 1e3 * TIMEOUT_S if latency_ms is None else latency_ms
+    return OFFERED_TIMEOUT_MS if latency_ms is None else latency_ms
 
 
 _MEASURES = (
@@ -48,8 +43,8 @@ _MEASURES = (
     _Measure("p99, one in flight", "ms", "lower", lambda one: one.alone.p99_ms),
     _Measure("p50, {in_flight} in flight", "ms", "lower", lambda one: one.full.p50_ms),
     _Measure("p99, {in_flight} in flight", "ms", "lower", lambda one: one.full.p99_ms),
-    _Measure("p50, equal rate", "ms", "lower", lambda one: _late(one.offered.p50_ms)),
-    _Measure("p99, equal rate", "ms", "lower", lambda one: _late(one.offered.p99_ms)),
+    _Measure("p50, equal rate", "ms", "lower", lambda one: _late(one.offered.latency_of_due.p50_ms)),
+    _Measure("p99, equal rate", "ms", "lower", lambda one: _late(one.offered.latency_of_due.p99_ms)),
 )
 
 
@@ -70,51 +65,39 @@ class Ahead(Frozen):
     offered_p99: float
 
     @property
-    def throughput_met(self) -> bool:
-        """Whether it is what is aimed at."""
-        return self.throughput >= MIN_THROUGHPUT_RATIO
-
-    @property
-    def p50_met(self) -> bool:
-        """Whether it is what is aimed at."""
-        return self.p50 <= MAX_P50_RATIO
-
-    @property
-    def offered_p99_met(self) -> bool:
-        """Whether it is what is aimed at."""
-        return self.offered_p99 <= MAX_OFFERED_P99_RATIO
+    def met(self) -> dict[str, bool]:
+        """Tell which of them are what is aimed at."""
+        return {
+            "throughput": self.throughput >= MIN_THROUGHPUT_RATIO,
+            "p50": self.p50 <= MAX_P50_RATIO,
+            "offered_p99": self.offered_p99 <= MAX_OFFERED_P99_RATIO,
+        }
 
 
-def ahead(config: PeersConfig, rounds: Sequence[Round]) -> list[Ahead]:
-    """For each hotness; shardrank over binary HTTP, as the peers are asked."""
+def ahead(config: PeersConfig, rounds: Sequence[PeerRound]) -> list[Ahead]:
+    """Compute it for each hotness; shardrank over binary HTTP, as the peers are asked."""
     values = _values(config, rounds)
     found = []
     for number, hotness in enumerate(config.hotness):
         # [measures, servers, rounds]; the peers come after shardrank's own.
-        own, peers = values[number][:, 0], values[number][:, len(SHARDRANK) :]
+        own, peers = values[number][:, 0], values[number][:, -len(config.peers) :]
         best = np.stack([peers[0].max(0), *peers[1:].min(1)])
         throughput, p50, p99, *_, offered_p99 = np.median(own / best, axis=1).tolist()
         found.append(Ahead(hotness=hotness, throughput=throughput, p50=p50, p99=p99, offered_p99=offered_p99))
     return found
 
 
-def compared(config: PeersConfig, rounds: Sequence[Round], machine: Machine | None = None) -> Comparison:
-    """The document of `--json` and the page of `--html`.
+def compared(config: PeersConfig, rounds: Sequence[PeerRound], machine: Machine | None = None) -> Comparison:
+    """Make the document of `--json` and the page of `--html`.
 
     Raises:
         ComparisonError: a latency of 0.
     """
     values = _values(config, rounds)
     reasons = [
-        f"{_title(one.server)}, hotness {one.hotness}, round {one.round + 1}: the client took {cores:.2f} of a core"
+        f"{_title(one.server)}, hotness {one.hotness}, round {one.round + 1}: {reason}"
         for one in rounds
-        for cores in (one.full.client_cpu_s / one.full.seconds, one.offered.client_cpu_s / one.offered.seconds)
-        if cores > MAX_CLIENT_CORES
-    ]
-    reasons += [
-        f"{_title(one.server)}, hotness {one.hotness}, round {one.round + 1}: the client came {lag_ms:.1f} ms late"
-        for one in rounds
-        if (lag_ms := one.offered.lag_p99_ms or 0.0) > max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * _late(one.offered.p99_ms))
+        for reason in (*not_busy_because(one.full), *one.offered.invalid_because)
     ]
     shape = config.shape
     return Comparison(
@@ -128,7 +111,7 @@ def compared(config: PeersConfig, rounds: Sequence[Round], machine: Machine | No
             "largest batch of a peer": f"{config.batch} requests",
             "processes of shardrank": str(config.shardrank_workers),
             "peers": "float32",
-            "shardrank": f"int8 rows, {' '.join(shardrank_arguments(config))}",
+            "shardrank": f"int8 rows, {' '.join(config.shardrank_arguments)}",
             "equal rates": ", ".join(_rates(config, rounds)),
         },
         arms=tuple(Arm(name=_title(name)) for name in config.servers),
@@ -147,32 +130,25 @@ def compared(config: PeersConfig, rounds: Sequence[Round], machine: Machine | No
         valid=not reasons,
         invalid_because=tuple(reasons),
         machine=machine or this_machine(),
-        versions={**versions(), **{name: pinned(name) for name in config.peers}},
+        versions={**versions(), **{name: PEERS[name].pinned for name in config.peers}},
     )
-
-
-def pinned(name: str) -> str:
-    """The version of a peer that its requirements ask for."""
-    package = {"triton": "nvidia-pytriton"}.get(name, name)
-    lines = PEERS[name].requirements.read_text(encoding="utf-8").split()
-    return next(line.partition("==")[2] for line in lines if line.partition("==")[0] == package)
 
 
 def _title(name: str) -> str:
     return TITLES.get(name) or PEERS[name].title
 
 
-def _rates(config: PeersConfig, rounds: Sequence[Round]) -> list[str]:
+def _rates(config: PeersConfig, rounds: Sequence[PeerRound]) -> list[str]:
     """What every server was offered, by hotness: a share of what the best peer had just answered."""
     share = f"{config.offered_share:.0%} of the best peer's throughput"
     found = []
     for hotness in config.hotness:
-        rates = [one.rate for one in rounds if one.hotness == hotness]
+        rates = [one.offered.rate for one in rounds if one.hotness == hotness]
         found.append(f"hotness {hotness}: {min(rates):.0f} to {max(rates):.0f}/s ({share})")
     return found
 
 
-def _values(config: PeersConfig, rounds: Sequence[Round]) -> list[npt.NDArray[np.float64]]:
+def _values(config: PeersConfig, rounds: Sequence[PeerRound]) -> list[npt.NDArray[np.float64]]:
     """For each hotness, float64 [measures, servers, rounds]."""
     at = {(one.server, one.hotness, one.round): one for one in rounds}
     return [
@@ -184,3 +160,17 @@ def _values(config: PeersConfig, rounds: Sequence[Round]) -> list[npt.NDArray[np
         )
         for hotness in config.hotness
     ]
+
+
+def show(console: Console, comparison: Comparison, found: Sequence[Ahead]) -> None:
+    """Print every measure of every server, and how far shardrank is ahead."""
+    console.print(f"requests: {comparison.setup['requests']}")
+    show_comparison(console, comparison)
+    for one in found:
+        shown = {name: f"[{'green' if met else 'red'}]{getattr(one, name):.2f}×[/]" for name, met in one.met.items()}
+        console.print(
+            f"hotness {one.hotness}, to the best peer of each round: "
+            f"throughput {shown['throughput']} (aim ≥ {MIN_THROUGHPUT_RATIO:g}×), "
+            f"p50 {shown['p50']} (aim ≤ {MAX_P50_RATIO:g}×), p99 {one.p99:.2f}×, "
+            f"p99 at an equal rate {shown['offered_p99']} (aim ≤ {MAX_OFFERED_P99_RATIO:g}×)"
+        )

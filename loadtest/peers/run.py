@@ -1,42 +1,164 @@
-"""The comparison itself: every server started, checked and then measured in turn, round after round."""
+"""The peers' comparison itself: the model that all serve, and every server checked and then measured in turn.
+
+Each is kept busy, asked one request after the other, and offered a rate that it did not choose: a closed loop asks a
+slow server less, so its latencies can't be compared with a fast one's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from loadtest.peers.catalog import PEERS
-from loadtest.peers.client_process import PeerLoad
-from loadtest.peers.config import SHARDRANK, PeersConfig
-from loadtest.peers.model import random_tensors, reference_scores, write_snapshot, write_weights
-from loadtest.peers.offered_load import PeerRate
-from loadtest.peers.processes import check_peer
-from loadtest.peers.requests import PeerRequests, drawn_requests
-from loadtest.peers.started import Started
-from loadtest.serving_cost.helper_process import HelperProcess
-from loadtest.serving_cost.messages import Offered, Weighed
-from loadtest.serving_cost.one_answer import check_scores
-from loadtest.serving_cost.servers import Server
-from loadtest.serving_cost.shape import SEED, Shape, payloads
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors.torch import save_file
+
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.row_source import TensorRows
+from loader.snapshot.writer import export_snapshot
+from loadtest.errors import RequestFailedError
+from loadtest.load.closed_loop import cpu_seconds
+from loadtest.load.config import OfferedLoad, RunConfig, bench_load
+from loadtest.load.generator import ask_scores, open_payloads
+from loadtest.load.messages import Weighed
+from loadtest.load.processes import Generators
+from loadtest.load.result import LoadResult
+from loadtest.peers.catalog import PEERS, Peer
+from loadtest.servers import HOST, Server, ServerCommand, check_scores, in_turn, running, serving
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_requests, bench_spec
+from loadtest.workloads.payloads import Api, candidate_arrays
+from loadtest.workloads.prepare import random_dense
+from loadtest.workloads.workload import WorkloadRequest
+from serving.models.ranking_models import choose_dtype
 from shard_node.bags import Float32Array
 
+ROWS = "rows"
+# Rows are this wide, so that scores differ by much more than a tolerance.
+ROW_DEVIATION = 0.3
+
+
+def random_tensors(shape: BenchShape, seed: int) -> dict[str, torch.Tensor]:
+    """Draw the table (`rows`) and the MLP (`mlp.layers.<i>.weight` and `.bias`), float32, by name."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn((shape.rows, shape.embedding_dim), generator=draw) * ROW_DEVIATION
+    return {ROWS: rows, **random_dense(bench_spec(shape, "mlp"), seed)}
+
+
+def write_snapshot(shape: BenchShape, tensors: dict[str, torch.Tensor], store: Path) -> Path:
+    """Export the same weights for shardrank, rows in int8. Returns the snapshot's folder. Raises ExportError."""
+    dense = {name: tensor for name, tensor in tensors.items() if name != ROWS}
+    rows = {ROWS: TensorRows(tensors[ROWS])}
+    return export_snapshot(store, bench_spec(shape, "mlp"), rows=rows, dense=dense)
+
+
+def reference_scores(tensors: dict[str, torch.Tensor], request: WorkloadRequest) -> Float32Array:
+    """Compute float32 [candidates] by NumPy: what every server must answer, as far as rounding goes."""
+    ids, lengths, dense = candidate_arrays(request)
+    rows = tensors[ROWS].numpy()
+    pooled = np.zeros((lengths.size, rows.shape[1]), np.float32)
+    np.add.at(pooled, np.repeat(np.arange(lengths.size), lengths.ravel()), rows[ids])
+    x = np.concatenate([dense, pooled.reshape(len(dense), -1)], 1)
+    last = sum(name.endswith(".weight") for name in tensors) - 1
+    for number in range(last + 1):
+        x = x @ tensors[f"mlp.layers.{number}.weight"].numpy().T + tensors[f"mlp.layers.{number}.bias"].numpy()
+        if number < last:
+            x = np.maximum(x, 0)
+    scores: Float32Array = (1 / (1 + np.exp(-x[:, 0]))).astype(np.float32)
+    return scores
+
+
+SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
+"""shardrank's one server, by the name that each of its measured APIs has."""
 CHECKED_REQUESTS = 2
 # Peers compute in float32, but add in another order; shardrank's rows are int8 and its MLP may be bfloat16.
 PEER_TOLERANCE = 1e-4
 SHARDRANK_TOLERANCE = 0.03
+# Few connections would fall unevenly on the processes behind a port, which the kernel chooses by chance.
+CHANNELS = 16
+# Beyond these a request that was offered fails, and counts as later than any other.
+OFFERED_TIMEOUT_MS = 5000.0
+MAX_IN_FLIGHT = 2048
+MAX_CONNECTIONS = 64
+SETTLE_S = 1.0
+WATCH_S = 2.0
+MAX_IDLE_CORES = 0.05
+"""A server that takes more while nothing is asked of it would slow the others down."""
+
 Say = Callable[[str], None]
 
 
+class PeersConfig(Frozen):
+    """What is measured, and for how long.
+
+    Attributes:
+        peers: names in `PEERS`.
+        hotness: ids for each feature of each candidate.
+        in_flight: requests of the client under full load.
+        rounds: how often everything is measured.
+        warmup_s: of each load.
+        seconds: that each load is weighed for.
+        workers: processes of each peer, one thread each.
+        batch: requests that a peer with batching scores together at most.
+        shardrank_workers: processes of shardrank's server.
+        dtype: of shardrank's dense model; `auto` is bfloat16 where the processor has it.
+        offered_share: of the best peer's throughput in a round, the rate that every server is then offered in it.
+    """
+
+    shape: BenchShape = BenchShape()
+    peers: tuple[str, ...] = Field(default=tuple(PEERS), min_length=1)
+    hotness: tuple[int, ...] = Field(default=(1, 20), min_length=1)
+    in_flight: int = Field(default=32, ge=1, le=1024)
+    rounds: int = Field(default=5, ge=1, le=100)
+    warmup_s: float = Field(default=1.0, ge=0)
+    seconds: float = Field(default=5.0, gt=0)
+    workers: int = Field(default=2, ge=1, le=64)
+    batch: int = Field(default=8, ge=1, le=64)
+    shardrank_workers: int = Field(default=2, ge=1, le=64)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    offered_share: float = Field(default=0.6, gt=0, lt=1)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """List all that are measured, shardrank first."""
+        return (*SHARDRANK, *self.peers)
+
+    @property
+    def shardrank_arguments(self) -> tuple[str, ...]:
+        """List the flags of shardrank's server, beside where it listens and what it serves."""
+        dtype = "bfloat16" if choose_dtype(self.dtype) is torch.bfloat16 else "float32"
+        return ("--no-verify", "--workers", str(self.shardrank_workers), "--dtype", dtype)
+
+    def load(self, name: str, server: Server, hotness: int, timeout_ms: float = 60_000) -> OfferedLoad:
+        """Say how a server is asked: the same requests as every other, in its own encoding."""
+        api = SHARDRANK[name] if name in SHARDRANK else PEERS[name].body
+        return bench_load(
+            server.target(api),
+            api,
+            BenchWorkload(shape=self.shape, head="mlp", hotness=hotness),
+            path=None if name in SHARDRANK else PEERS[name].path,
+            timeout_ms=timeout_ms,
+            max_in_flight=MAX_IN_FLIGHT,
+            max_connections=MAX_CONNECTIONS,
+            grpc_channels=CHANNELS,
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class Round:
+class PeerRound:
     """One server in one round, at one hotness.
 
     Attributes:
         full: with `PeersConfig.in_flight` in flight.
         alone: with one in flight.
-        rate: requests a second that it was offered, as every server in this round.
-        offered: what came of them.
+        offered: at the rate that every server in this round was offered.
     """
 
     round: int
@@ -44,47 +166,111 @@ class Round:
     hotness: int
     full: Weighed
     alone: Weighed
-    rate: float
-    offered: Offered
+    offered: LoadResult
 
 
-def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, say: Say) -> list[Round]:
-    """Measures everything.
-
-    Args:
-        config: what.
-        pythons: of each peer's environment, by name.
-        folder: for weights, snapshot and logs.
-        say: told what is being done.
-
-    Returns:
-        Every server in every round at every hotness.
+@contextlib.contextmanager
+def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path, log: Path) -> Iterator[Server]:
+    """Serve a file of weights while the block runs, by the Python of a peer's environment.
 
     Raises:
-        PeerServerError: a peer does not serve, or answers with other scores.
-        ServingBenchError: a request failed, or shardrank does not serve.
+        ServerFailedError: the peer ends, or does not answer in time.
+    """
+    # Another program could take it before the peer does; then the peer ends, and says why.
+    with socket.create_server((HOST, 0)) as held:
+        port: int = held.getsockname()[1]
+    settings = {"WEIGHTS": weights.resolve(), "PORT": port, "WORKERS": config.workers, "BATCH": config.batch}
+    environment = os.environ | {f"PEER_{name}": str(value) for name, value in settings.items()}
+    # mosec takes its own address from here. The peer's environment alone is searched for modules.
+    environment |= {"MOSEC_PORT": str(port), "MOSEC_ADDRESS": HOST, "PYTHONNOUSERSITE": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = ServerCommand("its server", (str(python.absolute()), str(peer.script)), log, environment)
+    load = config.load(peer.name, Server(port, 0, ()), config.hotness[0])
+    _, pool = open_payloads(load)
+
+    def why_not_ready() -> str:
+        try:
+            ask_scores(load, pool, 0)
+        except RequestFailedError as error:
+            return str(error)
+        return ""
+
+    with running(peer.title, [command], why_not_ready) as started:
+        yield Server(port, 0, started.process_ids)
+
+
+class _Servers:
+    """The servers of a comparison: those that are quiet when nobody asks stay up, others run in their turn alone."""
+
+    def __init__(self, start: Callable[[str], AbstractContextManager[Server]], stack: ExitStack, say: Say) -> None:
+        self._start = start
+        self._stack = stack
+        self._say = say
+        self._up: dict[str, Server] = {}
+        self._restless: set[str] = set()
+
+    @contextlib.contextmanager
+    def serving(self, name: str) -> Iterator[Server]:
+        """Have a server up while the block runs, alone with servers that are quiet. Raises ServerFailedError."""
+        name = "shardrank" if name in SHARDRANK else name
+        if name in self._up:
+            yield self._up[name]
+            return
+        with ExitStack() as stack:
+            self._say(f"starting {name}")
+            server = stack.enter_context(self._start(name))
+            if name not in self._restless:
+                time.sleep(SETTLE_S)
+                before = cpu_seconds(server.process_ids)
+                time.sleep(WATCH_S)
+                idle_cores = (cpu_seconds(server.process_ids) - before) / WATCH_S
+                if idle_cores <= MAX_IDLE_CORES:
+                    self._up[name] = server
+                    self._stack.push(stack.pop_all())
+                else:
+                    self._say(f"{name} takes {idle_cores:.2f} of a core while idle: it runs in its turn alone")
+                    self._restless.add(name)
+            yield server
+
+
+def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, say: Say) -> list[PeerRound]:
+    """Measure every server in every round at every hotness.
+
+    Raises:
+        LoadError: a server does not serve, answers with other scores, or a request failed.
         ShardrankError: the snapshot can't be written.
     """
     say(f"writing {config.shape.rows} rows")
-    tensors = random_tensors(config.shape, SEED)
+    tensors = random_tensors(config.shape, BENCH_SEED)
     weights = folder / "weights.safetensors"
-    write_weights(tensors, weights)
+    save_file(tensors, weights)
     snapshot = write_snapshot(config.shape, tensors, folder / "store")
     expected = {
-        hotness: [reference_scores(tensors, one) for one in drawn_requests(config.shape, hotness, CHECKED_REQUESTS)]
+        hotness: [
+            reference_scores(tensors, one) for one in bench_requests(config.shape, "mlp", hotness, CHECKED_REQUESTS)
+        ]
         for hotness in config.hotness
     }
     del tensors
-    with Started(config, pythons, weights, snapshot, folder, say) as servers:
+
+    def start(name: str) -> AbstractContextManager[Server]:
+        log = folder / f"{name}.log"
+        if name == "shardrank":
+            return serving("local", snapshot, config.shardrank_arguments, log)
+        return peer_serving(config, PEERS[name], pythons[name], weights, log)
+
+    with ExitStack() as stack:
+        servers = _Servers(start, stack, say)
+        generators = stack.enter_context(Generators())
         say("comparing scores with the reference")
-        for name in ("shardrank", *config.peers):
+        for name in config.servers:
+            most = SHARDRANK_TOLERANCE if name in SHARDRANK else PEER_TOLERANCE
             with servers.serving(name) as server:
-                for api in SHARDRANK if name == "shardrank" else (name,):
-                    for hotness, scores in expected.items():
-                        for number, one in enumerate(scores):
-                            _check(config.shape, api, server, hotness, number, one)
-        client = servers.enter(HelperProcess("loadtest.peers.client_process", config.shape))
-        measure = _Measure(config, client, servers, say)
+                for hotness, scores in expected.items():
+                    for number, one in enumerate(scores):
+                        found = generators.scores(config.load(name, server, hotness), number)
+                        check_scores(f"{name}, request {number}", found, one, most)
+        measure = _Measure(config, generators, servers, say)
         return [
             one for number in range(config.rounds) for hotness in config.hotness for one in measure(number, hotness)
         ]
@@ -95,57 +281,36 @@ class _Measure:
     """One round at one hotness, of all servers."""
 
     config: PeersConfig
-    client: HelperProcess
-    servers: Started
-    say: Callable[[str], None]
+    generators: Generators
+    servers: _Servers
+    say: Say
 
-    def __call__(self, number: int, hotness: int) -> list[Round]:
-        names = self.config.servers
-        # Each server is first, second, ... in turn.
-        turn = (*names[number % len(names) :], *names[: number % len(names)])
+    def __call__(self, number: int, hotness: int) -> list[PeerRound]:
+        config, turn = self.config, in_turn(self.config.servers, number)
         where = f"round {number + 1}, hotness {hotness}"
         loads: dict[str, tuple[Weighed, Weighed]] = {}
         for name in turn:
             self.say(f"{where}: {name}")
             with self.servers.serving(name) as server:
-                full, alone = (self._load(name, server, hotness, in_flight) for in_flight in (self.config.in_flight, 1))
+                load = config.load(name, server, hotness)
+                full, alone = (
+                    self.generators.busy(load, in_flight, config.warmup_s, config.seconds, server.process_ids)
+                    for in_flight in (config.in_flight, 1)
+                )
             loads[name] = full, alone
-        rate = self.config.offered_share * best_throughput([loads[name][0] for name in self.config.peers])
-        offered: dict[str, Offered] = {}
+        rate = config.offered_share * best_throughput([loads[name][0] for name in config.peers])
+        # Servers with the same seed get requests at the same times.
+        seed = BENCH_SEED + number
+        run = RunConfig(rate=rate, warmup_s=config.warmup_s, duration_s=config.seconds, seed=seed)
+        rounds = []
         for name in turn:
             self.say(f"{where}: {name} at {rate:.0f}/s")
             with self.servers.serving(name) as server:
-                offered[name] = self._offer(name, server, hotness, rate, number)
-        return [Round(number, name, hotness, *loads[name], rate, offered[name]) for name in turn]
-
-    def _load(self, name: str, server: Server, hotness: int, in_flight: int) -> Weighed:
-        config = self.config
-        load = PeerLoad(
-            **server.place,
-            **config.load,
-            server=name,
-            hotness=hotness,
-            in_flight=in_flight,
-            process_ids=server.process_ids,
-        )
-        return self.client.measure(load, Weighed)
-
-    def _offer(self, name: str, server: Server, hotness: int, rate: float, number: int) -> Offered:
-        config = self.config
-        load = PeerRate(**server.place, **config.load, server=name, hotness=hotness, rate=rate, seed=SEED + number)
-        return self.client.measure(load, Offered)
+                offered = self.generators.offer(config.load(name, server, hotness, OFFERED_TIMEOUT_MS), run)
+            rounds.append(PeerRound(number, name, hotness, *loads[name], offered))
+        return rounds
 
 
 def best_throughput(loads: Sequence[Weighed]) -> float:
-    """Answers a second of whichever gave most."""
+    """Give the answers a second of whichever gave most."""
     return max(one.requests / one.seconds for one in loads)
-
-
-def _check(shape: Shape, name: str, server: Server, hotness: int, number: int, expected: Float32Array) -> None:
-    if name in SHARDRANK:
-        pool = payloads(shape, "mlp", hotness, SHARDRANK[name], CHECKED_REQUESTS)
-        check_scores(server, pool, number, expected, SHARDRANK_TOLERANCE)
-    else:
-        peer = PEERS[name]
-        asked = PeerRequests(shape, hotness, peer.path, peer.body)
-        check_peer(peer, server, asked, number, expected, PEER_TOLERANCE)

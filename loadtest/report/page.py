@@ -9,8 +9,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from loadtest.load.result import LoadResult, SweepResult
-from loadtest.load.result_file import read_document
+from loadtest.load.result import LoadResult, SweepResult, read_document
 from loadtest.report import numbers
 from loadtest.report.comparison import ComparedMeasure, Comparison
 from loadtest.report.errors import PageFileError

@@ -10,24 +10,24 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import torch
 import uvloop
+from pydantic import BaseModel, Field, TypeAdapter
 
 from loader.memory import settle_heap
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
-from loadtest.serving_cost.helper_process import answer_lines
-from loadtest.serving_cost.messages import TO_LIMIT, Compute, Computed, LimitConfig, Score, Scores
-from loadtest.serving_cost.shape import REQUESTS_IN_POOL, SEED, workload
+from loadtest.bench_lookup import make_node, make_router
+from loadtest.load.generator import answer_lines
+from loadtest.load.messages import Scores
+from loadtest.workloads.catalog import BENCH_REQUESTS, BenchShape, Head, bench_requests
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper
-from router.plan import Plan
-from router.router import Router
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.calls import VersionCounter
@@ -36,10 +36,60 @@ from serving.rank.merge import MergedBatch, merge_bags
 from serving.rank.ranking import Ranking
 from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
-from shard_node.engine.loading import load_tables
-from shard_node.node import LocalShard, ShardNode
+from shard_node.node import LocalShard
 
 DEADLINE_S = 600.0
+
+
+class LimitConfig(Frozen):
+    """What the limit's process is started with."""
+
+    snapshot: str
+    shape: BenchShape
+    head: Head
+    dtype: Literal["float32", "bfloat16"]
+
+
+class Compute(Frozen):
+    """To the limit: score batches of so many requests for some time. Answered with `Computed`.
+
+    Attributes:
+        batch_requests: the mean; batches of the next smaller and the next larger size are mixed to it.
+    """
+
+    kind: Literal["compute"] = "compute"
+    hotness: int
+    batch_requests: float = Field(ge=1)
+    seconds: float = Field(gt=0)
+
+
+class Computed(Frozen):
+    """From the limit.
+
+    Attributes:
+        requests: scored.
+        cpu_s: processor time of its process meanwhile.
+        seconds: of the clock.
+        batch_p50_ms: of a batch.
+    """
+
+    kind: Literal["computed"] = "computed"
+    requests: int
+    cpu_s: float
+    seconds: float
+    batch_p50_ms: float
+
+
+class Score(Frozen):
+    """To the limit: what are the scores of this request of the pool? Answered with `Scores`."""
+
+    kind: Literal["score"] = "score"
+    hotness: int
+    request: int = Field(ge=0)
+
+
+ToLimit: TypeAlias = Annotated[Compute | Score, Field(discriminator="kind")]
+_TO_LIMIT: TypeAdapter[Compute | Score] = TypeAdapter(ToLimit)
 
 
 class Limit:
@@ -50,23 +100,20 @@ class Limit:
     """
 
     def __init__(self, config: LimitConfig) -> None:
-        self._config = config
         snapshot = Snapshot.open(Path(config.snapshot), verify=False)
         self._model, self._version = snapshot.spec.model, snapshot.version
-        plan = Plan.make(snapshot.spec)
-        node = ShardNode(plan.identity(0))
-        node.stage(self._model, self._version, load_tables(snapshot, plan.partition(0), plan.digest))
-        node.flip(self._model, self._version)
+        plan, node = make_node(snapshot, 1)
         schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
         parts = ranking_parts(snapshot, schema, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
         shard = LocalShard(node)
-        self._router = Router(schema.features, IdMapper(schema.features, {}), plan, [shard])
+        self._router = make_router(snapshot, plan, shard)
         self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())
-        self._requests = lru_cache(maxsize=4)(self._draw_requests)
+        draw = partial(bench_requests, config.shape, config.head, count=BENCH_REQUESTS)
+        self._requests = lru_cache(maxsize=4)(draw)
         self._batches = lru_cache(maxsize=8)(self._make_batches)
 
     async def compute(self, asked: Compute) -> Computed:
-        """Scores batches in turn, until the time is over."""
+        """Score batches in turn, until the time is over."""
         small = int(asked.batch_requests)
         batches = {size: self._batches(asked.hotness, size) for size in (small, small + 1)}
         done, taken_s = 0, []
@@ -89,7 +136,7 @@ class Limit:
         )
 
     async def score(self, asked: Score) -> Scores:
-        """The scores of one request of the pool."""
+        """Score one request of the pool."""
         batch = _merged([self._requests(asked.hotness)[asked.request]])
         return Scores(scores=tuple((await self._scores(batch)).tolist()))
 
@@ -97,11 +144,6 @@ class Limit:
         deadline = time.monotonic() + DEADLINE_S
         embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
         return self._ranking.score_rows(batch, embeddings)
-
-    def _draw_requests(self, hotness: int) -> list[WorkloadRequest]:
-        """The very requests that the payloads of all APIs hold, in their order."""
-        made, rng = workload(self._config.shape, self._config.head, hotness), np.random.default_rng(SEED)
-        return [made.request(rng) for _ in range(REQUESTS_IN_POOL)]
 
     def _make_batches(self, hotness: int, size: int) -> list[MergedBatch]:
         """Every request of the pool once or twice, in batches of `size`."""
@@ -114,7 +156,7 @@ class Limit:
 
 
 def batch_sizes(mean: float) -> Iterator[int]:
-    """Sizes without end, each the next whole number below or above `mean`, whose sum keeps closest to it."""
+    """Give sizes without end, each the next whole number below or above `mean`, whose sum keeps closest to it."""
     small, wanted, given = int(mean), 0.0, 0
     while True:
         wanted += mean
@@ -135,15 +177,15 @@ def _merged(requests: list[WorkloadRequest]) -> MergedBatch:
 
 
 def main() -> None:
-    """`python -m loadtest.serving_cost.limit_process CONFIG`."""
+    """Run `python -m loadtest.serving_cost.limit_process CONFIG`."""
     # As each ranking replica of a server, and with its memory settled like a server's.
     torch.set_num_threads(1)
     limit = Limit(LimitConfig.model_validate_json(sys.argv[1]))
     settle_heap()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
-        def answer(line: str) -> Frozen:
-            asked = TO_LIMIT.validate_json(line)
+        def answer(line: str) -> BaseModel:
+            asked = _TO_LIMIT.validate_json(line)
             return runner.run(limit.compute(asked) if isinstance(asked, Compute) else limit.score(asked))
 
         answer_lines(answer)

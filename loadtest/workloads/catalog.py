@@ -1,43 +1,220 @@
-"""Published models as workloads: their tables and bags, cut to a share of the rows."""
+"""Workloads by name: published models at a scale, films, and the one table that the benchmarks serve."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeAlias
 
-from loader.snapshot.manifest import ModelSpec
-from loadtest.workloads.candidates import MLPERF_CANDIDATES, VARIED_CANDIDATES, CandidateCounts
-from loadtest.workloads.errors import WorkloadError
-from loadtest.workloads.ids import IdDistribution, Uniform, Zipf
-from loadtest.workloads.synthetic import SyntheticWorkload
+import numpy as np
+from pydantic import Field
+
+from loader.snapshot.manifest import (
+    DenseInputs,
+    DenseModelSpec,
+    FeatureSpec,
+    Frozen,
+    ModelSpec,
+    TableSpec,
+    fingerprint_strings,
+)
+from loadtest.errors import WorkloadError
+from loadtest.workloads.distributions import (
+    MLPERF_CANDIDATES,
+    VARIED_CANDIDATES,
+    CandidateCounts,
+    IdDistribution,
+    Uniform,
+    Zipf,
+    parse_candidates,
+    parse_ids,
+)
+from loadtest.workloads.payloads import FORMS, Encoding, Payloads
+from loadtest.workloads.workload import SyntheticWorkload, Workload, WorkloadRequest
+from router.feature_schema import FeatureSchema
 from serving.cli.capacity import catalog_model
+from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
+from serving.training.interactions import Interactions, offsets_of, positions_in, read_movielens
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+
+PROFILE = "profile"
 
 
-def catalog_workload(
-    model: str,
-    scale: float = 1.0,
-    *,
-    ids: IdDistribution | None = None,
-    candidates: CandidateCounts | None = None,
-    context_features: int = 0,
-    varied: bool = True,
-) -> SyntheticWorkload:
-    """A model of `serving.cli.capacity`.
+class FilmsWorkload:
+    """Makes requests to the model that `shardrank demo` and `shardrank train` make.
+
+    A request is a user of the test part, each as likely, with the history from the training part. Its candidates are
+    the films that the user rated in the test part; with `candidates`, that many films: those first, then others that
+    the user did not rate there, at random.
 
     Args:
-        model: its name there.
-        scale: of the numbers of rows, above 0 and at most 1.
-        ids: which rows; None for what the model was published with.
-        candidates: how many; None for 50 to 500 with a mean of 200 or, not varied, MLPerf's 100 to 700 with 270.
-        context_features: how many features, those with the most ids first, come once a request instead of once a
-            candidate: a user's histories. The server's model must have been prepared with the same number.
-        varied: whether bags are ragged around the published hotness; not, every bag has exactly that.
+        interactions: the data.
+        options: what the model is made of; requests differ only by its `profile`.
+        candidates: how many candidates; None for the user's own.
+        split_seed: the same as the trainer's, so that the server has not learnt the answers.
 
     Raises:
-        WorkloadError: a scale or number of features out of range.
-        ModelNotFoundError: no such model.
+        TrainingError: if the data can't be split.
     """
-    if not 0 < scale <= 1:
-        raise WorkloadError(f"workload {model!r}: scale {scale:g} is not above 0 and at most 1")
+
+    def __init__(
+        self,
+        interactions: Interactions,
+        options: FilmsOptions | None = None,
+        *,
+        candidates: CandidateCounts | None = None,
+        split_seed: int = 0,
+    ) -> None:
+        options = options or FilmsOptions()
+        self.interactions = interactions
+        self.options = options
+        self.spec = films_spec(interactions, options)
+        self.schema = FeatureSchema.of(self.spec)
+        own = "their own" if candidates is None else candidates.name
+        self.name = f"films{f':{PROFILE}' if options.profile else ''}, {interactions.source}, candidates {own}"
+        if split_seed:
+            self.name += f", split {split_seed}"
+        self._candidates = candidates
+        dataset = FilmsDataset.split(interactions, seed=split_seed)
+        labelled = evaluation_requests(dataset, self.spec)
+        requests = labelled.requests
+        self._films = interactions.films
+        self._rated = np.split(interactions.film_index[labelled.samples], np.cumsum(requests.num_candidates)[:-1])
+        self._context = {
+            feature.name: (requests.values[feature.name], offsets_of(requests.lengths[feature.name]))
+            for feature in self.spec.features
+            if feature.side == "context"
+        }
+        every_film = np.arange(self._films.ids.size)
+        statistics = dataset.film_statistics(every_film, np.full(every_film.size, NO_FOLD))
+        self._film_dense: Float32Array = statistics[:, : self.spec.dense_inputs.candidate]
+        words = sorted(set(interactions.users.occupations))
+        self._words = dict(zip(fingerprint_strings(words).tolist(), words, strict=True))
+
+    @property
+    def num_users(self) -> int:
+        """Count the users who have films in the test part."""
+        return len(self._rated)
+
+    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+        """Draw a user and make the request."""
+        user = int(rng.integers(self.num_users))
+        films = self._chosen(rng, user)
+        bags = {name: self._context_bag(name, user) for name in self._context}
+        genre_lengths, genres = positions_in(self._films.genre_offsets, films)
+        bags["film_id"] = (self._films.ids[films], np.ones(films.size, np.int64))
+        bags["genre"] = (self._films.genre_ids[genres], genre_lengths)
+        ordered = [bags[feature.name] for feature in self.schema.features]
+        return WorkloadRequest(
+            bags=KeyedBags.from_lengths(
+                np.arange(len(ordered), dtype=np.int32),
+                np.array([lengths.size for _, lengths in ordered], np.int64),
+                np.concatenate([lengths for _, lengths in ordered]),
+                np.concatenate([values for values, _ in ordered]),
+            ),
+            num_candidates=films.size,
+            context_dense=np.zeros(0, np.float32),
+            candidate_dense=np.ascontiguousarray(self._film_dense[films]),
+            texts={name: self._texts(bags[name][0]) for name in self.schema.string_features},
+        )
+
+    def _chosen(self, rng: np.random.Generator, user: int) -> Int64Array:
+        rated = self._rated[user]
+        if self._candidates is None:
+            return rated
+        count = self._candidates.draw(rng)
+        missing = max(0, count - rated.size)
+        every_film = np.arange(self._films.ids.size)
+        others = np.setdiff1d(every_film, rated) if rated.size < every_film.size else every_film
+        # Where there are too few films, one comes more than once, as a request may have it.
+        return np.concatenate([rated, rng.choice(others, missing, replace=missing > others.size)])[:count]
+
+    def _context_bag(self, name: str, user: int) -> tuple[Int64Array, Int64Array]:
+        values, offsets = self._context[name]
+        own = values[offsets[user] : offsets[user + 1]]
+        return own, np.array([own.size], np.int64)
+
+    def _texts(self, fingerprints: Int64Array) -> tuple[str, ...]:
+        return tuple(self._words[number] for number in fingerprints.tolist())
+
+
+def movielens_workload(
+    folder: Path, *, profile: bool = False, candidates: CandidateCounts | None = None, split_seed: int = 0
+) -> FilmsWorkload:
+    """Open a folder with u.data, u.item, u.user and u.genre of MovieLens 100K.
+
+    Raises:
+        DatasetError: a file is missing or malformed.
+        TrainingError: if the ratings can't be split.
+    """
+    options = FilmsOptions(profile=profile)
+    return FilmsWorkload(read_movielens(folder), options, candidates=candidates, split_seed=split_seed)
+
+
+CATALOG_WORKLOADS = ("dlrm-v2", "merlin-tiny")
+WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], films[:profile]"
+_NUMBER = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
+
+
+def open_workload(
+    text: str,
+    *,
+    ids: str | None = None,
+    candidates: str | None = None,
+    context_features: int = 0,
+    movielens: Path | None = None,
+    split_seed: int = 0,
+    varied: bool = True,
+) -> Workload:
+    """Open the workload of that name.
+
+    Args:
+        text: `dlrm-v2` or `merlin-tiny`, with the share of the rows such as `dlrm-v2:0.01`; `films`, or `films:profile`
+            for a model trained with `--profile`.
+        ids: as `parse_ids` reads it; None for the workload's own.
+        candidates: as `parse_candidates` reads it; None for the workload's own.
+        context_features: of dlrm-v2 and merlin-tiny, how many features, those with the most ids first, come once a
+            request (a user's histories) instead of once a candidate. The server's model must have been prepared so.
+        movielens: folder with the files of MovieLens 100K, for `films`.
+        split_seed: of its ratings; the trainer's.
+        varied: whether dlrm-v2 and merlin-tiny have ragged bags and 50 to 500 candidates, where `candidates` is None;
+            not, their bags and numbers of candidates are the published ones. Requests of films are always as they were.
+
+    Raises:
+        WorkloadError: naming what is not known or does not belong together.
+        DatasetError, TrainingError: as `movielens_workload`.
+    """
+    name, _, rest = text.partition(":")
+    counts = None if candidates is None else parse_candidates(candidates)
+    if name in CATALOG_WORKLOADS:
+        scale = _scale(text, rest) if ":" in text else 1.0
+        chosen_ids = None if ids is None else parse_ids(ids)
+        return _catalog_workload(name, scale, chosen_ids, counts, context_features, varied)
+    if text in ("films", f"films:{PROFILE}"):
+        if ids is not None or context_features:
+            raise WorkloadError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
+        if movielens is None:
+            raise WorkloadError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
+        return movielens_workload(movielens, profile=rest == PROFILE, candidates=counts, split_seed=split_seed)
+    raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
+
+
+def _scale(text: str, rest: str) -> float:
+    if not _NUMBER.fullmatch(rest) or not 0 < float(rest) <= 1:
+        raise WorkloadError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
+    return float(rest)
+
+
+def _catalog_workload(
+    model: str,
+    scale: float,
+    ids: IdDistribution | None,
+    candidates: CandidateCounts | None,
+    context_features: int,
+    varied: bool,
+) -> SyntheticWorkload:
+    """Open a model of `serving.cli.capacity`; ids and candidates are by default what it was published with."""
     found = catalog_model(model, scale=scale)
     ids = ids or (Zipf(found.zipf) if found.zipf else Uniform())
     candidates = candidates or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
@@ -49,18 +226,116 @@ def catalog_workload(
 
 
 def _with_context(spec: ModelSpec, hotness: Mapping[str, int], count: int) -> ModelSpec:
-    if not count:
-        return spec
     most = len(spec.features) - 1
     if not 0 <= count <= most:
         raise WorkloadError(
             f"context_features: {count} is not in 0..{most}; {spec.model!r} has {most + 1} features, one must be "
             "a candidate's"
         )
-    chosen = sorted(spec.features, key=lambda feature: -hotness[feature.name])[:count]
-    names = {feature.name for feature in chosen}
+    names = {feature.name for feature in sorted(spec.features, key=lambda feature: -hotness[feature.name])[:count]}
     features = tuple(
         feature.model_copy(update={"side": "context"}) if feature.name in names else feature
         for feature in spec.features
     )
     return spec.model_copy(update={"features": features})
+
+
+Head: TypeAlias = Literal["mlp", "dlrm"]
+
+BENCH_REQUESTS = 64
+BENCH_SEED = 11
+MAX_BENCH_BYTES = 1 << 30
+
+
+class BenchShape(Frozen):
+    """Of the model that the benchmarks serve, one table that all features share, and of every request.
+
+    Attributes:
+        features: all of candidates.
+        rows: of the table, int8.
+        dense: floats of a candidate.
+        candidates: of a request, as `parse_candidates` reads it.
+        varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
+    """
+
+    features: int = Field(default=26, ge=1, le=1000)
+    embedding_dim: int = Field(default=64, ge=1, le=1024)
+    rows: int = Field(default=1_000_000, ge=1, le=2**31)
+    dense: int = Field(default=13, ge=1, le=1000)
+    candidates: str = VARIED_CANDIDATES.name
+    varied: bool = True
+
+    @classmethod
+    def of(cls, rows: int, *, varied: bool) -> BenchShape:
+        """Take the benchmarks' shape; requests that are not varied have 100 candidates."""
+        return cls(rows=rows) if varied else cls(rows=rows, candidates="100", varied=False)
+
+    @property
+    def requests(self) -> str:
+        """Say what results say of the requests."""
+        return f"{self.candidates} candidates, {FORMS[self.varied]}"
+
+
+class BenchWorkload(Frozen):
+    """A model of that shape under an MLP or DLRM, asked for `hotness` ids a bag, or about as many."""
+
+    shape: BenchShape
+    head: Head
+    hotness: int
+
+
+def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
+    """Describe the model, named `bench-<head>`."""
+    names = tuple(f"feature-{number:03d}" for number in range(shape.features))
+    layers: dict[Head, dict[str, object]] = {
+        "mlp": {"hidden": [256, 64]},
+        "dlrm": {"bottom_mlp": [512, 256, shape.embedding_dim], "top_mlp": [512, 256]},
+    }
+    table = TableSpec(
+        name="rows", num_embeddings=shape.rows, embedding_dim=shape.embedding_dim, feature_names=names, dtype="int8"
+    )
+    return ModelSpec(
+        model=f"bench-{head}",
+        tables=(table,),
+        features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
+        dense_inputs=DenseInputs(candidate=shape.dense),
+        dense_model=DenseModelSpec(kind=head, config=layers[head]),
+    )
+
+
+def bench_workload(shape: BenchShape, head: Head, hotness: int) -> SyntheticWorkload:
+    """Open a `BenchWorkload`; ids are uniform, the worst case for caches."""
+    spec = bench_spec(shape, head)
+    counts = parse_candidates(shape.candidates)
+    of_each = dict.fromkeys((feature.name for feature in spec.features), hotness)
+    return SyntheticWorkload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=shape.varied)
+
+
+def bench_requests(shape: BenchShape, head: Head, hotness: int, count: int) -> list[WorkloadRequest]:
+    """Draw the first requests of the pool: those that `bench_payloads` encodes."""
+    made, rng = bench_workload(shape, head, hotness), np.random.default_rng(BENCH_SEED)
+    return [made.request(rng) for _ in range(count)]
+
+
+def bench_payloads(
+    shape: BenchShape,
+    head: Head,
+    hotness: int,
+    api: Encoding,
+    count: int = BENCH_REQUESTS,
+    *,
+    timeout_ms: int | None = 60_000,
+    path: str | None = None,
+) -> Payloads:
+    """Make the first `count` requests of the pool, which is the same for every API.
+
+    Raises:
+        WorkloadError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
+    """
+    made = bench_workload(shape, head, hotness)
+    pool = Payloads(
+        made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES, path=path
+    )
+    if len(pool) < count:
+        raise WorkloadError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
+    return pool

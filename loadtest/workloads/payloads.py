@@ -1,48 +1,65 @@
-"""A workload's requests as bytes, made before a load begins: whoever measures must not encode meanwhile."""
+"""A workload's requests as bytes, made before a load begins: whoever measures must not encode meanwhile.
+
+Each API has a function that encodes a request, and one that reads the scores of an answer. The formats are those of
+docs/api.md, serving/proto/shardrank/v1/ranking.proto and docs/open-inference-protocol.md; `flat` and `tensors` are what
+other servers are asked with (`loadtest.peers`).
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
 
-from loadtest.workloads import grpc_payload, json_payload, oip_payload
-from loadtest.workloads.errors import WorkloadError
-from loadtest.workloads.workload import Workload
+from loadtest.errors import AnswerError, WorkloadError
+from loadtest.workloads.workload import FeatureBags, Workload, WorkloadRequest, features_of
+from serving.proto.inference import open_inference_pb2
+from serving.proto.shardrank.v1 import ranking_pb2
+from shard_node.bags import Float32Array, Int32Array, Int64Array
 
 Api: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]
 APIS: tuple[Api, ...] = get_args(Api)
 GRPC_APIS: tuple[Api, ...] = ("grpc", "grpc-packed", "oip-grpc")
+Encoding: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc", "flat", "tensors"]
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Names in lower case, and values."""
-
-_COUNT_SCORES: dict[Api, Callable[[bytes], int]] = {
-    "json": json_payload.count_scores,
-    "oip-http": oip_payload.count_http_scores,
-    "grpc": grpc_payload.count_scores,
-    "grpc-packed": grpc_payload.count_scores,
-    "oip-grpc": oip_payload.count_grpc_scores,
-}
-_HEADERS: dict[Api, Headers] = {
-    "json": (("content-type", "application/json"),),
-    "oip-http": (("content-type", "application/octet-stream"),),
-    **dict.fromkeys(GRPC_APIS, ()),
-}
+ScoreList: TypeAlias = Sequence[float] | Float32Array
+Encoded: TypeAlias = tuple[bytes, Headers]
 
 DEFAULT_PAYLOADS = 256
 DEFAULT_MAX_BYTES = 128 << 20
-
+HEADER_LENGTH = "inference-header-content-length"
+SCORES = "scores"
 FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (--same)"}
 """What results say of requests that are `varied` or not."""
 
+_BINARY: Headers = (("content-type", "application/octet-stream"),)
+_FLAT_HEADER = struct.Struct("<4I")
+_RANK_METHOD = "/shardrank.v1.RankingService/Rank"
+_PATHS: dict[Encoding, str] = {
+    "json": "/v1/models/{}:rank",
+    "oip-http": "/v2/models/{}/infer",
+    "grpc": _RANK_METHOD,
+    "grpc-packed": _RANK_METHOD,
+    "oip-grpc": "/inference.GRPCInferenceService/ModelInfer",
+    "flat": "/rank",
+    "tensors": "/v2/models/rank/infer",
+}
+
 
 def changing_headers(varied: bool, seed: int) -> Iterator[Headers]:
-    """What a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
+    """Draw what a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
 
     `traceparent` is that of W3C's Trace Context, with ids that are drawn. Requests that are not `varied` get nothing.
     """
@@ -69,18 +86,22 @@ class Payload:
     num_candidates: int
 
 
-class Payloads(Sequence[Payload]):
+class Payloads:
     """A pool of distinct encoded requests.
 
     Args:
         workload: makes the requests.
-        api: `json`, `oip-http` (binary tensors), `grpc` (maps by feature name), `grpc-packed` or `oip-grpc`.
+        api: how they are encoded.
         model: the name that the server has the model under; None for the workload's own.
         count: how many. Fewer are made if they would take more than `max_bytes`; `len` tells, and there is at
             least one.
         seed: of the requests; the same ones for every API.
         timeout_ms: the deadline that each brings; None to leave it to the server.
         max_bytes: of all bodies.
+        path: of a POST, where it is not the API's own.
+
+    Attributes:
+        path: of a POST, or the full name of a gRPC method.
 
     Raises:
         WorkloadError: no such API, or a count or size out of range.
@@ -89,93 +110,293 @@ class Payloads(Sequence[Payload]):
     def __init__(
         self,
         workload: Workload,
-        api: Api,
+        api: Encoding,
         *,
         model: str | None = None,
         count: int = DEFAULT_PAYLOADS,
         seed: int = 0,
         timeout_ms: int | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        path: str | None = None,
     ) -> None:
-        if api not in APIS:
+        if api not in _PATHS:
             raise WorkloadError(f"api: {api!r} is not one of {', '.join(APIS)}")
         for name, value in (("count", count), ("max_bytes", max_bytes)):
             if value < 1:
                 raise WorkloadError(f"{name}: {value} is not 1 or more")
-        self._workload = workload
         self.api = api
         self.model = model or workload.spec.model
-        self._timeout_ms = timeout_ms
-        self._payloads = self._make(np.random.default_rng(seed), count, max_bytes)
+        self.path = path or _PATHS[api].format(self.model)
+        self._encode, self._read = _CODECS[api]
+        self._payloads: list[Payload] = []
+        rng, left = np.random.default_rng(seed), max_bytes
+        while len(self._payloads) < count:
+            request = workload.request(rng)
+            body, headers = self._encode(workload, request, self.model, timeout_ms)
+            left -= len(body)
+            if self._payloads and left < 0:
+                break
+            self._payloads.append(Payload(body, headers, request.num_candidates))
 
     @property
     def is_grpc(self) -> bool:
-        """Whether bodies are gRPC messages, not HTTP bodies."""
+        """Tell whether bodies are gRPC messages, not HTTP bodies."""
         return self.api in GRPC_APIS
 
     @property
-    def path(self) -> str:
-        """Where they go: the path of a POST, or the full name of a gRPC method."""
-        return {
-            "json": json_payload.rank_path(self.model),
-            "oip-http": oip_payload.infer_path(self.model),
-            "grpc": grpc_payload.RANK_METHOD,
-            "grpc-packed": grpc_payload.RANK_METHOD,
-            "oip-grpc": oip_payload.INFER_METHOD,
-        }[self.api]
-
-    @property
     def size_bytes(self) -> int:
-        """Of all bodies."""
+        """Add up all bodies."""
         return sum(len(payload.body) for payload in self._payloads)
 
-    def check(self, answer: bytes) -> int:
-        """How many scores an answer has that came with success; `Payload.num_candidates` says how many it must have.
-
-        Args:
-            answer: the HTTP body or the gRPC message.
+    def scores(self, answer: bytes) -> ScoreList:
+        """Read the scores of an answer that came with success: an HTTP body or a gRPC message.
 
         Raises:
             AnswerError: it is not an answer of this API.
         """
-        return _COUNT_SCORES[self.api](answer)
+        return self._read(answer)
 
-    @overload
-    def __getitem__(self, index: int) -> Payload: ...
+    def __getitem__(self, number: int) -> Payload:
+        return self._payloads[number]
 
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Payload]: ...
-
-    def __getitem__(self, index: int | slice) -> Payload | Sequence[Payload]:
-        return self._payloads[index]
+    def __iter__(self) -> Iterator[Payload]:
+        return iter(self._payloads)
 
     def __len__(self) -> int:
         return len(self._payloads)
 
-    def _make(self, rng: np.random.Generator, count: int, max_bytes: int) -> tuple[Payload, ...]:
-        made: list[Payload] = []
-        left = max_bytes
-        while len(made) < count:
-            payload = self._encoded(rng)
-            left -= len(payload.body)
-            if made and left < 0:
-                break
-            made.append(payload)
-        return tuple(made)
 
-    def _encoded(self, rng: np.random.Generator) -> Payload:
-        workload = self._workload
-        request = workload.request(rng)
-        schema, timeout_ms, headers = workload.schema, self._timeout_ms, _HEADERS[self.api]
-        if self.api == "json":
-            body = json_payload.encode_request(schema, request, timeout_ms)
-        elif self.api == "oip-http":
-            body, header_bytes = oip_payload.encode_http(schema, request, timeout_ms)
-            headers = (*headers, (oip_payload.HEADER_LENGTH, str(header_bytes)))
-        elif self.api == "grpc":
-            body = grpc_payload.encode_request(schema, request, self.model, timeout_ms)
-        elif self.api == "grpc-packed":
-            body = grpc_payload.encode_packed(schema, request, self.model, timeout_ms)
+class _Answer(msgspec.Struct):
+    scores: list[float]
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+def _encode_json(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """A candidate feature with one id each is a flat list, as a client would write it."""
+    del model
+    sparse: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    weights: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    for feature in features_of(workload.schema, request):
+        ids: list[Any] = feature.values.tolist() if feature.texts is None else list(feature.texts)
+        sparse[feature.is_context][feature.name] = _nested(ids, feature)
+        if feature.weights is not None:
+            weights[feature.is_context][feature.name] = _nested(_shortest(feature.weights), feature)
+    dense = {True: _shortest(request.context_dense), False: _shortest(request.candidate_dense)}
+    document: dict[str, Any] = {}
+    for part, is_context in (("context", True), ("candidates", False)):
+        if sparse[is_context] or dense[is_context]:
+            document[part] = {"sparse": sparse[is_context], "dense": dense[is_context]}
+            if weights[is_context]:
+                document[part]["weights"] = weights[is_context]
+    if timeout_ms is not None:
+        document["timeout_ms"] = timeout_ms
+    return msgspec.json.encode(document), (("content-type", "application/json"),)
+
+
+def _nested(items: list[Any], feature: FeatureBags) -> list[Any]:
+    """A list for each bag; the flat list for a context feature, and where every candidate has one."""
+    if feature.is_context or feature.is_single:
+        return items
+    ends = np.cumsum(feature.lengths).tolist()
+    return [items[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]
+
+
+def _shortest(values: Float32Array) -> list[Any]:
+    """The shortest decimals that read back as the same float32: what a client that has float32 writes."""
+    numbers: list[Any] = values.astype("U32").astype(np.float64).tolist()
+    return numbers if values.size else []
+
+
+def _read_json(answer: bytes) -> ScoreList:
+    try:
+        return _ANSWER.decode(answer).scores
+    except msgspec.MsgspecError as error:
+        raise AnswerError(f"the answer is not one to a rank request: {error}") from error
+
+
+def _encode_grpc(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """Features lie in maps by name."""
+    message = ranking_pb2.RankRequest(model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0)
+    for feature in features_of(workload.schema, request):
+        sparse = (message.context if feature.is_context else message.candidates).sparse[feature.name]
+        if feature.texts is None:
+            sparse.ids.extend(feature.values.tolist())
         else:
-            body = oip_payload.encode_grpc(schema, request, self.model, timeout_ms)
-        return Payload(body, headers, request.num_candidates)
+            sparse.string_ids.extend(feature.texts)
+        if not feature.is_context and not feature.is_single:
+            sparse.lengths.extend(feature.lengths.tolist())
+        if feature.weights is not None:
+            sparse.weights.extend(feature.weights.tolist())
+    for part, dense in ((message.context, request.context_dense), (message.candidates, request.candidate_dense)):
+        if dense.size:
+            part.dense.extend(dense.ravel().tolist())
+    # The same request is the same bytes, whatever order a process keeps the features in.
+    return message.SerializeToString(deterministic=True), ()
+
+
+def _encode_packed(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """Features are `PackedFeatures`: arrays in the order of the schema, under its digest."""
+    schema, bags = workload.schema, request.bags
+    key = np.repeat(np.repeat(bags.keys, bags.bags_per_key), bags.lengths)
+    is_string = np.array([feature.name in schema.string_features for feature in schema.features])
+    packed = ranking_pb2.PackedFeatures(
+        schema_digest=schema.digest,
+        ids=_bytes(bags.values[~is_string[key]], "<i8"),
+        lengths=b"" if (bags.lengths == 1).all() else _bytes(bags.lengths, "<i4"),
+        weights=b"" if bags.weights is None else _bytes(bags.weights, "<f4"),
+        context_dense=_bytes(request.context_dense, "<f4"),
+        candidate_dense=_bytes(request.candidate_dense, "<f4"),
+        string_ids=[text for feature in features_of(schema, request) for text in feature.texts or ()],
+    )
+    message = ranking_pb2.RankRequest(
+        model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0, packed=packed
+    )
+    return message.SerializeToString(deterministic=True), ()
+
+
+def _read_grpc(answer: bytes) -> ScoreList:
+    try:
+        return ranking_pb2.RankResponse.FromString(answer).scores
+    except DecodeError as error:
+        raise AnswerError(f"the answer is not a RankResponse: {error}") from error
+
+
+Tensor: TypeAlias = tuple[str, str, list[int], bytes]
+"""Of the Open Inference Protocol: name, datatype, shape, and little-endian data, row-major."""
+
+
+def _tensors(workload: Workload, request: WorkloadRequest) -> Iterator[Tensor]:
+    """The inputs of a request. A candidate feature is a matrix where all bags are of one length, else ragged."""
+    for feature in features_of(workload.schema, request):
+        count, longest = feature.lengths.size, int(feature.lengths.max())
+        ragged = not feature.is_context and not (feature.lengths == longest).all()
+        shape = [feature.values.size] if feature.is_context or ragged else [count, longest]
+        if feature.texts is None:
+            yield feature.name, "INT64", shape, _bytes(feature.values, "<i8")
+        else:
+            texts = [text.encode() for text in feature.texts]
+            yield feature.name, "BYTES", shape, b"".join(struct.pack("<I", len(one)) + one for one in texts)
+        if ragged:
+            yield f"{feature.name}.lengths", "INT64", [count], _bytes(feature.lengths, "<i8")
+        if feature.weights is not None:
+            yield f"{feature.name}.weights", "FP32", shape, _bytes(feature.weights, "<f4")
+    for name, dense in (("context.dense", request.context_dense), ("candidates.dense", request.candidate_dense)):
+        if dense.size:
+            yield name, "FP32", list(dense.shape), _bytes(dense, "<f4")
+
+
+def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
+    """An infer request with binary tensors that asks for binary scores."""
+    document: dict[str, Any] = {
+        "inputs": [
+            {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
+            for name, datatype, shape, data in tensors
+        ],
+        "outputs": [{"name": SCORES, "parameters": {"binary_data": True}}],
+    }
+    if timeout_ms is not None:
+        document["parameters"] = {"timeout_ms": timeout_ms}
+    header = msgspec.json.encode(document)
+    return b"".join([header, *(tensor[-1] for tensor in tensors)]), (*_BINARY, (HEADER_LENGTH, str(len(header))))
+
+
+def _encode_oip_http(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    del model
+    return _infer_body(list(_tensors(workload, request)), timeout_ms)
+
+
+def _read_oip_http(answer: bytes) -> ScoreList:
+    """The JSON header says where the scores lie behind it, so its length is not needed."""
+    try:
+        # One character is one byte in Latin-1; header names and numbers are ASCII.
+        header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
+        found = [output for output in header["outputs"] if output["name"] == SCORES]
+        count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise AnswerError(f"the answer has no JSON header with binary {SCORES}: {error!r}") from error
+    if size != count * 4 or len(answer) != end + size:
+        raise AnswerError(f"{SCORES}: {count} of shape and {size} bytes, {len(answer) - end} bytes behind the header")
+    return np.frombuffer(answer, "<f4", count, end)
+
+
+def _encode_oip_grpc(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """A ModelInferRequest with raw contents that asks for the scores."""
+    message = open_inference_pb2.ModelInferRequest(model_name=model)
+    for name, datatype, shape, data in _tensors(workload, request):
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+        message.raw_input_contents.append(data)
+    message.outputs.add(name=SCORES)
+    if timeout_ms is not None:
+        message.parameters["timeout_ms"].int64_param = timeout_ms
+    return message.SerializeToString(deterministic=True), ()
+
+
+def _read_oip_grpc(answer: bytes) -> ScoreList:
+    try:
+        message = open_inference_pb2.ModelInferResponse.FromString(answer)
+    except DecodeError as error:
+        raise AnswerError(f"the answer is not a ModelInferResponse: {error}") from error
+    names = [output.name for output in message.outputs]
+    if SCORES not in names or len(message.raw_output_contents) != len(names):
+        raise AnswerError(f"{SCORES}: outputs are {names} with {len(message.raw_output_contents)} raw contents")
+    return _read_flat(message.raw_output_contents[names.index(SCORES)])
+
+
+def candidate_arrays(request: WorkloadRequest) -> tuple[Int64Array, Int32Array, Float32Array]:
+    """Lay out a request whose features are all of candidates, candidate by candidate.
+
+    Returns:
+        (ids, int64 [n]; the number of ids in each bag, int32 [candidates, features]; dense inputs, float32
+        [candidates, dense]).
+    """
+    bags, candidates = request.bags, request.num_candidates
+    lengths = bags.lengths.reshape(-1, candidates)
+    candidate = np.repeat(np.tile(np.arange(candidates), len(lengths)), bags.lengths)
+    ids = bags.values[np.argsort(candidate, kind="stable")]
+    return ids, np.ascontiguousarray(lengths.T, np.int32), request.candidate_dense
+
+
+def _encode_flat(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """Little-endian: four uint32 (candidates, features, ids, dense inputs), then the arrays of `candidate_arrays`."""
+    del workload, model, timeout_ms
+    ids, lengths, dense = candidate_arrays(request)
+    header = _FLAT_HEADER.pack(*lengths.shape, ids.size, dense.shape[1])
+    return header + _bytes(ids, "<i8") + _bytes(lengths, "<i4") + _bytes(dense, "<f4"), _BINARY
+
+
+def _read_flat(answer: bytes) -> ScoreList:
+    if len(answer) % 4:
+        raise AnswerError(f"an answer of {len(answer)} bytes is not of float32 scores")
+    return np.frombuffer(answer, "<f4")
+
+
+def _encode_tensors(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """An infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request."""
+    del workload, model, timeout_ms
+    ids, lengths, dense = candidate_arrays(request)
+    named: list[tuple[str, str, npt.NDArray[Any]]] = [
+        ("ids", "INT64", ids),
+        ("lengths", "INT32", lengths),
+        ("dense", "FP32", dense),
+    ]
+    return _infer_body([(name, datatype, [1, *one.shape], one.tobytes()) for name, datatype, one in named], None)
+
+
+def _bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
+    return values.astype(np.dtype(dtype), copy=False).tobytes()
+
+
+_CODECS: dict[
+    Encoding,
+    tuple[Callable[[Workload, WorkloadRequest, str, int | None], Encoded], Callable[[bytes], ScoreList]],
+] = {
+    "json": (_encode_json, _read_json),
+    "oip-http": (_encode_oip_http, _read_oip_http),
+    "grpc": (_encode_grpc, _read_grpc),
+    "grpc-packed": (_encode_packed, _read_grpc),
+    "oip-grpc": (_encode_oip_grpc, _read_oip_grpc),
+    "flat": (_encode_flat, _read_flat),
+    "tensors": (_encode_tensors, _read_oip_http),
+}

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from loader.snapshot.reader import Snapshot
-from loadtest.bench_lookup import main
-from loadtest.lookup_setup import Shape, bare_arena, make_batch, write_snapshot
+from loadtest.bench_lookup import LookupShape, bare_arena, main, make_batch, write_snapshot
 
 CALLS = {"bare_op", "local", "local_2_cards", "unix_socket", "embedding_bag_fp32"}
 
@@ -34,7 +33,7 @@ def test_a_small_run_reports_every_cell_and_its_ratios(tmp_path):
 
 
 def test_the_bare_arena_holds_the_snapshots_rows_table_after_table(tmp_path):
-    shape = Shape(embedding_dim=4, num_tables=3, table_bytes=12 * 3 * 1000)
+    shape = LookupShape(embedding_dim=4, num_tables=3, table_bytes=12 * 3 * 1000)
     snapshot = Snapshot.open(write_snapshot(tmp_path, shape))
     batch = make_batch(shape, np.random.default_rng(0), batch=5, hotness=1)
     pooled = bare_arena(snapshot, shape).pool(batch.slots, batch.bags.offsets, None)

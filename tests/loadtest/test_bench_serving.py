@@ -12,12 +12,19 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import loadtest
-from loadtest.bench_serving import bench_config, main
-from loadtest.serving_cost.against import AgainstBench, Cost, Pair, show_against
-from loadtest.serving_cost.result import Saturated, ServingBench, Spread, Unloaded
-from loadtest.serving_cost.run import BenchConfig
-from loadtest.serving_cost.shape import Shape
-from loadtest.serving_cost.tables import show
+from loadtest.bench_serving import BenchConfig, bench_config, main
+from loadtest.serving_cost.result import (
+    AgainstBench,
+    Cost,
+    Pair,
+    Saturated,
+    ServingBench,
+    Spread,
+    Unloaded,
+    show,
+    show_against,
+)
+from loadtest.workloads.catalog import BenchShape
 
 SHORT = ("--rows", "500", "--quick", "--seconds", "0.3", "--hotness", "2", "--in-flight", "8", "--dtype", "float32")
 
@@ -125,12 +132,12 @@ def test_the_ratio_of_two_checkouts_is_that_of_each_round_and_shown_with_its_ran
 
 def test_the_quick_form_is_shorter_and_flags_are_stronger() -> None:
     full = bench_config(quick=False, rows=1000, varied=True, heads=(), rounds=None)
-    assert full == BenchConfig(shape=Shape(rows=1000))
+    assert full == BenchConfig(shape=BenchShape(rows=1000))
     quick = bench_config(quick=True, rows=1000, varied=True, heads=())
     assert (quick.heads, quick.rounds) == (("mlp",), 1)
     assert quick.seconds < full.seconds
     same = bench_config(quick=False, rows=1000, varied=False)
-    assert same.shape == Shape(rows=1000, candidates="100", varied=False)
+    assert same.shape == BenchShape(rows=1000, candidates="100", varied=False)
     chosen = bench_config(quick=True, rows=1000, varied=True, heads=("dlrm", "mlp"), rounds=3, seconds=9.0)
     assert (chosen.heads, chosen.rounds, chosen.seconds) == (("dlrm", "mlp"), 3, 9.0)
 
@@ -139,7 +146,7 @@ ABOUT: dict[str, Any] = {
     "began_at": "2026-11-21T10:00:00+00:00",
     "machine": "a processor, 2 cores",
     "versions": {"python": "3.11"},
-    "shape": Shape(),
+    "shape": BenchShape(),
     "dtype": "bfloat16",
     "server_arguments": (),
     "in_flight": 32,

@@ -30,9 +30,9 @@ from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, 
 from loadtest.drill.hostile.messages import Body
 from loadtest.drill.hostile.peer import Http2Peer, call_headers, message
 from loadtest.drill.processes import module_config
-from loadtest.serving_cost.shape import Shape, workload
+from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import Api, Payloads
-from loadtest.workloads.synthetic import SyntheticWorkload
+from loadtest.workloads.workload import SyntheticWorkload
 from serving.api.grpc.wire import DEFAULT_FRAME_SIZE, END_HEADERS, END_STREAM, HEADERS, PING, frame
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER, FrameType
@@ -360,7 +360,7 @@ class FuzzConfig(Frozen):
     """
 
     attack: AttackConfig
-    shape: Shape
+    shape: BenchShape
     surface: Surface
     mutations: int
     schema_digest: str = ""
@@ -376,24 +376,24 @@ class FuzzTally(BaseModel):
     examples: list[str] = []
 
 
-def small(shape: Shape) -> SyntheticWorkload:
+def small(shape: BenchShape) -> SyntheticWorkload:
     """Requests of 1 to 3 candidates with 0 to 2 ids a bag."""
-    return workload(shape.model_copy(update={"candidates": "1-3:2"}), "mlp", 1)
+    return bench_workload(shape.model_copy(update={"candidates": "1-3:2"}), "mlp", 1)
 
 
-def corpus(shape: Shape, api: Api, seed: int = 0) -> list[bytes]:
+def corpus(shape: BenchShape, api: Api, seed: int = 0) -> list[bytes]:
     """Bodies of small valid requests."""
     return [one.body for one in Payloads(small(shape), api, count=CORPUS, seed=seed, timeout_ms=1000)]
 
 
-def lookups(shape: Shape) -> list[bytes]:
+def lookups(shape: BenchShape) -> list[bytes]:
     """Bodies of small valid lookups in JSON."""
     names = [feature.name for feature in small(shape).spec.features]
     features = ",".join(f'"{name}":[[{number}],[],[1,2]]' for number, name in enumerate(names[:3]))
     return [('{"sparse":{' + features + '},"timeout_ms":1000,"request_id":"a"}').encode()]
 
 
-def packed(shape: Shape, model: str, digest: str) -> list[bytes]:
+def packed(shape: BenchShape, model: str, digest: str) -> list[bytes]:
     """Small valid rank requests in the packed form."""
     rng, made = np.random.default_rng(1), []
     for candidates in (1, 3):
@@ -407,7 +407,7 @@ def packed(shape: Shape, model: str, digest: str) -> list[bytes]:
     return made
 
 
-def pool_frames(shape: Shape, model: str) -> list[bytes]:
+def pool_frames(shape: BenchShape, model: str) -> list[bytes]:
     """Small valid frames to a shard node."""
     drawn, rng, made = small(shape), np.random.default_rng(2), []
     for _ in range(CORPUS):

@@ -29,7 +29,7 @@ from loadtest.drill.hostile.report import (
 from loadtest.drill.hostile.target import Attacked, AttackedConfig, AttackedServer, running_node, running_target
 from loadtest.drill.hostile.watch import Watch, WatchConfig, watching
 from loadtest.drill.processes import child_process, finished, module_command
-from loadtest.load.machine import this_machine
+from loadtest.load.result import this_machine
 
 SAMPLE_S = 0.02
 # A server that grows by so much is attacked no longer.

@@ -19,10 +19,10 @@ from loadtest.drill.errors import DrillError
 from loadtest.drill.hostile.fuzz import pool_frames
 from loadtest.drill.processes import child_process, memory_of
 from loadtest.grpc_channels import as_it_is
-from loadtest.serving_cost.servers import serving
-from loadtest.serving_cost.shape import Shape, model_spec, workload
-from loadtest.workloads.export import write_random_snapshot
+from loadtest.servers import serving
+from loadtest.workloads.catalog import BenchShape, bench_spec, bench_workload
 from loadtest.workloads.payloads import APIS, Api, Payloads
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
@@ -43,7 +43,7 @@ class AttackedConfig(Frozen):
         http, grpc, process_id: a server that runs already, `HOST:PORT` each and its process; None to start one.
     """
 
-    shape: Shape = Shape(rows=100_000)
+    shape: BenchShape = BenchShape(rows=100_000)
     http: str | None = None
     grpc: str | None = None
     process_id: int | None = Field(default=None, ge=1)
@@ -52,8 +52,8 @@ class AttackedConfig(Frozen):
 class Attacked:
     """A server of a model under attack: where it is, its processes, and the logs of the drill's own."""
 
-    def __init__(self, shape: Shape) -> None:
-        spec = model_spec(shape, "mlp")
+    def __init__(self, shape: BenchShape) -> None:
+        spec = bench_spec(shape, "mlp")
         self.shape, self.model = shape, spec.model
         self.features = tuple(feature.name for feature in spec.features)
         self.host, self.http_port, self.grpc_port = "127.0.0.1", 0, 0
@@ -86,7 +86,7 @@ class Attacked:
 class AttackedServer(Attacked):
     """A server of all APIs; without a snapshot, one that runs already."""
 
-    def __init__(self, shape: Shape, snapshot: Path | None, folder: Path) -> None:
+    def __init__(self, shape: BenchShape, snapshot: Path | None, folder: Path) -> None:
         super().__init__(shape)
         self.snapshot, self._folder = snapshot, folder
         self._running = contextlib.ExitStack()
@@ -123,7 +123,9 @@ class AttackedServer(Attacked):
         """Return answers over every API."""
         answers = []
         for api in APIS:
-            pool = Payloads(workload(self.shape, "mlp", 1), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000)
+            pool = Payloads(
+                bench_workload(self.shape, "mlp", 1), api, count=COMPARED_REQUESTS, seed=99, timeout_ms=10_000
+            )
             if pool.is_grpc:
                 with grpc.insecure_channel(f"{self.host}:{self.grpc_port}") as channel:
                     call = channel.unary_unary(pool.path, as_it_is, as_it_is)
@@ -169,7 +171,7 @@ async def running_target(config: AttackedConfig, folder: Path) -> AsyncIterator[
         return
     if (config.http, config.grpc, config.process_id) != (None, None, None):
         raise DrillError("--http, --grpc and --pid go together")
-    spec = model_spec(config.shape, "mlp")
+    spec = bench_spec(config.shape, "mlp")
     snapshot = await asyncio.to_thread(write_random_snapshot, spec, folder / "store")
     target = AttackedServer(config.shape, snapshot, folder)
     try:
@@ -180,7 +182,7 @@ async def running_target(config: AttackedConfig, folder: Path) -> AsyncIterator[
 
 
 @contextlib.asynccontextmanager
-async def running_node(shape: Shape, snapshot: Path, folder: Path) -> AsyncIterator[AttackedNode]:
+async def running_node(shape: BenchShape, snapshot: Path, folder: Path) -> AsyncIterator[AttackedNode]:
     """Run a shard node while the block runs. Raises DrillError."""
     node = AttackedNode(shape)
     node.logs.append(folder / "shard-node.log")

@@ -41,9 +41,9 @@ from loadtest.drill.load import (
 )
 from loadtest.drill.oracle import OK, Kind, Verdict
 from loadtest.drill.processes import child_process, module_command, module_config, say_ready, until_ready
+from loadtest.errors import AnswerError
 from loadtest.grpc_channels import CHANNEL_OPTIONS, as_it_is, open_channels
-from loadtest.serving_cost.shape import Shape, workload
-from loadtest.workloads.errors import AnswerError
+from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import Api, Payload, Payloads
 
 VALID: tuple[Api, ...] = ("json", "oip-http", "grpc")
@@ -70,7 +70,7 @@ class WatchConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int
     grpc_port: int
-    shape: Shape
+    shape: BenchShape
     rate: float = Field(gt=0)
     log: Path
     seed: int = 0
@@ -123,7 +123,7 @@ def grpc_ask(config: WatchConfig, pool: Payloads) -> Ask:
 def judge_payload(pool: Payloads, payload: Payload, answer: bytes) -> Verdict:
     """Judge an answer by the number of its scores."""
     try:
-        found = pool.check(answer)
+        found = len(pool.scores(answer))
     except AnswerError as error:
         return Verdict(Kind.FAILED, str(error))
     if found == payload.num_candidates:
@@ -133,7 +133,7 @@ def judge_payload(pool: Payloads, payload: Payload, answer: bytes) -> Verdict:
 
 async def ask_validly(config: WatchConfig) -> None:
     """Send valid requests until cancelled."""
-    drawn = workload(config.shape, "mlp", HOTNESS)
+    drawn = bench_workload(config.shape, "mlp", HOTNESS)
     json, binary, messages = (
         Payloads(drawn, api, count=REQUESTS_EACH, seed=config.seed, timeout_ms=TIMEOUT_MS) for api in VALID
     )

@@ -10,7 +10,7 @@ from torch_model import Scorer, Settings
 MAX_WAIT_S = 0.001
 
 
-class Ranking(litserve.LitAPI):
+class LitServeRanking(litserve.LitAPI):
     """Bytes in, bytes out: FastAPI hands over the body as it is."""
 
     def setup(self, device: str) -> None:
@@ -32,7 +32,7 @@ class Ranking(litserve.LitAPI):
 
 if __name__ == "__main__":
     settings = Settings.read()
-    api = Ranking(api_path="/rank", max_batch_size=settings.batch, batch_timeout=MAX_WAIT_S)
+    api = LitServeRanking(api_path="/rank", max_batch_size=settings.batch, batch_timeout=MAX_WAIT_S)
     server = litserve.LitServer(api, accelerator="cpu", workers_per_device=settings.workers)
     server.run(
         host="127.0.0.1",

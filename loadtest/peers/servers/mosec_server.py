@@ -9,7 +9,7 @@ from torch_model import Scorer, Settings
 MAX_WAIT_MS = 1
 
 
-class Ranking(Worker):
+class MosecRanking(Worker):
     """Bytes in, bytes out."""
 
     resp_mime_type = "application/octet-stream"
@@ -35,5 +35,5 @@ if __name__ == "__main__":
     settings = Settings.read()
     server = Server()
     wait_ms = MAX_WAIT_MS if settings.batch > 1 else 0
-    server.append_worker(Ranking, num=settings.workers, max_batch_size=settings.batch, max_wait_time=wait_ms)
+    server.append_worker(MosecRanking, num=settings.workers, max_batch_size=settings.batch, max_wait_time=wait_ms)
     server.run()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -12,28 +9,28 @@ import click
 import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
+from rich.console import Console
 
-from loadtest.compare.cli import compare_cards
-from loadtest.compare.command import compared_snapshot
-from loadtest.compare.config import Budgets, CompareConfig, ServedArm, order_of_round
-from loadtest.compare.errors import ArmServerError, CompareStoreError
-from loadtest.compare.server import (
-    HOST,
-    Ports,
+from loadtest.compare.arms import (
+    Budgets,
+    CompareConfig,
+    ServedArm,
     asking_arguments,
-    free_ports,
     node_arguments,
-    running_arm,
     server_arguments,
-    server_commands,
 )
+from loadtest.compare.cli import compare_cards
+from loadtest.compare.result import compared_snapshot
+from loadtest.compare.rounds import ArmMeasure
+from loadtest.errors import CompareStoreError, ServerFailedError
 from loadtest.load.cli import loadtest
-from loadtest.load.config import LoadConfig
+from loadtest.load.config import OfferedLoad
+from loadtest.load.processes import Generators
+from loadtest.servers import in_turn
 from router.errors import PlanError
 from serving.cli import main as shardrank
 from shardrank_testing.command_line import flags_of
 
-PORTS = Ports(http=10_001, grpc=10_002)
 WORKLOAD = "merlin-tiny:0.0001"
 
 
@@ -47,7 +44,7 @@ def by_flag(arguments: tuple[str, ...]) -> tuple[str, dict[str, str]]:
 
 
 def flags(arm: ServedArm, **config: object) -> tuple[str, dict[str, str]]:
-    return by_flag(server_arguments(arm, CompareConfig.model_validate(config), SNAPSHOT, PORTS, Path("r")))
+    return by_flag(server_arguments(arm, CompareConfig.model_validate(config), SNAPSHOT, Path("r")))
 
 
 def test_arms_are_the_cards_with_each_number_of_shards_and_the_first_is_the_baseline():
@@ -68,7 +65,7 @@ def test_one_arm_the_same_arm_twice_or_too_many_are_refused(arms: dict[str, tupl
 
 
 def test_each_arm_is_measured_once_in_a_round_and_each_is_first_in_turn():
-    rounds = [order_of_round(3, number) for number in range(6)]
+    rounds = [in_turn(range(3), number) for number in range(6)]
     assert all(sorted(one) == [0, 1, 2] for one in rounds)
     for place in range(3):
         assert Counter(one[place] for one in rounds) == {0: 2, 1: 2, 2: 2}
@@ -103,7 +100,7 @@ def test_sharding_workers_and_number_format_reach_every_process_that_has_to_know
     arm = config.arms[0]
     serve, up = (flags(one, **config.model_dump())[1] for one in (ServedArm(cards=1), arm))
     _, node = by_flag(node_arguments(arm, config, SNAPSHOT, 1, "198.18.0.3:7000"))
-    *asks, last, address = asking_arguments(arm, config, SNAPSHOT, PORTS, ["198.18.0.1:7000", "198.18.0.3:7000"])
+    *asks, last, address = asking_arguments(arm, config, SNAPSHOT, ["198.18.0.1:7000", "198.18.0.3:7000"])
     assert (last, address) == ("--shard", "198.18.0.3:7000")
     for told in (serve, up, by_flag(tuple(asks))[1]):
         assert (told["--sharding"], told["--workers"], told["--dtype"]) == ("table", "3", "float32")
@@ -119,37 +116,17 @@ def test_servers_are_started_with_flags_that_their_commands_have(arm: ServedArm)
     assert {*given, "--no-verify"} <= flags_of(shardrank, command)
 
 
-def test_ports_are_free_and_no_client_can_be_given_them():
-    ports = free_ports(random.Random(7))
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert ports.http != ports.grpc
-    for port in (ports.http, ports.grpc):
-        assert port < lowest
-        with socket.socket() as probe:
-            probe.bind((HOST, port))
-
-
-def test_a_port_that_is_taken_is_not_chosen():
-    first = free_ports(random.Random(7))
-    with socket.socket() as taken:
-        taken.bind((HOST, first.http))
-        assert first.http not in (lambda ports: (ports.http, ports.grpc))(free_ports(random.Random(7)))
-
-
 def test_a_server_that_ends_before_it_is_ready_says_why(tmp_path: Path):
-    async def main() -> None:
-        arm, ports = ServedArm(cards=1), free_ports(random.Random())
-        config = CompareConfig(budgets=Budgets(device="cpu"))
-        commands = server_commands(arm, config, tmp_path / "none" / "1", ports, tmp_path)
-        with pytest.raises(ArmServerError, match=r"(?s)1 card ended: exit code 1.*no such snapshot folder"):
-            async with running_arm(arm, commands, ports):
-                raise AssertionError("it has nothing to serve")
-
-    asyncio.run(main())
+    config = CompareConfig(budgets=Budgets(device="cpu"))
+    with Generators() as generators:
+        measure = ArmMeasure(config, load(WORKLOAD), generators, tmp_path / "none" / "1", tmp_path, Console(quiet=True))
+        why = r"(?s)1 card: server has ended before it served: exit code 1.*no such snapshot folder"
+        with pytest.raises(ServerFailedError, match=why), measure.serving(ServedArm(cards=1)):
+            raise AssertionError("it has nothing to serve")
 
 
-def load(workload: str) -> LoadConfig:
-    return LoadConfig(target="http://127.0.0.1:1", workload=workload)
+def load(workload: str) -> OfferedLoad:
+    return OfferedLoad(target="http://127.0.0.1:1", workload=workload)
 
 
 def test_a_stores_model_is_served_if_it_is_the_workloads_and_refused_if_not(tmp_path: Path):

@@ -18,8 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest.compare.cli import compare_cards
-from loadtest.compare.errors import HostsError, NoNetemError
-from loadtest.compare.server import (
+from loadtest.compare.hosts import (
     BLOCK_PREFIX,
     LINKS,
     NAMESPACES,
@@ -31,6 +30,7 @@ from loadtest.compare.server import (
     name_hosts,
     running_hosts,
 )
+from loadtest.errors import HostsError, NoNetemError
 from loadtest.report.comparison import Comparison
 from loadtest.report.page import read_reported
 from shardrank_testing.processes import Program, running, wait_until
@@ -170,10 +170,10 @@ def test_a_delay_that_the_kernel_can_not_make_is_refused_before_anything_is_writ
 @pytest.mark.skipif(shutil.which("setpriv") is None or shutil.which("ip") is None, reason="no setpriv, or no ip")
 def test_without_roots_rights_hosts_are_refused_and_the_message_says_what_is_missing():
     powerless = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
-    code = "from loadtest.compare.server import check_hosts; check_hosts(None)"
+    code = "from loadtest.compare.hosts import check_hosts; check_hosts(None)"
     done = subprocess.run((*powerless, sys.executable, "-c", code), capture_output=True, text=True, check=False)
     told = done.stderr.splitlines()[-1]
-    assert told.startswith("loadtest.compare.errors.HostsError: `ip netns add shardrank-")
+    assert told.startswith("loadtest.errors.HostsError: `ip netns add shardrank-")
     assert told.endswith("hosts need root's rights")
 
 

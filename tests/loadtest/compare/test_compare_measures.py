@@ -8,18 +8,18 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from loadtest.compare.command import compared, show_comparison
-from loadtest.compare.config import CompareConfig
+from loadtest.compare.arms import CompareConfig
+from loadtest.compare.result import compared, show_comparison
 from loadtest.compare.rounds import Agreed, ArmRound, Measurements
-from loadtest.load.config import LoadConfig
+from loadtest.load.config import OfferedLoad
+from loadtest.load.messages import Weighed
 from loadtest.load.result import LoadResult
 from loadtest.report.comparison import Comparison
 from loadtest.report.page import html
-from loadtest.serving_cost.messages import Weighed
 from shardrank_testing.load_results import QueueLoad
 
 CONFIG = CompareConfig(cards=(1, 2), rounds=3, rate=200)
-LOAD = LoadConfig(target="grpc://127.0.0.1:1")
+LOAD = OfferedLoad(target="grpc://127.0.0.1:1")
 
 
 @cache

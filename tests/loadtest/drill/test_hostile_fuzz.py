@@ -28,13 +28,13 @@ from loadtest.drill.hostile.fuzz import (
 )
 from loadtest.drill.hostile.messages import HTTP_RANK, Body
 from loadtest.drill.hostile.target import without_id
-from loadtest.serving_cost.shape import Shape
+from loadtest.workloads.catalog import BenchShape
 from serving.api.grpc import wire
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2)
+SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2)
 corpora = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.load.arrivals import arrival_times
+from loadtest.load.open_loop import arrival_times
 
 
 def times(arrivals: str, rate: float, until_s: float, **options: int) -> np.ndarray:

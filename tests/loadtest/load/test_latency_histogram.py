@@ -8,8 +8,7 @@ from hdrh.histogram import HdrHistogram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.load.histogram import DIGITS, HIGHEST_US, LatencyHistogram, rank_of
-from loadtest.load.recorder import merged, recorded
+from loadtest.load.recorder import DIGITS, HIGHEST_US, LatencyHistogram, merged, rank_of, recorded
 
 MICROSECONDS = st.lists(st.one_of(st.integers(1, 5000), st.integers(1, HIGHEST_US)), min_size=1, max_size=300)
 

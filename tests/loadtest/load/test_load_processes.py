@@ -18,14 +18,15 @@ import pytest
 from hdrh.histogram import HdrHistogram
 from rich.console import Console
 
-from loadtest.load import merge, run
-from loadtest.load.config import LoadConfig, RunConfig
-from loadtest.load.errors import GeneratorError, LoadConfigError
-from loadtest.load.processes import running_generators
+from loadtest.errors import GeneratorError, LoadConfigError
+from loadtest.load import processes, run
+from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.messages import Status
+from loadtest.load.processes import Generators, stopping_on_signals
 from loadtest.load.result import LoadResult, read_result
 from loadtest.load.run import run_load, run_sweep
-from loadtest.workloads.prepared import prepare_workload
-from serving.fleet.process import StopRequestedError, run_until_signalled
+from loadtest.workloads.prepare import prepare_workload
+from serving.fleet.process import StopRequestedError
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
@@ -47,9 +48,9 @@ async def serving(store: Path) -> AsyncIterator[Listening]:
         await asyncio.to_thread(service.close)
 
 
-def config_for(target: str, **options: object) -> LoadConfig:
+def config_for(target: str, **options: object) -> OfferedLoad:
     given = {"workload": WORKLOAD, "candidates": "3", "requests": 20, "timeout_ms": 10_000, **options}
-    return LoadConfig(target=target, **given)
+    return OfferedLoad(target=target, **given)
 
 
 def quiet() -> Console:
@@ -70,7 +71,8 @@ def test_the_server_answers_a_load_from_several_processes_over_http_and_grpc(tmp
             http, grpc = f"http://127.0.0.1:{listening.http_port}", f"grpc://127.0.0.1:{listening.grpc_port}"
             for api, target, processes in (("json", http, 2), ("grpc", grpc, 1)):
                 config = config_for(target, api=api, processes=processes, arrivals="constant")
-                result = await run_load(config, RunConfig(rate=40, warmup_s=0.5, duration_s=1), quiet())
+                run = RunConfig(rate=40, warmup_s=0.5, duration_s=1)
+                result = await asyncio.to_thread(run_load, config, run, quiet())
                 check_right(result, 40)
                 assert (result.api, result.model, len(result.generator.processes)) == (api, "merlin-tiny", processes)
                 assert result.requests == 20 * processes
@@ -124,21 +126,18 @@ async def _note_when_it_asks(pid: int, port: int, marks: Path) -> None:
     os.kill(pid, signal.SIGUSR1)
 
 
-def test_a_sweep_uses_the_same_processes_for_all_its_steps(tmp_path: Path):
-    async def main() -> None:
-        with loaded_http_server() as server:
-            config = config_for(f"http://127.0.0.1:{server.port}", slo_ms=9000, arrivals="constant")
-            first = RunConfig(rate=100, warmup_s=0.1, duration_s=0.5)
-            console = quiet()
-            with _short_steps_of_a_patient_judge():
-                result = await run_sweep(config, first, console, max_rate=200)
-        rates = [step.rate for step in result.steps]
-        assert rates == [100, 200]
-        assert [step.answered for step in result.steps] == [50, 100] == [step.due for step in result.steps]
-        assert (result.highest_rate, result.limited_by) == (200, "max_rate")
-        assert "/s  p99" in console.file.getvalue()  # type: ignore[attr-defined]
-
-    asyncio.run(main())
+def test_a_sweep_uses_the_same_processes_for_all_its_steps():
+    with loaded_http_server() as server:
+        config = config_for(f"http://127.0.0.1:{server.port}", slo_ms=9000, arrivals="constant")
+        first = RunConfig(rate=100, warmup_s=0.1, duration_s=0.5)
+        console = quiet()
+        with _short_steps_of_a_patient_judge():
+            result = run_sweep(config, first, console, max_rate=200)
+    rates = [step.rate for step in result.steps]
+    assert rates == [100, 200]
+    assert [step.answered for step in result.steps] == [50, 100] == [step.due for step in result.steps]
+    assert (result.highest_rate, result.limited_by) == (200, "max_rate")
+    assert "/s  p99" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -146,37 +145,22 @@ def _short_steps_of_a_patient_judge():
     """A busy machine makes the generator late, which is not what this test is about."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
-        patch.setattr(merge, "MIN_MAX_LAG_MS", 10_000.0)
+        patch.setattr(processes, "MIN_MAX_LAG_MS", 10_000.0)
         yield
 
 
 def test_a_workload_that_can_not_be_opened_is_an_error_of_the_load():
-    async def main() -> None:
-        async with running_generators(config_for("http://127.0.0.1:1", ids="zipf:x")):
-            pytest.fail("it began")
-
-    with pytest.raises(LoadConfigError, match="zipf:x"):
-        asyncio.run(main())
+    config = config_for("http://127.0.0.1:1", ids="zipf:x")
+    with Generators() as generators, pytest.raises(LoadConfigError, match="zipf:x"):
+        generators.prepare(config)
 
 
 def test_a_process_that_is_killed_ends_the_load_with_an_error():
-    async def main() -> None:
-        before = {child.pid for child in psutil.Process().children()}
-        with loaded_http_server() as server:
-            async with running_generators(config_for(f"http://127.0.0.1:{server.port}")) as generators:
-                # Beside it there may be one that Python itself starts, which tracks what processes share.
-                new = [child for child in psutil.Process().children() if child.pid not in before]
-                (child,) = [child for child in new if "resource_tracker" not in " ".join(child.cmdline())]
-                said = asyncio.Event()
-                running = asyncio.create_task(
-                    generators.run(RunConfig(rate=50, duration_s=60), lambda process, status: said.set())
-                )
-                await said.wait()
-                child.kill()
-                await running
-
-    with pytest.raises(GeneratorError, match=r"process 0 that sends ended: .*KILL"):
-        asyncio.run(main())
+    with loaded_http_server() as server, Generators() as generators:
+        config = config_for(f"http://127.0.0.1:{server.port}")
+        kill = generators._processes[0].child.kill
+        with pytest.raises(GeneratorError, match=r"generator, process 0, ended: .*KILL"):
+            generators.offer(config, RunConfig(rate=50, duration_s=60), lambda process, status: kill())
 
 
 def test_an_interrupt_leaves_nothing_behind_though_another_process_still_holds_the_output(tmp_path: Path, monkeypatch):
@@ -189,16 +173,14 @@ def test_an_interrupt_leaves_nothing_behind_though_another_process_still_holds_t
     unraisable: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: unraisable.append(f"{one.exc_value} in {one.object}"))
 
-    async def program() -> None:
-        with loaded_http_server() as server:
-            async with running_generators(config_for(f"http://127.0.0.1:{server.port}")) as generators:
-                await generators.run(
-                    RunConfig(rate=50, duration_s=60), lambda process, status: os.kill(os.getpid(), signal.SIGINT)
-                )
+    def stop(process: int, status: Status) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
 
     try:
-        with pytest.raises(StopRequestedError):
-            run_until_signalled(program)
+        with loaded_http_server() as server, Generators() as generators, stopping_on_signals():
+            config = config_for(f"http://127.0.0.1:{server.port}")
+            with pytest.raises(StopRequestedError):
+                generators.offer(config, RunConfig(rate=50, duration_s=60), stop)
         gc.collect()
         assert unraisable == []
     finally:

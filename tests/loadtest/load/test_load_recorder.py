@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.load.histogram import DIGITS
-from loadtest.load.recorder import MAX_KINDS, NEVER, OK, RECORDS_PER_FLUSH, Recorder
+from loadtest.load.recorder import DIGITS, MAX_KINDS, NEVER, OK, RECORDS_PER_FLUSH, Recorder
 from loadtest.load.recorder import merged as merged_times
 
 

@@ -12,20 +12,17 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 from rich.console import Console
 
+from loadtest.errors import LoadConfigError, ResultFileError
 from loadtest.load.cli import loadtest
-from loadtest.load.config import LoadConfig, RunConfig, Target
-from loadtest.load.errors import LoadConfigError, ResultFileError
-from loadtest.load.generator_process import open_payloads
-from loadtest.load.histogram import DIGITS_OF_A_SECOND, LatencyHistogram
-from loadtest.load.live import LiveLine, status_line
-from loadtest.load.marks import marks_within, read_marks
-from loadtest.load.merge import MAX_CPU_SHARE, invalid_because
-from loadtest.load.messages import ProcessConfig, Status
-from loadtest.load.recorder import recorded
-from loadtest.load.result import GeneratorProcess, Mark, read_result
-from loadtest.load.result_file import write_document
-from loadtest.load.show import show_result
-from loadtest.load.timer import PreciseTimer
+from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
+from loadtest.load.generator import open_payloads
+from loadtest.load.messages import Status
+from loadtest.load.open_loop import PreciseTimer
+from loadtest.load.processes import MAX_CPU_SHARE, invalid_because
+from loadtest.load.recorder import DIGITS_OF_A_SECOND, LatencyHistogram, recorded
+from loadtest.load.result import GeneratorProcess, Mark, read_result, write_document
+from loadtest.load.run import marks_within, read_marks
+from loadtest.load.show import live_status, show_result, status_line
 from loadtest.report.page import html
 from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
@@ -42,7 +39,7 @@ RESULTS = {"run": example_run(), "sweep": example_sweep()}
     ],
 )
 def test_a_target_is_a_scheme_a_host_and_a_port(text, expected):
-    target = Target.parse(text)
+    target = LoadTarget.parse(text)
     assert (target.scheme, target.host, target.port) == expected
 
 
@@ -51,7 +48,7 @@ def test_a_target_is_a_scheme_a_host_and_a_port(text, expected):
 )
 def test_any_other_target_is_refused(text):
     with pytest.raises(ValueError, match=r".+"):
-        LoadConfig(target=text)
+        OfferedLoad(target=text)
 
 
 @pytest.mark.parametrize(
@@ -64,21 +61,21 @@ def test_any_other_target_is_refused(text):
 )
 def test_settings_that_do_not_fit_together_are_refused(given, message):
     with pytest.raises(ValidationError, match=message):
-        LoadConfig(target="http://a", **given)
+        OfferedLoad(target="http://a", **given)
 
 
 def test_the_api_is_the_target_s_unless_it_is_named():
-    assert LoadConfig(target="http://a").spoken == "json"
-    assert LoadConfig(target="grpc://a:1").spoken == "grpc"
-    assert LoadConfig(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
+    assert OfferedLoad(target="http://a").spoken == "json"
+    assert OfferedLoad(target="grpc://a:1").spoken == "grpc"
+    assert OfferedLoad(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
 
 
 def test_requests_that_may_take_longer_than_servers_give_them_say_so():
     def deadlines(**given: float) -> set[object]:
-        config = LoadConfig(
+        config = OfferedLoad(
             target="http://h", workload="merlin-tiny:0.001", candidates="3", requests=2, slo_ms=1, **given
         )
-        _, pool = open_payloads(ProcessConfig(load=config, process=0))
+        _, pool = open_payloads(config)
         return {json.loads(one.body).get("timeout_ms") for one in pool}
 
     assert deadlines() == deadlines(timeout_ms=20) == {None}
@@ -151,12 +148,12 @@ def test_the_live_line_adds_up_the_processes():
     assert line == "  7 s of 12 s  500/s  ok 149  errors 1  in flight 4  p50 4.0 ms  p99 4.0 ms"
     assert "warm-up" in status_line(run, 1.0, [])
     terminal = io.StringIO()
-    with LiveLine(Console(file=terminal, force_terminal=True, width=120), run) as live:
-        live.update(0, statuses[0])
+    with live_status(Console(file=terminal, force_terminal=True, width=120), run) as on_status:
+        on_status(0, statuses[0])
     assert "of 12 s" in terminal.getvalue()
     pipe = io.StringIO()
-    with LiveLine(Console(file=pipe), run) as live:
-        live.update(0, statuses[0])
+    with live_status(Console(file=pipe), run) as on_status:
+        on_status(0, statuses[0])
     assert pipe.getvalue() == ""
 
 
@@ -194,7 +191,7 @@ def test_a_result_from_before_requests_were_varied_is_read_as_one_whose_requests
 
 def test_requests_are_varied_unless_the_command_line_says_same(monkeypatch):
     given: list[dict[str, object]] = []
-    monkeypatch.setattr("loadtest.load.command.execute", lambda command, options: given.append(options) or 0)
+    monkeypatch.setattr("loadtest.load.run.execute", lambda options, **_: given.append(options) or 0)
     for flags in ([], ["--same"]):
         CliRunner().invoke(loadtest, ["run", "--target", "http://a", "--rate", "5", *flags], catch_exceptions=False)
     assert [one["varied"] for one in given] == [True, False]

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.load.result import LoadResult, SweepResult
-from loadtest.load.run import step_duration_s
-from loadtest.load.sweep import MIN_RATE, TOLERANCE, outcome_of, sweep
+from loadtest.load.run import MIN_RATE, TOLERANCE, step_duration_s, sweep
+from loadtest.load.show import outcome_of
 from shardrank_testing.load_results import example_run
 
 SLO_MS = 50.0
@@ -21,10 +19,7 @@ def measured(rate: float, *, p99_ms: float | None, valid: bool = True) -> LoadRe
 
 
 def search(answer, *, first_rate: float = 50, max_rate: float = 100_000) -> SweepResult:
-    async def measure(rate: float) -> LoadResult:
-        return answer(rate)
-
-    return asyncio.run(sweep(measure, SLO_MS, first_rate=first_rate, max_rate=max_rate))
+    return sweep(answer, SLO_MS, first_rate=first_rate, max_rate=max_rate)
 
 
 @given(capacity=st.floats(2, 50_000), first_rate=st.floats(1, 5000))

@@ -10,16 +10,14 @@ import httptools
 import pytest
 import uvloop
 
-from loadtest.load.arrivals import arrival_times
-from loadtest.load.config import LoadConfig, RunConfig
-from loadtest.load.generator_process import do_run
-from loadtest.load.histogram import LatencyHistogram
-from loadtest.load.merge import make_result
-from loadtest.load.messages import Begin, ProcessConfig, Ready
-from loadtest.load.processes import Measured
-from loadtest.load.recorder import merged
+from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.generator import headers_of, offer
+from loadtest.load.messages import Done, Offer, Ready
+from loadtest.load.open_loop import arrival_times
+from loadtest.load.processes import make_result
+from loadtest.load.recorder import LatencyHistogram, merged
 from loadtest.load.result import LoadResult
-from loadtest.workloads.opened import open_workload
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
 from shardrank_testing.loaded_server import (
     CANDIDATES,
@@ -50,7 +48,7 @@ def load(
     **options: object,
 ) -> LoadResult:
     """One run of one process, in this process, and its result."""
-    config = LoadConfig(
+    config = OfferedLoad(
         **{
             "target": f"{SCHEMES[api]}://127.0.0.1:{port}",
             "workload": "merlin-tiny:0.001",
@@ -61,14 +59,14 @@ def load(
     run = RunConfig(rate=rate, duration_s=duration_s, warmup_s=warmup_s)
     pool = Payloads(open_workload(config.workload, candidates=str(CANDIDATES)), config.spoken, count=4)
 
-    async def measured() -> Measured:
-        begin = Begin(run=run, at=time.monotonic() + 0.05)
-        done = await do_run(ProcessConfig(load=config, process=0), begin, pool, lambda message: None)
-        return Measured(time.time(), (done,))
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found = runner.run(measured())
-    return make_result(config, run, [Ready(requests=4, model=pool.model, workload=config.workload)], found)
+        done = runner.run(offered(config, run, pool))
+    return make_result(config, run, [Ready(requests=4, model=pool.model, workload=config.workload)], 0.0, [done])
+
+
+async def offered(load: OfferedLoad, run: RunConfig, pool: Payloads) -> Done:
+    asked = Offer(load=load, run=run, at=time.monotonic() + 0.05)
+    return await offer(asked, pool, headers_of(load.varied, 0, 0), lambda message: None)
 
 
 def slower_than(result: LoadResult, ms: float, of: str = "latency") -> int:
@@ -273,47 +271,42 @@ def test_poisson_arrivals_are_all_sent():
 
 def test_a_generator_that_comes_late_says_so_and_its_run_is_not_valid():
     with server_of("json") as server:
-        config = LoadConfig(target=f"http://127.0.0.1:{server.port}", arrivals="constant", timeout_ms=5000)
+        config = OfferedLoad(target=f"http://127.0.0.1:{server.port}", arrivals="constant", timeout_ms=5000)
         run = RunConfig(rate=200, duration_s=1, warmup_s=0)
         pool = Payloads(open_workload("merlin-tiny:0.001", candidates=str(CANDIDATES)), "json", count=4)
 
-        async def measured() -> Measured:
-            begin = Begin(run=run, at=time.monotonic() + 0.05)
+        async def measured() -> Done:
             # Something else in the generator's process that takes its time.
             asyncio.get_running_loop().call_at(asyncio.get_running_loop().time() + 0.3, time.sleep, 0.25)
-            done = await do_run(ProcessConfig(load=config, process=0), begin, pool, lambda message: None)
-            return Measured(time.time(), (done,))
+            return await offered(config, run, pool)
 
         found = asyncio.run(measured())
-    result = make_result(config, run, [Ready(requests=4, model="m", workload="w")], found)
+    result = make_result(config, run, [Ready(requests=4, model="m", workload="w")], 0.0, [found])
     # 50 of 200 requests were due in those 250 ms; p99 is the third latest.
     assert result.generator.lag_p99_ms >= 235
     assert result.latency.p99_ms >= 235
     assert not result.valid
     assert "late" in result.invalid_because[0]
     assert result.answered == 200
-    assert merged([found.done[0].records.lag], digits=3).count == 200
+    assert merged([found.records.lag]).count == 200
 
 
 class BrokenPayloads(Payloads):
-    def check(self, answer: bytes) -> int:
+    def scores(self, answer: bytes) -> list[float]:
         raise ZeroDivisionError("a defect of the check")
 
 
 @pytest.mark.parametrize("api", ["json", "grpc"])
 def test_a_defect_of_the_generator_is_not_taken_for_an_answer(api):
     with server_of(api) as server:
-        config = LoadConfig(target=f"{SCHEMES[api]}://127.0.0.1:{server.port}", timeout_ms=5000)
+        config = OfferedLoad(target=f"{SCHEMES[api]}://127.0.0.1:{server.port}", timeout_ms=5000)
         pool = BrokenPayloads(open_workload("merlin-tiny:0.001", candidates=str(CANDIDATES)), config.spoken, count=4)
 
-        async def measured() -> None:
-            begin = Begin(run=RunConfig(rate=100, duration_s=0.3, warmup_s=0), at=time.monotonic())
-            await do_run(ProcessConfig(load=config, process=0), begin, pool, lambda message: None)
-
+        run = RunConfig(rate=100, duration_s=0.3, warmup_s=0)
         with (
             pytest.raises((ZeroDivisionError, httptools.HttpParserCallbackError)) as raised,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            runner.run(measured())
+            runner.run(offered(config, run, pool))
     defect = raised.value if isinstance(raised.value, ZeroDivisionError) else raised.value.__context__
     assert isinstance(defect, ZeroDivisionError)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 
 import psutil
 import uvloop
 
-from loadtest.peers.config import CHANNELS
-from loadtest.peers.offered_load import PeerRate, offer
-from loadtest.peers.requests import requests_for
-from loadtest.serving_cost.shape import Shape
+from loadtest.load.config import RunConfig
+from loadtest.load.generator import offer, open_payloads
+from loadtest.load.messages import Offer
+from loadtest.peers.run import CHANNELS, PeersConfig
+from loadtest.servers import Server
+from loadtest.workloads.catalog import BenchShape
 from loadtest.workloads.payloads import changing_headers
 from shardrank_testing.loaded_server import CANDIDATES, Reply, loaded_grpc_server
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates=str(CANDIDATES))
+SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates=str(CANDIDATES))
 
 
 def connections_to(port: int) -> int:
@@ -32,21 +35,12 @@ def test_all_connections_over_grpc_are_open_before_the_first_request_and_none_is
         return Reply()
 
     with loaded_grpc_server(plan) as server:
-        pool = requests_for(SHAPE, "shardrank-grpc", 1)
-        load = PeerRate(
-            host="127.0.0.1",
-            http_port=server.port,
-            grpc_port=server.port,
-            channels=CHANNELS,
-            server="shardrank-grpc",
-            hotness=1,
-            rate=100,
-            warmup_s=0,
-            seconds=0.3,
-            seed=1,
-        )
-        offered = uvloop.run(offer(load, pool, changing_headers(True, 1)))
+        load = PeersConfig(shape=SHAPE).load("shardrank-grpc", Server(0, server.port, ()), 1, 5000)
+        run = RunConfig(rate=100, warmup_s=0, duration_s=0.3, seed=1)
+        _, pool = open_payloads(load)
+        asked = Offer(load=load, run=run, at=time.monotonic() + 0.5)
+        records = uvloop.run(offer(asked, pool, changing_headers(True, 1), lambda message: None)).records
         after = connections_to(server.port)
     assert seen == [CHANNELS]
-    assert offered.answered == offered.due > 0
+    assert (records.errors, records.latency.histogram.count > 0) == ({}, True)
     assert after == 0

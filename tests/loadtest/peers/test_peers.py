@@ -13,22 +13,31 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
+from loadtest.errors import AnswerError, RequestFailedError, ScoresDifferError, ServerFailedError
 from loadtest.load.cli import loadtest
-from loadtest.load.machine import this_machine
+from loadtest.load.generator import ask_scores, open_payloads
+from loadtest.load.messages import Weighed
+from loadtest.load.result import LoadResult, this_machine
 from loadtest.peers.catalog import PEERS
-from loadtest.peers.comparison import Ahead, ahead, compared, pinned
-from loadtest.peers.config import PeersConfig
-from loadtest.peers.errors import PeerServerError
-from loadtest.peers.model import random_tensors, reference_scores, write_weights
-from loadtest.peers.processes import check_peer, peer_serving
-from loadtest.peers.requests import PeerRequests, drawn_requests, flat_body, tensor_body
-from loadtest.peers.run import Round, best_throughput
-from loadtest.serving_cost.messages import Offered, Weighed
-from loadtest.serving_cost.shape import Shape
-from loadtest.workloads.errors import AnswerError
+from loadtest.peers.comparison import Ahead, ahead, compared
+from loadtest.peers.run import (
+    PeerRound,
+    PeersConfig,
+    best_throughput,
+    peer_serving,
+    random_tensors,
+    reference_scores,
+)
+from loadtest.servers import check_scores
+from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_requests
+from loadtest.workloads.payloads import HEADER_LENGTH, Encoding
+from shardrank_testing.load_results import example_run
 
-SHAPE = Shape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
+SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
+
+SMALL = PeersConfig(shape=SHAPE, hotness=(4,), workers=1, batch=1)
 
 
 @pytest.fixture
@@ -40,14 +49,20 @@ def environments(tmp_path: Path) -> Path:
     return folder
 
 
+def body_of(encoding: Encoding) -> tuple[bytes, int]:
+    """The first request at hotness 4, and the length of its header."""
+    payload = bench_payloads(SHAPE, "mlp", 4, encoding, 1)[0]
+    return payload.body, int(dict(payload.headers).get(HEADER_LENGTH, 0))
+
+
 def run_command(*arguments: str | Path):
     return CliRunner().invoke(loadtest, ["peers", *map(str, arguments)])
 
 
 def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
     rows = torch.tensor([[1.0], [10.0], [100.0]])
-    shape = Shape(features=2, embedding_dim=1, rows=3, dense=1, candidates="1")
-    request = drawn_requests(shape, 2, 1)[0]
+    shape = BenchShape(features=2, embedding_dim=1, rows=3, dense=1, candidates="1")
+    request = bench_requests(shape, "mlp", 2, 1)[0]
     tensors = {
         "rows": rows,
         "mlp.layers.0.weight": torch.tensor([[0.0, 1.0, 2.0]]),
@@ -62,8 +77,8 @@ def test_scores_of_one_candidate_are_what_one_reckons_by_hand() -> None:
 
 
 def test_the_flat_body_is_laid_out_as_documented() -> None:
-    request = drawn_requests(SHAPE, 4, 1)[0]
-    body = flat_body(request)
+    request = bench_requests(SHAPE, "mlp", 4, 1)[0]
+    body, _ = body_of("flat")
     bags = request.bags
     assert np.frombuffer(body, "<u4", 4).tolist() == [7, 3, bags.num_values, 2]
     ids = np.frombuffer(body, "<i8", bags.num_values, 16)
@@ -79,10 +94,10 @@ def test_the_flat_body_is_laid_out_as_documented() -> None:
 
 
 def test_the_tensor_body_has_the_same_numbers_as_the_flat_one() -> None:
-    request = drawn_requests(SHAPE, 4, 1)[0]
-    body, header_bytes = tensor_body(request)
+    request = bench_requests(SHAPE, "mlp", 4, 1)[0]
+    body, header_bytes = body_of("tensors")
     header = json.loads(body[:header_bytes])
-    assert body[header_bytes:] == flat_body(request)[16:]
+    assert body[header_bytes:] == body_of("flat")[0][16:]
     assert [(one["name"], one["shape"]) for one in header["inputs"]] == [
         ("ids", [1, request.bags.num_values]),
         ("lengths", [1, 7, 3]),
@@ -95,58 +110,57 @@ def test_a_batch_of_different_requests_is_scored_by_the_peers_model_as_each_alon
     monkeypatch.syspath_prepend(PEERS["fastapi"].script.parent)
     torch_model = importlib.import_module("torch_model")
     shape, tensors = SHAPE.model_copy(update={"candidates": "2-9:5"}), random_tensors(SHAPE, 3)
-    write_weights(tensors, tmp_path / "weights")
-    requests = [one for hotness in (1, 4) for one in drawn_requests(shape, hotness, 3)]
+    save_file(tensors, tmp_path / "weights")
+    requests = [one for hotness in (1, 4) for one in bench_requests(shape, "mlp", hotness, 3)]
+    bodies = [one.body for hotness in (1, 4) for one in bench_payloads(shape, "mlp", hotness, "flat", 3)]
     assert any((one.bags.lengths == 0).any() for one in requests)
     threads = torch.get_num_threads()
     scorer = torch_model.Scorer(str(tmp_path / "weights"))
     torch.set_num_threads(threads)
-    for request, answer in zip(requests, scorer.answers(list(map(flat_body, requests))), strict=True):
+    for request, body, answer in zip(requests, bodies, scorer.answers(bodies), strict=True):
         np.testing.assert_allclose(np.frombuffer(answer, "<f4"), reference_scores(tensors, request), atol=1e-5)
-        np.testing.assert_allclose(
-            np.frombuffer(scorer.answer(flat_body(request)), "<f4"), np.frombuffer(answer, "<f4"), atol=1e-6
-        )
+        np.testing.assert_allclose(np.frombuffer(scorer.answer(body), "<f4"), np.frombuffer(answer, "<f4"), atol=1e-6)
 
 
 def test_an_answer_that_is_not_of_whole_floats_is_refused() -> None:
-    pool = PeerRequests(SHAPE, 1, "/rank", "flat")
-    assert pool.check(bytes(28)) == 7
+    pool = bench_payloads(SHAPE, "mlp", 1, "flat", 1)
+    assert list(pool.scores(bytes(28))) == [0.0] * 7
     with pytest.raises(AnswerError, match="30 bytes"):
-        pool.check(bytes(30))
+        pool.scores(bytes(30))
 
 
 def test_scores_that_a_peer_answers_as_a_batch_of_one_request_are_counted_one_by_one() -> None:
-    pool = PeerRequests(SHAPE, 1, "/infer", "tensors")
+    pool = bench_payloads(SHAPE, "mlp", 1, "tensors", 1)
     output = {"name": "scores", "datatype": "FP32", "shape": [1, 7], "parameters": {"binary_data_size": 28}}
-    assert pool.check(json.dumps({"outputs": [output]}).encode() + bytes(28)) == 7
+    assert len(pool.scores(json.dumps({"outputs": [output]}).encode() + bytes(28))) == 7
 
 
 def test_the_fastapi_peer_answers_with_the_models_scores_and_others_are_refused(tmp_path: Path) -> None:
-    tensors, peer, pool = random_tensors(SHAPE, 3), PEERS["fastapi"], PeerRequests(SHAPE, 4, "/rank", "flat")
-    write_weights(tensors, tmp_path / "weights")
-    expected = [reference_scores(tensors, one) for one in drawn_requests(SHAPE, 4, 2)]
+    tensors, config = random_tensors(SHAPE, 3), SMALL
+    save_file(tensors, tmp_path / "weights")
+    expected = [reference_scores(tensors, one) for one in bench_requests(SHAPE, "mlp", 4, 2)]
     assert np.ptp(expected[0]) > 0.01
-    started = {"workers": 1, "batch": 1}
-    with peer_serving(peer, Path(sys.executable), tmp_path / "weights", pool, tmp_path / "log", **started) as server:
-        check_peer(peer, server, pool, 1, expected[1], 1e-5)
-        with pytest.raises(PeerServerError, match="scores of request 1 differ by up to"):
-            check_peer(peer, server, pool, 1, expected[0], 1e-5)
-        with pytest.raises(PeerServerError, match="7 scores to request 1, 6 expected"):
-            check_peer(peer, server, pool, 1, expected[1][:6], 1e-5)
+    with peer_serving(config, PEERS["fastapi"], Path(sys.executable), tmp_path / "weights", tmp_path / "log") as server:
+        load = config.load("fastapi", server, 4)
+        _, pool = open_payloads(load)
+        found = ask_scores(load, pool, 1)
+        check_scores("FastAPI", found, expected[1], 1e-5)
+        with pytest.raises(ScoresDifferError, match=r"FastAPI, candidate \d: its score is .* allowed is 1e-05"):
+            check_scores("FastAPI", found, expected[0], 1e-5)
+        with pytest.raises(ScoresDifferError, match="7 scores, 6 expected"):
+            check_scores("FastAPI", found, expected[1][:6], 1e-5)
         # A body that is not a request is this server's fault to say, and not taken for scores.
-        with pytest.raises(PeerServerError, match="no scores to request 0: HTTP Error 500"):
-            check_peer(peer, server, PeerRequests(SHAPE, 4, "/rank", "tensors"), 0, expected[0], 1e-5)
-    with pytest.raises(PeerServerError, match="no scores to request 1"):
-        check_peer(peer, server, pool, 1, expected[1], 1e-5)
+        with pytest.raises(RequestFailedError, match="no scores of request 0: HTTP Error 500"):
+            ask_scores(load, bench_payloads(SHAPE, "mlp", 4, "tensors", 1, path="/rank"), 0)
+    with pytest.raises(RequestFailedError, match="no scores of request 1"):
+        ask_scores(load, pool, 1)
 
 
 def test_a_peer_that_can_not_start_says_why(tmp_path: Path) -> None:
-    peer, pool = PEERS["fastapi"], PeerRequests(SHAPE, 1, "/rank", "flat")
     (tmp_path / "weights").write_bytes(b"no weights")
-    started = {"workers": 1, "batch": 1}
     with (
-        pytest.raises(PeerServerError, match=r"(?s)FastAPI has ended with exit code 1.*[Hh]eader"),
-        peer_serving(peer, Path(sys.executable), tmp_path / "weights", pool, tmp_path / "log", **started),
+        pytest.raises(ServerFailedError, match=r"(?s)FastAPI: its server has ended .*exit code 1.*[Hh]eader"),
+        peer_serving(SMALL, PEERS["fastapi"], Path(sys.executable), tmp_path / "weights", tmp_path / "log"),
     ):
         pass
 
@@ -190,15 +204,17 @@ def weighed(requests: int, p50_ms: float, client_cpu_s: float = 0.1) -> Weighed:
     return Weighed(requests=requests, seconds=2.0, server_cpu_s=1.0, client_cpu_s=client_cpu_s, **times)
 
 
-def offered(p99_ms: float | None, lag_p99_ms: float = 0.1) -> Offered:
-    times = {"p50_ms": 1.0, "p99_ms": p99_ms, "lag_p99_ms": lag_p99_ms}
-    return Offered(due=100, answered=99, client_cpu_s=0.1, seconds=2.0, **times)
+def offered(p99_ms: float | None, why: tuple[str, ...] = ()) -> LoadResult:
+    latency = example_run().latency_of_due.model_copy(update={"p50_ms": 1.0, "p99_ms": p99_ms})
+    return example_run().model_copy(
+        update={"rate": 300.0, "latency_of_due": latency, "invalid_because": why, "valid": not why}
+    )
 
 
-def rounds_of(config: PeersConfig, table: dict[str, list[tuple[int, float]]], cpu_s: float = 0.1) -> list[Round]:
+def rounds_of(config: PeersConfig, table: dict[str, list[tuple[int, float]]], cpu_s: float = 0.1) -> list[PeerRound]:
     # The p99 at an equal rate is ten times the p50 alone.
     return [
-        Round(turn, name, 1, weighed(requests, 9.0, cpu_s), weighed(10, p50_ms), 300.0, offered(10 * p50_ms))
+        PeerRound(turn, name, 1, weighed(requests, 9.0, cpu_s), weighed(10, p50_ms), offered(10 * p50_ms))
         for name, of_server in table.items()
         for turn, (requests, p50_ms) in enumerate(of_server)
     ]
@@ -217,11 +233,9 @@ def test_shardrank_is_held_against_the_peer_that_was_best_in_each_round_and_meas
     (found,) = ahead(CONFIG, rounds_of(CONFIG, TABLE))
     # Best throughputs: 500/s each; best p50: 2 and 2.5 ms. shardrank over gRPC does not count.
     assert found == Ahead(hotness=1, throughput=3.5, p50=0.45, p99=0.45, offered_p99=0.45)
-    assert found.throughput_met
-    assert found.p50_met
-    assert found.offered_p99_met
+    assert all(found.met.values())
     behind = Ahead(hotness=1, throughput=2.99, p50=0.61, p99=1.0, offered_p99=0.51)
-    assert [behind.throughput_met, behind.p50_met, behind.offered_p99_met] == [False, False, False]
+    assert behind.met == {"throughput": False, "p50": False, "offered_p99": False}
 
 
 def test_the_comparison_has_every_servers_numbers_as_ratios_to_shardrank() -> None:
@@ -230,20 +244,22 @@ def test_the_comparison_has_every_servers_numbers_as_ratios_to_shardrank() -> No
     assert throughput.values[2] == (500.0, 250.0)
     assert throughput.ratios[2].value == pytest.approx((1 / 3 * 1 / 8) ** 0.5)
     assert found.valid
-    assert found.versions["mosec"] == pinned("mosec")
+    assert found.versions["mosec"] == PEERS["mosec"].pinned
 
 
 def test_a_client_that_was_the_bottleneck_makes_the_comparison_invalid() -> None:
     found = compared(CONFIG, rounds_of(CONFIG, TABLE, cpu_s=1.9), this_machine())
     assert not found.valid
-    assert found.invalid_because[0] == "shardrank, hotness 1, round 1: the client took 0.95 of a core"
+    assert found.invalid_because[0] == (
+        "shardrank, hotness 1, round 1: throughput: the client used 95% of a core; at most 90% is allowed"
+    )
 
 
 def test_a_client_that_came_late_to_its_requests_makes_the_comparison_invalid() -> None:
     rounds = rounds_of(CONFIG, TABLE)
-    rounds[3] = replace(rounds[3], offered=offered(20.0, lag_p99_ms=2.5))
+    rounds[3] = replace(rounds[3], offered=offered(20.0, why=("it came late.",)))
     assert compared(CONFIG, rounds, this_machine()).invalid_because == (
-        f"shardrank, gRPC, hotness 1, round {rounds[3].round + 1}: the client came 2.5 ms late",
+        f"shardrank, gRPC, hotness 1, round {rounds[3].round + 1}: it came late.",
     )
 
 
@@ -264,7 +280,7 @@ def test_every_peer_has_a_server_that_imports_nothing_of_shardrank_and_pinned_re
         lines = peer.requirements.read_text().split()
         assert all("==" in line for line in lines)
         assert "torch==2.13.0" in lines
-        assert pinned(peer.name)
+        assert peer.pinned
         for script in peer.script.parent.glob("*.py"):
             imported = {
                 name.split(".")[0]

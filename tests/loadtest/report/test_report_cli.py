@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
+from loadtest.errors import ResultFileError
 from loadtest.load.cli import loadtest
-from loadtest.load.errors import ResultFileError
-from loadtest.load.result_file import write_document
+from loadtest.load.result import write_document
 from loadtest.report.comparison import Comparison
 from loadtest.report.errors import ComparisonError
 from loadtest.report.page import html, read_reported

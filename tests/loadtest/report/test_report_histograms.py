@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.load.histogram import LatencyHistogram
+from loadtest.load.recorder import LatencyHistogram
 from loadtest.load.result import EncodedHistogram
 from loadtest.report.chart import Nines
 from loadtest.report.errors import HistogramError

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from loadtest.load.histogram import LatencyHistogram
+from loadtest.load.recorder import LatencyHistogram
 from loadtest.load.result import Mark
 from loadtest.report.comparison import compare_runs, measured
 from loadtest.report.errors import HistogramError, PageFileError

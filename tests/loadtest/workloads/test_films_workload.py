@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtest.load.config import LoadConfig
-from loadtest.load.generator_process import open_payloads
-from loadtest.load.messages import ProcessConfig
-from loadtest.workloads.candidates import Fixed
-from loadtest.workloads.errors import WorkloadError
-from loadtest.workloads.films import FilmsWorkload
-from loadtest.workloads.opened import open_workload
+from loadtest.errors import WorkloadError
+from loadtest.load.config import OfferedLoad
+from loadtest.load.generator import open_payloads
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
+from loadtest.workloads.distributions import Fixed
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.workload import features_of
 from serving.training.dataset import FilmsDataset, FilmsOptions
@@ -113,10 +111,10 @@ def test_the_seed_of_a_load_draws_other_users_from_the_same_split(tmp_path):
     folder = write_movielens(tmp_path, small_interactions(num_ratings=1000))
 
     def asked(seed: int, split_seed: int) -> tuple[str, list[bytes]]:
-        config = LoadConfig(
+        config = OfferedLoad(
             target="http://h", workload="films", movielens=folder, requests=20, seed=seed, split_seed=split_seed
         )
-        name, pool = open_payloads(ProcessConfig(load=config, process=0))
+        name, pool = open_payloads(config)
         return name, [one.body for one in pool]
 
     (name, first), (_, again), (_, drawn), (other, split) = asked(0, 0), asked(0, 0), asked(1, 0), asked(0, 1)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtest.workloads.candidates import Fixed
-from loadtest.workloads.errors import WorkloadError
-from loadtest.workloads.ids import Uniform
-from loadtest.workloads.opened import open_workload
-from loadtest.workloads.synthetic import SyntheticWorkload
-from loadtest.workloads.workload import features_of
+from loadtest.errors import WorkloadError
+from loadtest.workloads.catalog import open_workload
+from loadtest.workloads.distributions import Fixed, Uniform
+from loadtest.workloads.workload import SyntheticWorkload, features_of
 from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
 from shardrank_testing.serving_api import api_spec
 

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.serving_cost.shape import Shape, payloads
-from loadtest.workloads import grpc_payload, json_payload, oip_payload
-from loadtest.workloads.errors import AnswerError, WorkloadError
-from loadtest.workloads.opened import open_workload
-from loadtest.workloads.payloads import APIS, Payloads, changing_headers
+from loadtest.errors import AnswerError, WorkloadError
+from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
+from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Payloads, changing_headers
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import rank_document
 from serving.formats.json_text import encode
@@ -119,8 +117,8 @@ def test_a_packed_request_is_its_arrays_in_the_order_of_the_schema():
 
 
 def test_a_packed_request_whose_bags_all_have_one_id_says_no_lengths():
-    shape = Shape(features=4, rows=9, candidates="5", varied=False)
-    message = ranking_pb2.RankRequest.FromString(payloads(shape, "mlp", 1, "grpc-packed", 1)[0].body)
+    shape = BenchShape(features=4, rows=9, candidates="5", varied=False)
+    message = ranking_pb2.RankRequest.FromString(bench_payloads(shape, "mlp", 1, "grpc-packed", 1)[0].body)
     assert message.packed.lengths == b""
     assert len(message.packed.ids) == 8 * 4 * 5
 
@@ -158,25 +156,28 @@ def answer(num_scores: int) -> RankAnswer:
 
 
 @pytest.mark.parametrize("num_scores", [1, 300])
-def test_scores_are_counted_in_the_server_s_answers(num_scores):
-    assert json_payload.count_scores(encode(rank_document(answer(num_scores)))) == num_scores
-    assert grpc_payload.count_scores(encode_rank(answer(num_scores))) == num_scores
-    workload = small_workload("mixed")
-    http, grpc = Payloads(workload, "oip-http", count=1)[0], Payloads(workload, "oip-grpc", count=1)[0]
-    over_http = InferHttpCodec(MODEL, "", dict(http.headers)[oip_payload.HEADER_LENGTH])
-    encoded = over_http.read(http.body, RequestLimits()).encode(answer(num_scores)).body
-    assert oip_payload.count_http_scores(encoded) == num_scores
-    encoded = InferGrpcCodec().read(grpc.body, RequestLimits()).encode(answer(num_scores)).body
-    assert oip_payload.count_grpc_scores(encoded) == num_scores
+def test_scores_are_read_from_the_server_s_answers(num_scores):
+    expected, pools = answer(num_scores), {api: Payloads(small_workload("mixed"), api, count=1) for api in APIS}
+    over_http = InferHttpCodec(MODEL, "", dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
+    over_grpc = InferGrpcCodec()
+    answers = {
+        "json": encode(rank_document(expected)),
+        "grpc": encode_rank(expected),
+        "grpc-packed": encode_rank(expected),
+        "oip-http": over_http.read(pools["oip-http"][0].body, RequestLimits()).encode(expected).body,
+        "oip-grpc": over_grpc.read(pools["oip-grpc"][0].body, RequestLimits()).encode(expected).body,
+    }
+    for api, pool in pools.items():
+        np.testing.assert_allclose(pool.scores(answers[api]), expected.scores, rtol=1e-6, err_msg=api)
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"scores": "many"}', b"\xff\xff\xff", b'{"outputs": []}'])
-def test_what_is_no_answer_is_not_counted(api, body):
+def test_what_is_no_answer_has_no_scores(api, body):
     made = Payloads(small_workload("mixed"), api, count=1)
     if api in ("grpc", "grpc-packed") and not body:
-        # An empty message is one without scores: it is counted, and found to be too few.
-        assert made.check(body) == 0
+        # An empty message is one without scores, which are too few.
+        assert len(made.scores(body)) == 0
         return
     with pytest.raises(AnswerError):
-        made.check(body)
+        made.scores(body)

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loadtest.workloads import export
+from loadtest.errors import PrepareError, WorkloadError
+from loadtest.workloads import prepare as preparing
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.cli import prepare
-from loadtest.workloads.errors import PrepareError, WorkloadError
-from loadtest.workloads.export import ROW_LIMIT, RandomRows, snapshot_bytes, write_random_snapshot
-from loadtest.workloads.opened import open_workload
 from loadtest.workloads.payloads import APIS, Payloads
-from loadtest.workloads.prepared import prepare_workload
+from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, snapshot_bytes, write_random_snapshot
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.movielens import small_interactions, write_movielens
@@ -58,7 +57,7 @@ def test_random_rows_fill_their_range_and_differ_by_table_and_seed():
 
 
 def test_memory_is_bounded_by_a_block(monkeypatch):
-    monkeypatch.setattr(export, "BLOCK_BYTES", 4 * 8 * 1000)
+    monkeypatch.setattr(preparing, "BLOCK_BYTES", 4 * 8 * 1000)
     blocks = RandomRows(5, "t", 10_500, 8).blocks(1_500, 5_000)
     assert [block.shape[0] for block in blocks] == [500, 1000, 1000, 1000, 1000, 500]
 
@@ -77,7 +76,7 @@ def test_the_snapshot_holds_the_model_s_rows_and_passes_verification(snapshot_fo
 def test_a_real_server_answers_the_workload_s_payloads(snapshot_folder, api):
     payloads = Payloads(open_workload(WORKLOAD, context_features=2, candidates="20-60:40"), api, count=6)
     answers = run(served(snapshot_folder, payloads))
-    assert [payloads.check(answer) for answer in answers] == [payload.num_candidates for payload in payloads]
+    assert [len(payloads.scores(answer)) for answer in answers] == [payload.num_candidates for payload in payloads]
 
 
 async def served(folder, payloads) -> list[bytes]:
@@ -114,7 +113,7 @@ def test_films_are_trained_and_answer_their_own_requests(tmp_path):
     assert "--model films" in result.output
     payloads = Payloads(open_workload("films", movielens=movielens, split_seed=2), "json", count=4)
     answers = run(served(tmp_path / "store" / "films" / "1", payloads))
-    assert [payloads.check(answer) for answer in answers] == [payload.num_candidates for payload in payloads]
+    assert [len(payloads.scores(answer)) for answer in answers] == [payload.num_candidates for payload in payloads]
 
 
 def test_the_command_says_what_it_wrote_and_how_to_serve_it(tmp_path):
@@ -148,9 +147,9 @@ def test_an_export_that_was_interrupted_goes_on_with_the_same_rows(tmp_path, sna
     with pytest.raises(KeyboardInterrupt):
         write_random_snapshot(spec, tmp_path, seed=3, progress=interrupt)
     whole = snapshot_bytes(spec)
-    assert 0 < export.unfinished_bytes(tmp_path, spec.model) < whole
+    assert 0 < preparing.unfinished_bytes(tmp_path, spec.model) < whole
     folder = write_random_snapshot(spec, tmp_path, seed=3)
-    assert export.unfinished_bytes(tmp_path, spec.model) == 0
+    assert preparing.unfinished_bytes(tmp_path, spec.model) == 0
     # The same files, by size and checksum, as of the export in one go.
     assert Snapshot.open(folder).manifest.tables == Snapshot.open(snapshot_folder).manifest.tables
 
@@ -167,7 +166,7 @@ def test_prepare_and_run_share_the_flags_that_must_agree():
 
 
 def test_random_weights_are_finite_and_biases_zero():
-    dense = export.random_dense(open_workload(WORKLOAD).spec, 0)
+    dense = preparing.random_dense(open_workload(WORKLOAD).spec, 0)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in dense.values())
     assert {name for name, tensor in dense.items() if not tensor.any()} == {
         name for name, tensor in dense.items() if tensor.ndim == 1

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.workloads.candidates import MLPERF_CANDIDATES, Fixed, Ranged, parse_candidates
-from loadtest.workloads.errors import WorkloadError
+from loadtest.errors import WorkloadError
+from loadtest.workloads.distributions import MLPERF_CANDIDATES, Fixed, Ranged, parse_candidates
 
 
 def drawn(counts, number: int = 20_000) -> np.ndarray:

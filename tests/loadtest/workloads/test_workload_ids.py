@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.workloads.errors import WorkloadError
-from loadtest.workloads.ids import (
+from loadtest.errors import WorkloadError
+from loadtest.workloads.distributions import (
     REUSE_AVERAGE_POOLING,
     REUSE_BATCH_SAMPLES,
     REUSE_SHARES_PERCENT,

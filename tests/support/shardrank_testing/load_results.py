@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.load.histogram import LatencyHistogram
+from loadtest.load.recorder import LatencyHistogram
 from loadtest.load.result import Generator, GeneratorProcess, LoadResult, Machine, Mark, Second, SweepResult
 
 Floats = npt.NDArray[np.float64]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from loader.snapshot.manifest import fingerprint_strings
-from loadtest.workloads.oip_payload import HEADER_LENGTH
-from loadtest.workloads.payloads import Api, Payload
+from loadtest.workloads.payloads import HEADER_LENGTH, Api, Payload
 from loadtest.workloads.workload import Workload, WorkloadRequest
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest

@@ -1,7 +1,7 @@
-"""Which rows are asked for: distributions over the popularity ranks of a table's rows, and where those rows lie.
+"""How many candidates a request has, and which rows it asks for.
 
-A distribution gives ranks, 0 for the most popular row; `RowScatter` says which row has a rank. Nothing is kept for each
-row, so tables of 40 million rows cost what tables of ten do.
+An id distribution gives popularity ranks, 0 for the most popular row; `RowScatter` says which row has a rank. Nothing
+is kept for each row, so tables of 40 million rows cost what tables of ten do.
 """
 
 from __future__ import annotations
@@ -15,32 +15,124 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.workloads.errors import WorkloadError
+from loadtest.errors import WorkloadError
 from shard_node.bags import Int64Array
 
 Float64Array = npt.NDArray[np.float64]
+
+MAX_CANDIDATES = 2**20
+_RANGE = re.compile(r"(\d+)-(\d+):(\d+(?:\.\d+)?)")
+_BISECTIONS = 200
+
+
+class CandidateCounts(Protocol):
+    """A distribution of numbers of candidates, named as `parse_candidates` reads it."""
+
+    @property
+    def name(self) -> str:
+        """Write it as it is read."""
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw the number of candidates of one request, at least 1."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always the same number."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MAX_CANDIDATES:
+            raise WorkloadError(f"candidates: {self.count} is not in 1..{MAX_CANDIDATES}")
+
+    @property
+    def name(self) -> str:
+        """Write it as `100`."""
+        return str(self.count)
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Return the number."""
+        return self.count
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """From `least` to `most` with a given mean, at the largest entropy: P(n) proportional to q^n.
+
+    MLPerf's DLRM-v2 asks for 100 to 700 user-item pairs with a mean of 270.
+    """
+
+    least: int
+    most: int
+    mean: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least < self.most <= MAX_CANDIDATES:
+            raise WorkloadError(
+                f"candidates: {self.least}-{self.most} is not LEAST-MOST with 1 <= LEAST < MOST <= {MAX_CANDIDATES}"
+            )
+        # Nearer to an end than this, a few numbers would have all the weight: ask for a fixed number instead.
+        margin = (self.most - self.least) / 100
+        if not self.least + margin <= self.mean <= self.most - margin:
+            raise WorkloadError(
+                f"candidates: mean {self.mean:g} is not in {self.least + margin:g}..{self.most - margin:g}"
+            )
+
+    @property
+    def name(self) -> str:
+        """Write it as `100-700:270`."""
+        return f"{self.least}-{self.most}:{self.mean:g}"
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw by the inverse of the cumulated distribution."""
+        return self.least + int(np.searchsorted(self._cumulated, rng.random(), side="right"))
+
+    @cached_property
+    def _cumulated(self) -> npt.NDArray[np.float64]:
+        """float64 [most - least], P(number <= least + i); what is above the last is `most`."""
+        span = self.most - self.least
+        low, high = -100.0 / span, 100.0 / span
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            mean = self.least + float((_weights(span, middle) * np.arange(span + 1)).sum())
+            low, high = (middle, high) if mean < self.mean else (low, middle)
+        return np.cumsum(_weights(span, (low + high) / 2))[:-1]
+
+
+def _weights(span: int, log_q: float) -> npt.NDArray[np.float64]:
+    """float64 [span + 1], q^i, normalised."""
+    logs = np.arange(span + 1) * log_q
+    weights: npt.NDArray[np.float64] = np.exp(logs - logs.max())
+    return weights / math.fsum(weights)
+
+
+MLPERF_CANDIDATES = Ranged(100, 700, 270)
+VARIED_CANDIDATES = Ranged(50, 500, 200)
+
+
+def parse_candidates(text: str) -> CandidateCounts:
+    """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises WorkloadError."""
+    if text.isascii() and text.isdecimal():
+        return Fixed(int(text))
+    if match := _RANGE.fullmatch(text):
+        return Ranged(int(match[1]), int(match[2]), float(match[3]))
+    raise WorkloadError(f"candidates: {text!r} is not N or LEAST-MOST:MEAN, such as 100 or 100-700:270")
+
 
 MAX_ZIPF_EXPONENT = 10.0
 _ZIPF = re.compile(r"zipf(?::|\()(\d+(?:\.\d+)?)\)?")
 
 
 class IdDistribution(Protocol):
-    """How popular a table's rows are."""
+    """How popular a table's rows are; named as `parse_ids` reads it."""
 
     @property
     def name(self) -> str:
-        """As `parse_ids` reads it."""
+        """Write it as it is read."""
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """Draws one rank for each entry.
-
-        Args:
-            rng: the randomness.
-            num_rows: int64 [n], rows of the table that each rank is of, at least 1 and below 2^32.
-
-        Returns:
-            int64 [n], rank i is in 0..num_rows[i] - 1.
-        """
+        """Draw int64 [n], rank i in 0..num_rows[i] - 1; the numbers of rows are from 1 to 2^32 - 1."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +142,7 @@ class Uniform:
     name: str = "uniform"
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """As `IdDistribution.ranks`."""
+        """Draw as `IdDistribution.ranks` says."""
         return rng.integers(0, num_rows, dtype=np.int64)
 
 
@@ -60,9 +152,6 @@ class Zipf:
 
     By rejection-inversion: Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone discrete
     distributions", ACM TOMACS 6(3), 1996. Names below are the paper's, with v = 0.
-
-    Attributes:
-        exponent: above 0.
     """
 
     exponent: float
@@ -73,11 +162,11 @@ class Zipf:
 
     @property
     def name(self) -> str:
-        """Such as `zipf:1.05`."""
+        """Write it as `zipf:1.05`."""
         return f"zipf:{self.exponent:g}"
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """As `IdDistribution.ranks`."""
+        """Draw as `IdDistribution.ranks` says."""
         drawn = np.empty(num_rows.size, np.int64)
         last = self._integral(num_rows.astype(np.float64) + 0.5)
         first = float(self._integral(np.array(1.5))) - 1.0
@@ -143,55 +232,24 @@ class Reuse:
     name: str = "reuse"
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """As `IdDistribution.ranks`."""
-        curve = self._curve
-        drawn = rng.random(num_rows.size) * curve.cumulated[-1]
-        octave = np.searchsorted(curve.cumulated, drawn, side="right")
-        inner = np.minimum(octave, curve.shares.size - 1)
-        within = rng.random(num_rows.size)
-        # How often the row is expected in the batch, log-uniform in its octave; the hottest rows come first.
-        expected = curve.highest[inner] * np.exp2(-within)
-        rank = curve.first_rank[inner] + curve.ranks_per_inverse[inner] * (1 / expected - 1 / curve.highest[inner])
-        popular = rank.astype(np.int64) % num_rows
-        return np.where(octave == curve.shares.size, (within * num_rows).astype(np.int64), popular)
-
-    @cached_property
-    def _curve(self) -> _ReuseCurve:
-        return _ReuseCurve.make()
-
-
-@dataclass(frozen=True, eq=False)
-class _ReuseCurve:
-    """Octaves from the hottest to the coldest.
-
-    Attributes:
-        shares: float64 [K], of lookups.
-        cumulated: float64 [K + 1], of shares, the last with the share of lookups that go to any row.
-        highest: float64 [K], expected number of an octave's hottest row in a batch.
-        ranks_per_inverse: float64 [K], ranks for each unit of 1 / expected number.
-        first_rank: float64 [K]. Not whole: a row between two octaves has a part of both.
-    """
-
-    shares: Float64Array
-    cumulated: Float64Array
-    highest: Float64Array
-    ranks_per_inverse: Float64Array
-    first_rank: Float64Array
-
-    @classmethod
-    def make(cls) -> _ReuseCurve:
+        """Draw as `IdDistribution.ranks` says."""
         shares = np.array(_OCTAVE_SHARES[::-1])
+        # Expected number of each octave's hottest row in a batch, from the hottest octave to the coldest.
         highest = np.exp2(np.arange(_FIRST_OCTAVE + shares.size, _FIRST_OCTAVE, -1, dtype=np.float64))
         # Lookups of a row expected c times lie log-uniform in c, so there are d(ln c) / ln 2 * lookups / c rows at c.
         per_inverse = shares / (shares.sum() + _FLAT_SHARE) * REUSE_BATCH_SAMPLES * REUSE_AVERAGE_POOLING / math.log(2)
         rows = per_inverse / highest
-        return cls(
-            shares=shares,
-            cumulated=np.cumsum([*shares, _FLAT_SHARE]),
-            highest=highest,
-            ranks_per_inverse=per_inverse,
-            first_rank=np.cumsum(rows) - rows,
-        )
+        # Not whole: a row between two octaves has a part of both.
+        first_rank = np.cumsum(rows) - rows
+        cumulated = np.cumsum([*shares, _FLAT_SHARE])
+        octave = np.searchsorted(cumulated, rng.random(num_rows.size) * cumulated[-1], side="right")
+        inner = np.minimum(octave, shares.size - 1)
+        within = rng.random(num_rows.size)
+        # How often the row is expected in the batch, log-uniform in its octave; the hottest rows come first.
+        expected = highest[inner] * np.exp2(-within)
+        rank = first_rank[inner] + per_inverse[inner] * (1 / expected - 1 / highest[inner])
+        popular = rank.astype(np.int64) % num_rows
+        return np.where(octave == shares.size, (within * num_rows).astype(np.int64), popular)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,12 +257,7 @@ class RowScatter:
     """Which row of a table has which rank: popular rows lie all over the table, not side by side on its first pages.
 
     rank * multiplier + offset mod num_rows, with a multiplier near num_rows / golden ratio that is prime to num_rows:
-    each row has one rank, and any first few ranks lie far apart.
-
-    Attributes:
-        num_rows: int64 [T], of each table, below 2^32.
-        multipliers: int64 [T].
-        offsets: int64 [T].
+    each row has one rank, and any first few ranks lie far apart. All arrays are int64 [tables]; rows are below 2^32.
     """
 
     num_rows: Int64Array
@@ -213,21 +266,13 @@ class RowScatter:
 
     @classmethod
     def of(cls, num_rows: Int64Array) -> RowScatter:
-        """For tables of so many rows each."""
+        """Make it for tables of so many rows each."""
         golden = (math.sqrt(5) - 1) / 2
         multipliers = [_prime_to(rows, max(1, round(rows * golden))) for rows in num_rows.tolist()]
         return cls(num_rows, np.array(multipliers, np.int64), num_rows // 3)
 
     def rows(self, ranks: Int64Array, table: npt.NDArray[np.integer]) -> Int64Array:
-        """The rows of ranks.
-
-        Args:
-            ranks: int64 [n], each below the rows of its table.
-            table: [n], of each rank.
-
-        Returns:
-            int64 [n].
-        """
+        """Find the rows, int64 [n], of ranks int64 [n] in tables [n]."""
         # A product of two numbers below 2^32 may pass 2^63, but not 2^64.
         product = ranks.astype(np.uint64) * self.multipliers.astype(np.uint64)[table]
         num_rows = self.num_rows[table]
@@ -243,7 +288,7 @@ def _prime_to(num_rows: int, near: int) -> int:
 
 
 def parse_ids(text: str) -> IdDistribution:
-    """`uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
+    """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
     if text == "uniform":
         return Uniform()
     if text == "reuse":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich import box
@@ -15,45 +14,43 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import Frozen, ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loadtest.compare.config import Budgets, CompareConfig, ServedArm
-from loadtest.compare.errors import CompareStoreError
-from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_rounds, target_of
-from loadtest.compare.server import Ports, check_hosts
-from loadtest.drill.running import INTERRUPTED, drill_config
-from loadtest.load.config import LoadConfig
-from loadtest.load.merge import MAX_CPU_SHARE
-from loadtest.load.result import LoadResult
-from loadtest.load.result_file import check_writable, write_document
+from loadtest.compare.arms import Budgets, CompareConfig, ServedArm
+from loadtest.compare.hosts import check_hosts
+from loadtest.compare.rounds import TOLERANCES, ArmRound, Measurements, measure_rounds
+from loadtest.errors import CompareStoreError
+from loadtest.load.closed_loop import LATE_KINDS
+from loadtest.load.config import OfferedLoad
+from loadtest.load.processes import not_busy_because, stopping_on_signals
+from loadtest.load.result import LoadResult, check_writable
+from loadtest.load.run import INTERRUPTED, checked, write_files
+from loadtest.load.show import line
 from loadtest.report import comparison as report
 from loadtest.report import numbers
-from loadtest.report.page import write_html
 from loadtest.report.plots import ratio_text
-from loadtest.serving_cost.messages import Weighed
-from loadtest.workloads.films import FilmsWorkload
-from loadtest.workloads.opened import open_workload
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
-from loadtest.workloads.prepared import prepare_workload
+from loadtest.workloads.prepare import prepare_workload
 from router.plan import Plan
 from serving.cli.output import progress_bars, stdout_console
-from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError
 from serving.training.dataset import with_bucketing
 from shard_node.cuda.card_set import DeviceChoice
 
+_PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
+COUNTED = "requests that count in a round"
+"""In the setup: of fewer than a thousand, p99.9 is the slowest one."""
+FORM = "requests are"
 
-def compared_snapshot(config: CompareConfig, load: LoadConfig, store: Path, progress: Progress = no_progress) -> Path:
+
+def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, progress: Progress = no_progress) -> Path:
     """Find the workload's model in a store: its latest version there, or else one that is written.
-
-    Args:
-        config: the arms, and how rows are divided over them.
-        load: names the workload.
-        store: its folder; made if it is not there.
-        progress: told how far the writing is.
 
     Raises:
         CompareStoreError: the store's model of that name has other tables or features.
         PlanError: an arm can't divide the rows like this, since they are stored in another order.
         ShardrankError: as `prepare_workload`, `open_workload` and `Snapshot.open`.
     """
+    assert isinstance(load.workload, str)
     workload = open_workload(
         load.workload, context_features=load.context_features, movielens=load.movielens, split_seed=load.split_seed
     )
@@ -92,26 +89,12 @@ def _check_same(folder: Path, found: ModelSpec, wanted: ModelSpec, workload: str
             )
 
 
-# Kinds of failed requests that had too little time.
-_LATE = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
-_PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
-
-COUNTED = "requests that count in a round"
-"""In the setup: of fewer than a thousand, p99.9 is the slowest one."""
-FORM = "requests are"
-
-
-def compared(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> report.Comparison:
+def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurements) -> report.Comparison:
     """Compute ratios to the first arm.
 
     Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of a
     server that is kept busy: answers a second, and what one costs. A measure that some run does not have, since too
     many of its requests failed, is left out, and the comparison is not valid. Nor is it where a run is not.
-
-    Args:
-        config: arms and rounds.
-        load: what was asked.
-        measurements: with the rounds of each arm in the order of `config.arms`.
 
     Raises:
         ComparisonError: arms have other numbers of rounds, or there are none.
@@ -181,7 +164,7 @@ def _reasons(rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> list[str]:
         for where in (
             *(f"cold: {reason}" for reason in (*one.cold.invalid_because, *_why_failed(one.cold))),
             *(f"warm: {reason}" for reason in (*one.warm.invalid_because, *_why_failed(one.warm))),
-            *_why_not_busy(one.busy),
+            *not_busy_because(one.busy),
         )
     ]
 
@@ -192,7 +175,7 @@ def _why_failed(run: LoadResult) -> list[str]:
         return []
     kinds = ", ".join(f"{kind} {count}" for kind, count in run.errors.items())
     advice = ""
-    if all(kind in _LATE for kind in run.errors):
+    if all(kind in LATE_KINDS for kind in run.errors):
         advice = (
             f": not answered within {run.timeout_ms:g} ms. Offer less (--rate), give requests longer (--timeout-ms), "
             "or make them smaller (--candidates)"
@@ -200,14 +183,7 @@ def _why_failed(run: LoadResult) -> list[str]:
     return [f"{sum(run.errors.values())} of {run.due} requests failed ({kinds}){advice}"]
 
 
-def _why_not_busy(busy: Weighed) -> list[str]:
-    share = busy.client_cpu_s / busy.seconds
-    if share <= MAX_CPU_SHARE:
-        return []
-    return [f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed"]
-
-
-def _setup(config: CompareConfig, load: LoadConfig, measurements: Measurements) -> dict[str, str]:
+def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements) -> dict[str, str]:
     """What all arms have alike."""
     rounds, agreed = measurements.rounds, measurements.agreed
     run = next(iter(rounds.values()))[0].warm
@@ -272,8 +248,9 @@ def _about(rounds: Mapping[ServedArm, Sequence[ArmRound]], phase: str) -> str:
 
 def show_comparison(console: Console, comparison: report.Comparison) -> None:
     """Print a row for each measure: medians, and under them the ratios with their intervals."""
-    _line(console, comparison.title)
-    _line(console, f"{FORM} {comparison.setup[FORM]}")
+    line(console, comparison.title)
+    if FORM in comparison.setup:
+        line(console, f"{FORM} {comparison.setup[FORM]}")
     table = Table(box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for arm in comparison.arms:
@@ -291,21 +268,14 @@ def show_comparison(console: Console, comparison: report.Comparison) -> None:
         )
     else:
         medians, sure = "values of one round", "(one round has no confidence interval)"
-    _line(console, f"{medians}, and ratios to {base} {sure}")
-    _line(console, f"{COUNTED}: {comparison.setup[COUNTED]}; p99.9 of fewer than 1000 is the slowest one")
+    line(console, f"{medians}, and ratios to {base} {sure}")
+    if COUNTED in comparison.setup:
+        line(console, f"{COUNTED}: {comparison.setup[COUNTED]}; p99.9 of fewer than 1000 is the slowest one")
     for reason in comparison.invalid_because:
-        _line(console, f"not valid: {reason}")
+        line(console, f"not valid: {reason}")
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-# Until the ports are chosen: the settings are checked before anything is started.
-_ANY_PORTS = Ports(http=1, grpc=1)
-
-
-def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, LoadConfig]:
+def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, OfferedLoad]:
     """Make the settings from a command line's options, by name; a value of None is the default.
 
     Raises:
@@ -316,26 +286,20 @@ def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, LoadCon
     def own(schema: type[Frozen]) -> dict[str, object]:
         return {name: given[name] for name in schema.model_fields if name in given}
 
-    target = target_of("grpc" if given["api"] in GRPC_APIS else "json", _ANY_PORTS)
-    budgets = drill_config(Budgets, own(Budgets))
+    # Until a server has its port: the settings are checked before anything is started.
+    target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
+    budgets = checked(Budgets, own(Budgets))
     DeviceChoice.parse(budgets.device)
     return (
-        drill_config(CompareConfig, {**own(CompareConfig), "budgets": budgets}),
-        drill_config(LoadConfig, {**own(LoadConfig), "target": target}),
+        checked(CompareConfig, {**own(CompareConfig), "budgets": budgets}),
+        checked(OfferedLoad, {**own(OfferedLoad), "target": target}),
     )
 
 
 def execute(
-    config: CompareConfig, load: LoadConfig, store: Path | None, json_file: Path | None, html_file: Path | None
+    config: CompareConfig, load: OfferedLoad, store: Path | None, json_file: Path | None, html_file: Path | None
 ) -> int:
     """Run a comparison.
-
-    Args:
-        config: what is compared.
-        load: what is asked.
-        store: folder of the model; None for a temporary one.
-        json_file: where the comparison goes, if given.
-        html_file: where the page goes, if given.
 
     Returns:
         The exit code: 0; 1 if a run can't be believed; 130 after a signal.
@@ -343,30 +307,24 @@ def execute(
     Raises:
         ShardrankError: it can't be run to its end, or a file can't be written.
     """
-    for file in (json_file, html_file):
-        if file is not None:
-            check_writable(file)
+    check_writable(json_file, html_file)
     if config.hosts:
         check_hosts(config.delay_ms)
     try:
-        comparison = _measured(config, load, store)
+        with stopping_on_signals():
+            comparison = _measured(config, load, store)
     except StopRequestedError:
         return INTERRUPTED
-    if json_file is not None:
-        write_document(comparison, json_file)
-    if html_file is not None:
-        write_html(comparison, html_file)
+    write_files(comparison, json_file, html_file)
     show_comparison(stdout_console(), comparison)
     return 0 if comparison.valid else 1
 
 
-def _measured(config: CompareConfig, load: LoadConfig, store: Path | None) -> report.Comparison:
+def _measured(config: CompareConfig, load: OfferedLoad, store: Path | None) -> report.Comparison:
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:
         folder = Path(temporary)
         with progress_bars() as bars:
             snapshot = compared_snapshot(config, load, store or folder / "store", bars)
-        measurements = run_until_signalled(
-            lambda: measure_rounds(config, load, snapshot, folder, console, partial(_line, console))
-        )
+        measurements = measure_rounds(config, load, snapshot, folder, console)
     return compared(config, load, measurements)

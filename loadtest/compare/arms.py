@@ -1,13 +1,18 @@
-"""What a comparison is told."""
+"""The arms of a comparison, and the command lines of their servers, as users start them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import Frozen
+from loadtest.compare.hosts import Host
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
+from loadtest.servers import ServerCommand
+from serving.fleet.supervisor import shardrank_command
 from shard_node.node import Sharding
 
 MAX_ARMS = 16
@@ -15,6 +20,8 @@ MAX_CARDS = 64
 MAX_SHARDS = 64
 MAX_WORKERS = 64
 MAX_DELAY_MS = 1000.0
+NODE_PORT = 7000
+"""Of shard nodes on hosts; each host has all ports for itself."""
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
@@ -32,7 +39,7 @@ class ServedArm(Frozen):
 
     @property
     def name(self) -> str:
-        """Such as `2 cards`, or `2 shards of 1 card`."""
+        """Write it as `2 cards`, or `2 shards of 1 card`."""
         cards = _counted(self.cards, "card")
         return cards if self.shards is None else f"{_counted(self.shards, 'shard')} of {cards}"
 
@@ -114,15 +121,91 @@ class CompareConfig(Frozen):
 
     @property
     def arms(self) -> tuple[ServedArm, ...]:
-        """In the order of the table; the first is the baseline."""
+        """List the arms in the order of the table; the first is the baseline."""
         return tuple(
             ServedArm(cards=cards, shards=shards) for shards in (self.shards or (None,)) for cards in self.cards
         )
 
 
-def order_of_round(arms: int, number: int) -> list[int]:
-    """Indices of the arms in the order in which a round, from 0, measures them: each is first in turn."""
-    return [(number + place) % arms for place in range(arms)]
+def server_commands(
+    arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path, hosts: Sequence[Host] = ()
+) -> tuple[ServerCommand, ...]:
+    """List what is started for an arm, in this order; the last one serves."""
+    log = folder / "server.log"
+    if not hosts:
+        arguments = server_arguments(arm, config, snapshot, folder / "registry")
+        return (ServerCommand("server", shardrank_command(*arguments), log),)
+    addresses = [f"{host.address}:{NODE_PORT}" for host in hosts]
+    nodes = [
+        ServerCommand(
+            f"shard {number}",
+            host.inside(shardrank_command(*node_arguments(arm, config, snapshot, number, addresses[number]))),
+            folder / f"shard-{number}.log",
+        )
+        for number, host in enumerate(hosts)
+    ]
+    asks = shardrank_command(*asking_arguments(arm, config, snapshot, addresses))
+    return (*nodes, ServerCommand("server", asks, log))
+
+
+def server_arguments(arm: ServedArm, config: CompareConfig, snapshot: Path, registry: Path) -> tuple[str, ...]:
+    """Make the arguments of `serve`, or of `up` for shards, which alone use the registry's folder."""
+    flags = _divided(arm, config, snapshot) | _rows(arm, config) | _serving(config)
+    if arm.shards is None:
+        return ("serve", *_given(flags | {"shutdown-delay-s": 0}))
+    return ("up", *_given(flags | {"shards": arm.shards, "registry": registry}))
+
+
+def node_arguments(arm: ServedArm, config: CompareConfig, snapshot: Path, shard: int, address: str) -> tuple[str, ...]:
+    """Make the arguments of `shard-node` for one of an arm's shards, which listens at an address."""
+    own = {"shard": f"{shard}/{arm.shards}", "listen": address}
+    return ("shard-node", *_given(_divided(arm, config, snapshot) | _rows(arm, config) | own))
+
+
+def asking_arguments(
+    arm: ServedArm, config: CompareConfig, snapshot: Path, addresses: Sequence[str]
+) -> tuple[str, ...]:
+    """Make the arguments of `serve` for shard nodes at these addresses, the first one's first."""
+    flags = _divided(arm, config, snapshot) | _serving(config) | {"shutdown-delay-s": 0}
+    return ("serve", *_given(flags), *(text for address in addresses for text in ("--shard", address)))
+
+
+def _divided(arm: ServedArm, config: CompareConfig, snapshot: Path) -> dict[str, object]:
+    """What every process of an arm must be told alike."""
+    return {
+        "snapshot": snapshot,
+        "cards": arm.cards,
+        "sharding": config.sharding,
+        "replicate-bytes": config.budgets.replicate_bytes,
+    }
+
+
+def _rows(arm: ServedArm, config: CompareConfig) -> dict[str, object]:
+    """Of a process that holds rows. Without shards each of several serving processes does, on the same cards."""
+    budgets = config.budgets
+    holders, sharers = (config.workers, config.workers) if arm.shards is None else (arm.shards, 1)
+    return {
+        "device": budgets.device,
+        "card-memory-gb": _part(budgets.card_memory_gb, sharers),
+        "pinned-memory-gb": _part(budgets.pinned_memory_gb, holders),
+        "hot-gb": _part(budgets.hot_gb, sharers),
+        "memory-budget-gb": _part(budgets.memory_budget_gb, holders),
+        "peer-access": budgets.peer_access,
+    }
+
+
+def _part(total: float | None, parts: int) -> float | None:
+    return None if total is None else total / parts
+
+
+def _serving(config: CompareConfig) -> dict[str, object]:
+    return {"http-port": 0, "grpc-port": 0, "workers": config.workers, "dtype": config.dtype}
+
+
+def _given(flags: Mapping[str, object]) -> tuple[str, ...]:
+    given = [text for name, value in flags.items() if value is not None for text in (f"--{name}", str(value))]
+    # Whoever compares has just written the files, or trusts the store.
+    return ("--no-verify", *given)
 
 
 def _counted(number: int, thing: str) -> str:

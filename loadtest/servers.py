@@ -1,0 +1,228 @@
+"""Servers that are measured: started by their command line, ready when they answer, ended with all they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+import numpy as np
+import psutil
+
+from loadtest.errors import ScoresDifferError, ServerFailedError
+from loadtest.workloads.payloads import GRPC_APIS, Encoding
+from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.fleet.supervisor import describe_exit, shardrank_command
+from shard_node.bags import Float32Array
+
+One = TypeVar("One")
+Mode: TypeAlias = Literal["local", "two_shards"]
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
+POLL_S = 0.05
+LOG_TAIL_BYTES = 2000
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
+_PORTS = re.compile(r"HTTP: http://[^:]+:(\d+).*?gRPC: [^:]+:(\d+)", re.DOTALL)
+_MODE_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
+    "local": ("serve", "--shutdown-delay-s", "0"),
+    # Without replicating, so that a small table is divided like a large one.
+    "two_shards": ("up", "--shards", "2", "--replicate-bytes", "0"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that serves.
+
+    Attributes:
+        http_port, grpc_port: on `HOST`.
+        process_ids: of the commands and all that they started.
+    """
+
+    http_port: int
+    grpc_port: int
+    process_ids: tuple[int, ...]
+
+    def target(self, api: Encoding) -> str:
+        """Say where requests of an API go."""
+        return f"grpc://{HOST}:{self.grpc_port}" if api in GRPC_APIS else f"http://{HOST}:{self.http_port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """One process of a server."""
+
+    name: str
+    line: tuple[str, ...]
+    log: Path
+    environment: Mapping[str, str] | None = None
+    folder: Path | None = None
+
+    def log_tail(self) -> str:
+        """Read the end of its output."""
+        return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    command: ServerCommand
+    popen: subprocess.Popen[bytes]
+    children: list[psutil.Process] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, command: ServerCommand) -> _Process:
+        environment = dict(os.environ if command.environment is None else command.environment)
+        # The kernel ends the process with the thread that started it.
+        if threading.current_thread() is threading.main_thread():
+            environment[PARENT_PID_VARIABLE] = str(os.getpid())
+        try:
+            with command.log.open("wb") as output:
+                popen = subprocess.Popen(
+                    command.line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    cwd=command.folder,
+                    # A terminal's Ctrl-C is for the process that started it.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ServerFailedError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
+        return cls(command, popen)
+
+    def note_children(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.children.extend(psutil.Process(self.popen.pid).children(recursive=True))
+
+    def stop(self) -> None:
+        """End it by SIGTERM, and what is left of it after that by SIGKILL."""
+        self.note_children()
+        try:
+            self.popen.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(STOP_TIMEOUT_S)
+        finally:
+            # psutil knows a process by its start time too, so a number that is in use again is no process of ours.
+            for one in self.children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            self.popen.kill()
+            self.popen.wait()
+            psutil.wait_procs(self.children, STOP_TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Processes that run.
+
+    Attributes:
+        title: of the server, for messages.
+        process_ids: of the commands and all that they started.
+    """
+
+    title: str
+    process_ids: tuple[int, ...]
+    _processes: tuple[_Process, ...]
+
+    def check(self, when: str = "while it was asked") -> None:
+        """Raise ServerFailedError if one has ended by itself."""
+        for one in self._processes:
+            if (code := one.popen.poll()) is not None:
+                ended = f"{self.title}: {one.command.name} has ended {when}: {describe_exit(code)}"
+                raise ServerFailedError(f"{ended}\n{one.command.log_tail()}")
+
+
+@contextlib.contextmanager
+def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]) -> Iterator[Running]:
+    """Start a server, wait until it is ready, and end it with the block.
+
+    Args:
+        title: for messages.
+        commands: started in this order, ended in the other one.
+        why_not_ready: asked again and again until it is empty.
+
+    Raises:
+        ServerFailedError: a process ends, or the server is not ready in time.
+    """
+    with contextlib.ExitStack() as stack:
+        processes: list[_Process] = []
+        for command in commands:
+            processes.append(_Process.start(command))
+            stack.callback(processes[-1].stop)
+        ends = time.monotonic() + START_TIMEOUT_S
+        while why := why_not_ready():
+            Running(title, (), tuple(processes)).check("before it served")
+            if time.monotonic() > ends:
+                logs = "\n".join(f"{one.name}: {one.log_tail()}" for one in commands)
+                raise ServerFailedError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
+            time.sleep(POLL_S)
+        for one in processes:
+            one.note_children()
+        all_ids = [pid for one in processes for pid in (one.popen.pid, *(child.pid for child in one.children))]
+        yield Running(title, tuple(all_ids), tuple(processes))
+
+
+def ports_in(log: Path) -> tuple[int, int] | None:
+    """Read the ports of HTTP and gRPC that a server of shardrank's says that it serves on."""
+    match = _PORTS.search(log.read_text(encoding="utf-8", errors="replace"))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+@contextlib.contextmanager
+def serving(
+    mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None
+) -> Iterator[Server]:
+    """Serve a snapshot while the block runs.
+
+    Args:
+        mode: rows in the serving process, or in two shard processes.
+        snapshot: its folder.
+        arguments: further flags of the command.
+        log: gets the output.
+        checkout: absolute folder of the repository whose code is run, by this Python; None for the code that runs here.
+
+    Raises:
+        ServerFailedError: it ends, or does not serve in time.
+    """
+    line = shardrank_command(*_MODE_ARGUMENTS[mode], "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
+    environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
+    command = ServerCommand("shardrank", line, log, environment, checkout)
+    with running(mode, [command], lambda: "" if ports_in(log) else "it has not said where it serves") as started:
+        ports = ports_in(log)
+        assert ports is not None
+        yield Server(*ports, started.process_ids)
+
+
+def in_turn(ones: Sequence[One], number: int) -> list[One]:
+    """Give the order in which a round, from 0, measures: each is first in turn."""
+    first = number % len(ones)
+    return [*ones[first:], *ones[:first]]
+
+
+def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:
+    """Compare scores, which are between 0 and 1.
+
+    Raises:
+        ScoresDifferError: naming who gave them and the candidate that differs most.
+    """
+    if found.shape != expected.shape:
+        raise ScoresDifferError(f"{who}: {found.size} scores, {expected.size} expected")
+    differences = np.abs(found - expected)
+    candidate = int(differences.argmax())
+    # A NaN is not within any tolerance.
+    if not differences[candidate] <= allowed:
+        raise ScoresDifferError(
+            f"{who}, candidate {candidate}: its score is {found[candidate]:.6f}, expected {expected[candidate]:.6f}; "
+            f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
+        )

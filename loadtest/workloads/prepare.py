@@ -1,0 +1,155 @@
+"""A workload's model, brought into a store: trained, or random rows and weights written in bounded memory."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from loader.progress import Progress, no_progress
+from loader.snapshot.manifest import Bucketing, ModelSpec
+from loader.snapshot.row_source import RowSource
+from loader.snapshot.store import WORK_FOLDER_PREFIX
+from loader.snapshot.writer import export_snapshot
+from loadtest.errors import PrepareError
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
+from serving.models.ranking_models import build_model
+from serving.training.dataset import with_bucketing
+from serving.training.version import train_version
+from shard_node.bags import Float32Array
+from shard_node.engine.arena import row_bytes_of
+
+# Sums of 100 such rows, and so logits, stay of the order of 1.
+ROW_LIMIT = 0.08
+BLOCK_BYTES = 4 << 20
+
+
+class RandomRows(RowSource):
+    """A table of uniform numbers in ±ROW_LIMIT: the same rows for the same seed, whichever of them are asked for."""
+
+    def __init__(self, seed: int, table: str, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self._seed = (seed, zlib.crc32(table.encode()))
+        self._block_rows = max(1, BLOCK_BYTES // (4 * embedding_dim))
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yield blocks of about 4 MiB, as `RowSource.blocks`."""
+        last_row = min(first_row + max_rows, self.num_embeddings)
+        while first_row < last_row:
+            number, skipped = divmod(first_row, self._block_rows)
+            block = self._block(number)[skipped : skipped + last_row - first_row]
+            yield block
+            first_row += block.shape[0]
+
+    def fingerprint(self) -> str:
+        """Name what the rows are drawn from."""
+        return f"random {self._seed} {ROW_LIMIT} {self._block_rows}"
+
+    def _block(self, number: int) -> Float32Array:
+        rng = np.random.Generator(np.random.SFC64((*self._seed, number)))
+        block = rng.random((self._block_rows, self.embedding_dim), dtype=np.float32)
+        block -= np.float32(0.5)
+        block *= np.float32(2 * ROW_LIMIT)
+        return block
+
+
+def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
+    """Draw weights by name that keep the size of what passes the layers and their ReLUs; biases are 0."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=draw) * (2 / tensor.shape[-1]) ** 0.5
+        if tensor.ndim > 1
+        else torch.zeros(tensor.shape)
+        for name, tensor in build_model(spec).state_dict().items()
+    }
+
+
+def snapshot_bytes(spec: ModelSpec) -> int:
+    """Add up the bytes of all rows as they are stored."""
+    return sum(table.num_embeddings * row_bytes_of(table.dtype, table.embedding_dim) for table in spec.tables)
+
+
+def unfinished_bytes(store: Path, model: str) -> int:
+    """Add up what interrupted exports of a model left in a store: the same export goes on with it. Raises OSError."""
+    left = (store / model).glob(f"{WORK_FOLDER_PREFIX}*/**/*")
+    return sum(path.stat().st_size for path in left if path.is_file())
+
+
+def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
+    """Write the next version of a model into a store, which is made if it is not there.
+
+    Returns:
+        The snapshot's folder.
+
+    Raises:
+        PrepareError: the disk has too little room.
+        ExportError: as `loader.snapshot.writer.export_snapshot`.
+        RankingModelError: if the dense model's description is not valid.
+    """
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(store).free
+        needed = snapshot_bytes(spec) - unfinished_bytes(store, spec.model)
+    except OSError as error:
+        raise PrepareError(f"{store}: {error.strerror or error}") from error
+    if needed > free:
+        raise PrepareError(f"{store}: {needed} bytes of rows to write, but {free} are free; take a smaller scale")
+    return export_snapshot(
+        store,
+        spec,
+        rows={
+            table.name: RandomRows(seed, table.name, table.num_embeddings, table.embedding_dim) for table in spec.tables
+        },
+        dense=random_dense(spec, seed),
+        metadata={"source": "random rows", "seed": str(seed)},
+        progress=progress,
+    )
+
+
+def prepare_workload(
+    text: str,
+    store: Path,
+    *,
+    context_features: int = 0,
+    movielens: Path | None = None,
+    seed: int = 0,
+    epochs: int | None = None,
+    bucketing: Bucketing = "hash",
+    progress: Progress = no_progress,
+) -> tuple[Path, ModelSpec]:
+    """Write the next version of a workload's model: `films` is trained on its ratings, any other one is random.
+
+    Args:
+        text: the workload's name, as `open_workload` reads it.
+        context_features: as `open_workload` takes it.
+        movielens: as `open_workload` takes it.
+        store: the store's folder; made if it is not there.
+        seed: of rows and weights, or of the split and the training.
+        epochs: for `films`, passes over the training part; None for the trainer's default.
+        bucketing: how rows lie in their files; sharding `range` needs `range`.
+        progress: told how far it is.
+
+    Returns:
+        The snapshot's folder and the model.
+
+    Raises:
+        WorkloadError, TrainingError, ExportError: as `open_workload`, `train_version` and `write_random_snapshot`.
+    """
+    workload = open_workload(text, context_features=context_features, movielens=movielens, split_seed=seed)
+    spec = with_bucketing(workload.spec, bucketing)
+    if isinstance(workload, FilmsWorkload):
+        trained = train_version(
+            workload.interactions,
+            store,
+            seed=seed,
+            epochs=epochs,
+            options=workload.options,
+            bucketing=bucketing,
+            progress=progress,
+        )
+        return trained.folder, spec
+    return write_random_snapshot(spec, store, seed=seed, progress=progress), spec
