@@ -270,13 +270,7 @@ class WrongPoolingError(AssertionError):
 class Bags(OwnedMemory):
     """Batches of `batch` bags of `hotness` rows, one for each of `num_sets` input sets.
 
-    Args:
-        rows: the table.
-        values: int32 [at least num_sets * batch * hotness] on the card: the sets one after the other.
-        batch: bags.
-        hotness: rows of a bag.
-        num_sets: sets of values.
-        out_dtype: of the pooled bags.
+    The sets lie one after the other in `values`, int32 [at least num_sets * batch * hotness] on the card.
     """
 
     def __init__(

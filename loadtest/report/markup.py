@@ -80,13 +80,7 @@ Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What stands in a table's cell.
-
-    Attributes:
-        content: text or element.
-        number: whether it is set flush right.
-        unit: shown after it.
-    """
+    """What stands in a table's cell: a number is set flush right, its unit after it."""
 
     content: Content
     number: bool = False
@@ -170,13 +164,7 @@ def shown(cell: Cell) -> list[Content]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Shown]], kind: str = "") -> Element:
-    """Make a table with a row of heads.
-
-    Args:
-        heads: names of the columns; a unit stands after a comma.
-        rows: of cells; a plain text is a name.
-        kind: class of the table.
-    """
+    """Make a table with a row of heads; a unit stands after a head's comma, and a plain text in a row is a name."""
     body = [element("tr", *[_cell(one) for one in row]) for row in rows]
     # A column is as flush as its cells: a head over numbers stands on the right as they do.
     flush = [any(isinstance(row[index], Cell) and row[index].number for row in rows) for index in range(len(heads))]  # type: ignore[union-attr]

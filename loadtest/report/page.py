@@ -188,28 +188,24 @@ TIME_LINE_NOTE = "Requests stand at the second in which they were due; what is s
 _FAILED = {"p50_ms": "half or more", "p99_ms": "1% or more", "p999_ms": "0.1% or more", "max_ms": "some"}
 
 
-def run_page(result: LoadResult, fields: Fields) -> list[Content]:
-    """Make everything that is shown of one run."""
-    return [*_run_headline(result, fields), *_run_body(result, fields)]
-
-
 def _reasons(fields: Fields) -> list[Content]:
     return [fields.text("invalid_because", index).content for index in range(len(fields.value("invalid_because")))]
 
 
-def _run_headline(result: LoadResult, fields: Fields) -> list[Content]:
+def run_page(result: LoadResult, fields: Fields) -> list[Content]:
+    """Make everything that is shown of one run."""
     failed = result.due - result.answered
     sum_of_errors = Cell(
         element("data", numbers.count(failed), value=repr(failed), data_sum_of=fields.pointer("errors"))
     )
     tiles = [
         tile("rate wanted", fields.rate("rate"), f"{result.arrivals} arrivals"),
-        tile("answered right", fields.rate("throughput"), _part(result.answered, result.due, "of due")),
+        tile("answered right", fields.rate("throughput"), _of_due(result.answered, result.due)),
         tile(f"within {numbers.compact(result.slo_ms)} ms", fields.rate("goodput"),
-             _part(result.within_slo, result.due, "of due")),
+             _of_due(result.within_slo, result.due)),
         *[_latency_tile(fields, name, field) for name, field in
           (("p50", "p50_ms"), ("p99", "p99_ms"), ("p99.9", "p999_ms"), ("max", "max_ms"))],
-        tile("failed", sum_of_errors, _part(failed, result.due, "of due"), "bad" if failed else ""),
+        tile("failed", sum_of_errors, _of_due(failed, result.due), "bad" if failed else ""),
     ]  # fmt: skip
     return [
         verdict(
@@ -219,6 +215,7 @@ def _run_headline(result: LoadResult, fields: Fields) -> list[Content]:
             _reasons(fields),
         ),
         element("div", *tiles, class_="tiles"),
+        *_run_body(result, fields),
     ]
 
 
@@ -230,8 +227,8 @@ def _latency_tile(fields: Fields, name: str, field: str) -> Element:
     return tile(name, cell, "of all due")
 
 
-def _part(part: int, whole: int, of: str) -> str:
-    return f"{numbers.share(part / whole)}% {of}" if whole else ""
+def _of_due(part: int, whole: int) -> str:
+    return f"{numbers.share(part / whole)}% of due" if whole else ""
 
 
 def _run_plots(result: LoadResult) -> list[Content]:
@@ -290,11 +287,6 @@ SWEEP_CURVES_NOTE = "Of all requests that were due, at some of the rates."
 
 def sweep_page(sweep: SweepResult, fields: Fields) -> list[Content]:
     """Make everything that is shown of a sweep."""
-    return [*_sweep_headline(sweep, fields), *_sweep_body(sweep, fields)]
-
-
-def _sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
-    """Show the highest rate, what it is limited by, and the latencies at it."""
     best = _chosen_step(sweep)
     found = sweep.highest_rate is not None and best is not None
     slo = numbers.compact(sweep.slo_ms)
@@ -315,6 +307,7 @@ def _sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
     return [
         verdict(found, told, "There is no highest rate:", reasons),
         element("div", *tiles, class_="tiles"),
+        *_sweep_body(sweep, fields),
     ]
 
 
@@ -404,11 +397,6 @@ ARM_CURVES_NOTE = "Of all requests that were due, all rounds together."
 
 def comparison_page(comparison: Comparison, fields: Fields) -> list[Content]:
     """Make everything that is shown of a comparison."""
-    return [*_comparison_headline(comparison, fields), *_comparison_body(comparison, fields)]
-
-
-def _comparison_headline(comparison: Comparison, fields: Fields) -> list[Content]:
-    """Say whether it may be believed, and how sure it is."""
     base = comparison.arms[comparison.baseline].name
     rounds = f"{comparison.rounds} round" + ("s" if comparison.rounds > 1 else "")
     if comparison.rounds < 2:
@@ -422,6 +410,7 @@ def _comparison_headline(comparison: Comparison, fields: Fields) -> list[Content
     return [
         verdict(comparison.valid, "Every run is.", "Some of it can't be believed:", _reasons(fields)),
         element("p", f"{len(comparison.arms)} arms in {rounds}, as ratios to {base}. {sure}"),
+        *_comparison_body(comparison, fields),
     ]
 
 

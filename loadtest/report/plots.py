@@ -329,13 +329,7 @@ MAX_CURVES = 6
 
 
 def curves_plot(named: Sequence[tuple[str, Sequence[LoadResult]]], slo_ms: float, label: str) -> Element:
-    """Draw percentiles of latency of several runs: all that were due, a line each.
-
-    Args:
-        named: at most `MAX_CURVES` lines; the runs of each are taken together.
-        slo_ms: the deadline.
-        label: what is compared.
-    """
+    """Draw latency of all that were due by percentile, at most `MAX_CURVES` lines; a line's runs are taken together."""
     lines = [(name, merged([Histogram.decode(run.latency_histogram) for run in runs]), runs) for name, runs in named]
     scale = Nines.of(max(sum(run.due for run in runs) for _, runs in named))
     ends = np.concatenate([[slo_ms], *[one.low_ms for _, one, _ in lines], *[one.high_ms for _, one, _ in lines]])
