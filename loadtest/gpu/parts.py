@@ -203,10 +203,9 @@ class Work:
         self.part.seconds = self.seconds
         self._report.save(SAVE_EVERY_S)
 
-    def note(self, sentence: str) -> None:
-        """Keep something that a reader must know, once."""
-        if sentence not in self.part.notes:
-            self.part.notes.append(sentence)
+    def note(self, *sentences: str) -> None:
+        """Keep what a reader must know, each sentence once."""
+        self.part.notes += [one for one in sentences if one not in self.part.notes]
 
     def out_of_time(self, needed_s: float = 0.0) -> bool:
         """Tell whether there is no time for a step that takes `needed_s`; if so, the part counts as stopped."""

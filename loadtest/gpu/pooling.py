@@ -159,8 +159,7 @@ def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
     captured in one graph, and rounds of the compared numbers of logical cards take turns. Before it is timed, each
     configuration's answer is compared with the reference.
     """
-    for note in KERNEL_NOTES:
-        work.note(note)
+    work.note(*KERNEL_NOTES)
     work.part.facts["clock"] = clock_name(cards.cards[0])
     for number, dim in enumerate(size.dims):
         reserve_s = work.part.budget_s * (len(size.dims) - 1 - number) / len(size.dims)
@@ -323,8 +322,7 @@ def measure_others(work: Work, cards: Cards, size: BenchSize) -> None:
     """
     card = cards.cards[0]
     work.part.facts["clock"] = clock_name(card)
-    for note in COMPARED_NOTES:
-        work.note(note)
+    work.note(*COMPARED_NOTES)
     for dim in size.dims:
         if work.out_of_time(size.cell_s):
             return

@@ -189,8 +189,7 @@ class RankingBench:
 
 def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None:
     """Measure every model, configuration and number of candidates, until the time is spent."""
-    for note in NOTES:
-        work.note(note)
+    work.note(*NOTES)
     work.part.facts["table_rows"] = size.request_table_rows
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for kind in KINDS:
