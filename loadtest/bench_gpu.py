@@ -143,15 +143,7 @@ def run_here(
 
 
 def run_apart(report: BenchReport, path: Path, names: Sequence[str], seconds: float, command: Command) -> BenchReport:
-    """Run each part in a process of its own, which adds to the file.
-
-    Args:
-        report: saved at `path`.
-        path: the file.
-        names: parts, in order.
-        seconds: for all of them.
-        command: of a part: its name, the file, and its seconds.
-    """
+    """Run each part in a process of its own, which adds to the file; a command is of a name, the file and seconds."""
     began = time.perf_counter()
     for position, name in enumerate(names):
         starts_s = START_S * (len(names) - position)
@@ -234,27 +226,19 @@ def main(
     sys.exit(1 if report.failed(chosen) else 0)
 
 
-def _size(
-    quick: bool, table_gb: float | None, dims: tuple[int, ...], hotness: tuple[int, ...], batches: tuple[int, ...]
-) -> BenchSize:
-    size = QUICK if quick else FULL
-    return replace(
-        size,
-        table_bytes=size.table_bytes if table_gb is None else int(table_gb * 1e9),
-        dims=dims or size.dims,
-        hotness=hotness or size.hotness,
-        batches=batches or size.batches,
-    )
+def _size(quick: bool, table_gb: float | None, **several: tuple[int, ...]) -> BenchSize:
+    given: dict[str, Any] = {name: values for name, values in several.items() if values}
+    if table_gb is not None:
+        given["table_bytes"] = int(table_gb * 1e9)
+    return replace(QUICK if quick else FULL, **given)
 
 
-def _size_options(
-    quick: bool, table_gb: float | None, dims: tuple[int, ...], hotness: tuple[int, ...], batches: tuple[int, ...]
-) -> list[str]:
+def _size_options(quick: bool, table_gb: float | None, **several: tuple[int, ...]) -> list[str]:
     """The same on the command line of a part."""
     options = ["--quick"] if quick else []
     options += [] if table_gb is None else [f"--table-gb={table_gb}"]
-    several = {"dim": dims, "hotness": hotness, "batch": batches}
-    return options + [f"--{name}={value}" for name, values in several.items() for value in values]
+    names = {"dims": "dim", "hotness": "hotness", "batches": "batch"}
+    return options + [f"--{names[field]}={value}" for field, values in several.items() for value in values]
 
 
 def _command(options: list[str], name: str, path: Path, seconds: float) -> list[str]:

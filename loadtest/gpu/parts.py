@@ -106,12 +106,8 @@ Status = Literal["not run", "running", "done", "stopped", "failed"]
 Row = dict[str, Any]
 
 
-class BenchReportError(LoaderError):
+class BenchReportError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_report"):
     """A file that is not a result of this bench."""
-
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "bad_report"
 
 
 @dataclass(slots=True)
@@ -141,13 +137,7 @@ class BenchPart:
 
 @dataclass(slots=True)
 class BenchReport:
-    """All parts and what they ran on.
-
-    Attributes:
-        path: file to write; None for no file.
-        head: benchmark, date, command, machine.
-        parts: by name, in order.
-    """
+    """All parts by name, and in `head` the benchmark, date, command and machine; without a path no file is written."""
 
     path: Path | None
     head: Row = field(default_factory=dict)
@@ -170,20 +160,15 @@ class BenchReport:
             raise BenchReportError(f"{path}: not a result of bench_gpu: {error}") from error
         return cls(path, fields, parts)
 
-    def save(self) -> None:
-        """Write all of it, in one step: a reader sees the old file or the new one."""
-        self._saved_at = time.monotonic()
-        if self.path is None:
+    def save(self, every_s: float = 0.0) -> None:
+        """Write all of it in one step, if the last time was so long ago: a reader sees the old file or the new one."""
+        if self.path is None or time.monotonic() - self._saved_at < every_s:
             return
+        self._saved_at = time.monotonic()
         parts = {name: asdict(part) for name, part in self.parts.items()}
         beside = self.path.with_name(f"{self.path.name}.part")
         beside.write_text(json.dumps({**self.head, "parts": parts}, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, self.path)
-
-    def save_now_and_then(self) -> None:
-        """Write it if the last time was a while ago."""
-        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
-            self.save()
 
     def failed(self, names: Iterable[str]) -> list[str]:
         """Name the parts that failed, or whose answers were wrong, or that left nothing."""
@@ -216,12 +201,11 @@ class Work:
         """Keep a row."""
         self.part.rows.append(row)
         self.part.seconds = self.seconds
-        self._report.save_now_and_then()
+        self._report.save(SAVE_EVERY_S)
 
-    def note(self, sentence: str) -> None:
-        """Keep something that a reader must know, once."""
-        if sentence not in self.part.notes:
-            self.part.notes.append(sentence)
+    def note(self, *sentences: str) -> None:
+        """Keep what a reader must know, each sentence once."""
+        self.part.notes += [one for one in sentences if one not in self.part.notes]
 
     def out_of_time(self, needed_s: float = 0.0) -> bool:
         """Tell whether there is no time for a step that takes `needed_s`; if so, the part counts as stopped."""

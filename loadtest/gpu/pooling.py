@@ -18,8 +18,9 @@ from loadtest.gpu.rows import (
     TORCH_DTYPES,
     Bags,
     Ids,
+    OwnedMemory,
     RowsOnCard,
-    WrongAnswerError,
+    WrongPoolingError,
     asked_bytes,
     draw,
     draw_split,
@@ -27,7 +28,7 @@ from loadtest.gpu.rows import (
     share_of_distinct,
 )
 from loadtest.gpu.timing import Timing, captured, clock_name, time_in_turns
-from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
+from shard_node.cuda.cards import Card, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import OutDtype, RowFormat
 from shard_node.node import Partition
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget, CardPlan
@@ -53,25 +54,21 @@ def measure_copies(work: Work, cards: Cards, size: BenchSize) -> None:
     work.part.facts["clock"] = clock_name(card)
     work.note("Within the device, bytes read and bytes written are both counted; over the bus, bytes moved.")
     host_bytes = min(size.copy_bytes, size.pinned_bytes) // 4
-    taken: list[Memory] = []
-    try:
-        source, target = card.allocate(size.copy_bytes), card.allocate(size.copy_bytes)
-        taken += [source, target]
-        pinned: PinnedMemory = cards.allocate_pinned(host_bytes)
-        taken.append(pinned)
+    with OwnedMemory(stream) as memory:
+        source, target = (memory.own(card.allocate(size.copy_bytes)) for _ in range(2))
+        pinned = memory.own(cards.allocate_pinned(host_bytes))
+        both = [card.tensor(one, 0, (size.copy_bytes,), torch.uint8) for one in (source, target)]
         generator = torch.Generator(card.torch_device).manual_seed(1)
         with card.torch_stream(stream):
-            for memory in (source, target):
+            for whole in both:
                 # Random bytes: copies of zeros can be faster than copies of anything else.
-                whole = card.tensor(memory, 0, (size.copy_bytes,), torch.uint8)
                 for first in range(0, size.copy_bytes, _PIECE_BYTES):
                     whole[first : first + _PIECE_BYTES].random_(0, 256, generator=generator)
         stream.synchronize()
 
         def within() -> None:
             with card.torch_stream(stream):
-                to = card.tensor(target, 0, (size.copy_bytes,), torch.uint8)
-                to.copy_(card.tensor(source, 0, (size.copy_bytes,), torch.uint8))
+                both[1].copy_(both[0])
 
         copies = {
             DOWN: (lambda: card.copy_to_host(pinned, 0, source.address, host_bytes, stream), host_bytes, 1),
@@ -93,13 +90,9 @@ def measure_copies(work: Work, cards: Cards, size: BenchSize) -> None:
             )
         stream.synchronize()
         with card.torch_stream(stream):
-            same = torch.equal(*(card.tensor(memory, 0, (size.copy_bytes,), torch.uint8) for memory in taken[:2]))
+            same = torch.equal(*both)
         for row in work.part.rows:
             row["correct"] = same
-    finally:
-        stream.synchronize()
-        for memory in taken:
-            memory.free()
 
 
 def copy_gb_per_s(work: Work, name: str = DEVICE) -> float | None:
@@ -163,8 +156,7 @@ def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
     captured in one graph, and rounds of the compared numbers of logical cards take turns. Before it is timed, each
     configuration's answer is compared with the reference.
     """
-    for note in KERNEL_NOTES:
-        work.note(note)
+    work.note(*KERNEL_NOTES)
     work.part.facts["clock"] = clock_name(cards.cards[0])
     for number, dim in enumerate(size.dims):
         reserve_s = work.part.budget_s * (len(size.dims) - 1 - number) / len(size.dims)
@@ -181,11 +173,10 @@ def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
 
 
 def _measure_dim(work: Work, rows: RowsOnCard, size: BenchSize, reserve_s: float) -> None:
-    values = rows.card.allocate(
-        4 * max(_sets(rows, size, *shape) * shape[0] * shape[1] for shape in product(size.hotness, size.batches))
-    )
-    try:
-        drawn: tuple[Ids, float] | None = None
+    most = max(_sets(rows, size, *shape) * shape[0] * shape[1] for shape in product(size.hotness, size.batches))
+    drawn: tuple[Ids, float] | None = None
+    with OwnedMemory(rows.stream) as memory:
+        values = memory.own(rows.card.allocate(4 * most))
         for cell in _cells(size):
             if work.out_of_time(reserve_s + size.cell_s):
                 work.note(f"dim {rows.embedding_dim} stopped before {cell}: its time was spent.")
@@ -197,9 +188,6 @@ def _measure_dim(work: Work, rows: RowsOnCard, size: BenchSize, reserve_s: float
                 _draw(rows, values, cell)
                 work.say(f"dim {rows.embedding_dim}: {cell.ids} ids, {cell.share_on_card:.0%} of them on the card")
             _measure_cell(work, rows, size, cell, values)
-    finally:
-        rows.stream.synchronize()
-        values.free()
 
 
 def _cells(size: BenchSize) -> list[KernelCell]:
@@ -232,7 +220,7 @@ def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: KernelCel
         for num_cards in numbers_of_cards:
             try:
                 right[num_cards] = bags.check(num_cards, bags.num_sets - 1)
-            except WrongAnswerError as error:
+            except WrongPoolingError as error:
                 work.add({**_head(rows, cell), "logical_cards": num_cards, "correct": False, "error": str(error)})
         if not right:
             return
@@ -331,8 +319,7 @@ def measure_others(work: Work, cards: Cards, size: BenchSize) -> None:
     """
     card = cards.cards[0]
     work.part.facts["clock"] = clock_name(card)
-    for note in COMPARED_NOTES:
-        work.note(note)
+    work.note(*COMPARED_NOTES)
     for dim in size.dims:
         if work.out_of_time(size.cell_s):
             return
@@ -353,19 +340,16 @@ def _table(rows: RowsOnCard, dtype: OutDtype, most_bytes: int) -> Iterator[Other
     # The gathered rows of the largest batch need room beside the table.
     room = min(most_bytes, rows.card.free_bytes() // 2)
     count = min(rows.card_rows, max(ROW_MULTIPLE, room // row_bytes))
-    memory = rows.card.allocate(count * row_bytes)
-    try:
+    with OwnedMemory(rows.stream) as memory:
+        weight = memory.own(rows.card.allocate(count * row_bytes))
         with rows.card.torch_stream(rows.stream):
             for first in range(0, count, _PIECE_ROWS):
                 piece = min(_PIECE_ROWS, count - first)
                 shape = (piece, rows.embedding_dim)
-                part = rows.card.tensor(memory, first * row_bytes, shape, TORCH_DTYPES[dtype])
+                part = rows.card.tensor(weight, first * row_bytes, shape, TORCH_DTYPES[dtype])
                 part.copy_(rows.floats(first, piece, TORCH_DTYPES[dtype]))
         rows.stream.synchronize()
-        yield Others(rows, rows.card.tensor(memory, 0, (count, rows.embedding_dim), TORCH_DTYPES[dtype]), dtype)
-    finally:
-        rows.stream.synchronize()
-        memory.free()
+        yield Others(rows, rows.card.tensor(weight, 0, (count, rows.embedding_dim), TORCH_DTYPES[dtype]), dtype)
 
 
 def _measure_table(work: Work, others: Others, size: BenchSize) -> None:
@@ -373,19 +357,17 @@ def _measure_table(work: Work, others: Others, size: BenchSize) -> None:
     shapes = list(
         product(size.hotness, [batch for batch in size.batches if batch >= MIN_COMPARED_BATCH] or size.batches[-1:])
     )
-    values = rows.card.allocate(4 * max(_compared_sets(rows, size, *shape) * shape[0] * shape[1] for shape in shapes))
-    try:
+    most = max(_compared_sets(rows, size, *shape) * shape[0] * shape[1] for shape in shapes)
+    with OwnedMemory(rows.stream) as memory:
+        values = memory.own(rows.card.allocate(4 * most))
         with rows.card.torch_stream(rows.stream):
-            drawn = draw("uniform", others.weight.shape[0], values.size_bytes // 4, rows.generator)
-            rows.card.tensor(values, 0, (drawn.numel(),), torch.int32).copy_(drawn)
+            drawn = draw("uniform", others.weight.shape[0], most, rows.generator)
+            rows.card.tensor(values, 0, (most,), torch.int32).copy_(drawn)
         for hotness, batch in shapes:
             if work.out_of_time(size.cell_s):
                 work.note(f"stopped before dim {rows.embedding_dim}, {others.dtype}, hotness {hotness}, batch {batch}.")
                 return
             _measure_shape(work, others, size, values, hotness, batch)
-    finally:
-        rows.stream.synchronize()
-        values.free()
 
 
 def _compared_sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:

@@ -56,13 +56,11 @@ class BenchModel:
         kind: of its dense part.
         spec: its description; features are all the candidates', as in DLRM-v2.
         hotness: by feature, ids in a bag.
-        table_rows: that no table has more of.
     """
 
     kind: ModelKind
     spec: ModelSpec
     hotness: Mapping[str, int]
-    table_rows: int
 
     @classmethod
     def make(cls, kind: ModelKind, table_rows: int, most_hotness: int, layer_divisor: int) -> BenchModel:
@@ -80,7 +78,7 @@ class BenchModel:
             update={"model": name, "tables": tables, "dense_model": _dense_model(kind, layer_divisor)}
         )
         hotness = {feature: min(ids, most_hotness) for feature, ids in found.hotness.items()}
-        return cls(kind, spec, hotness, table_rows)
+        return cls(kind, spec, hotness)
 
     def export(self, store: Path) -> Path:
         """Write a snapshot: rows that repeat after a while, random weights that keep the size of what passes ReLUs."""
@@ -181,14 +179,7 @@ class ScoredRequest:
 
 @dataclass(frozen=True, eq=False)
 class RankingBench:
-    """A model's snapshot, and what it has to answer.
-
-    Attributes:
-        model: the model.
-        snapshot: its folder.
-        size: what is measured.
-        questions: by number of candidates.
-    """
+    """A model's snapshot, and the requests that it has to answer, by number of candidates."""
 
     model: BenchModel
     snapshot: Path
@@ -198,8 +189,7 @@ class RankingBench:
 
 def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None:
     """Measure every model, configuration and number of candidates, until the time is spent."""
-    for note in NOTES:
-        work.note(note)
+    work.note(*NOTES)
     work.part.facts["table_rows"] = size.request_table_rows
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for kind in KINDS:

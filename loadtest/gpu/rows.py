@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.planning.cost_model import SECTOR_BYTES, sector_bytes
 
+AnyMemory = TypeVar("AnyMemory", Memory, PinnedMemory)
 Ids = Literal["uniform", "zipf"]
 ZIPF_EXPONENT = 1.05
 # Far from a power of two and prime to most numbers of rows: neighbouring ranks lie in distant rows.
@@ -108,58 +109,61 @@ def one_table_layout(embedding_dim: int, num_rows: int) -> TableLayout:
     )
 
 
+class OwnedMemory(ExitStack):
+    """A context that gives memory back at its end, when the stream's work on it is done."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def own(self, memory: AnyMemory) -> AnyMemory:
+        """Free this memory at the end."""
+        self.callback(self._free, memory)
+        return memory
+
+    def _free(self, memory: Memory | PinnedMemory) -> None:
+        self.stream.synchronize()
+        memory.free()
+
+
 @dataclass(slots=True)
 class Placed:
-    """The table as `num_cards` logical cards hold it; the host's rows are behind all of theirs."""
+    """The table as a number of logical cards hold it; the host's rows are behind all of theirs."""
 
-    num_cards: int
     places: Memory
     tables: Memory
     starts: Memory
 
-    def free(self) -> None:
-        """Give its memory back."""
-        for memory in (self.places, self.tables, self.starts):
-            memory.free()
 
-
-class RowsOnCard:
-    """Rows 0 .. card_rows - 1 on the card; `host_rows` more in pinned memory. A context that frees them.
+class RowsOnCard(OwnedMemory):
+    """Rows 0 .. card_rows - 1 on the card; `host_rows` more in pinned memory.
 
     Row r of the card's lies with logical card r mod n, there in slot r div n; each of the n has an equal stretch of one
     allocation. So the same bytes are the table of any number of logical cards.
     """
 
     def __init__(self, cards: Cards, card: Card, embedding_dim: int, table_bytes: int, host_bytes: int) -> None:
-        self.cards, self.card, self.embedding_dim = cards, card, embedding_dim
+        super().__init__(card.stream())
+        self.card, self.embedding_dim = card, embedding_dim
         self.format = RowFormat.of("int8", embedding_dim)
         self.stride, self._tail = self.format.stride, self.format.tail_offset
         self.card_rows = -(-table_bytes // (self.format.row_bytes * ROW_MULTIPLE)) * ROW_MULTIPLE
         self.host_rows = min(host_bytes // self.stride, self.card_rows // 2)
-        self.stream: Stream = card.stream()
         self.generator = torch.Generator(card.torch_device).manual_seed(embedding_dim)
         self._placed: dict[int, Placed] = {}
-        self._memory: Memory = card.allocate(self.card_rows * self.stride)
+        self._memory = self.own(card.allocate(self.card_rows * self.stride))
         self._pinned: PinnedMemory | None = None
         try:
             self._fill()
             if self.host_rows:
-                self._pinned = cards.allocate_pinned(self.host_rows * self.stride)
+                self._pinned = self.own(cards.allocate_pinned(self.host_rows * self.stride))
                 # The last of the card's rows: slot i of the host is then no row that slot i of a card is.
                 source = self._memory.address + (self.card_rows - self.host_rows) * self.stride
                 card.copy_to_host(self._pinned, 0, source, self._pinned.size_bytes, self.stream)
                 self.stream.synchronize()
         except BaseException:
-            self.free()
+            self.close()
             raise
-
-    def __enter__(self) -> RowsOnCard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.free()
 
     def _fill(self) -> None:
         rows_a_piece = max(1, _PIECE_BYTES // self.stride)
@@ -184,7 +188,7 @@ class RowsOnCard:
 
     def _place(self, num_cards: int) -> Placed:
         bits, rows = owner_bits(num_cards), self.card_rows + self.host_rows
-        places = self.card.allocate(4 * rows)
+        places = self.own(self.card.allocate(4 * rows))
         device = self.card.torch_device
         piece = _PIECE_BYTES // 8
         with self.card.torch_stream(self.stream):
@@ -197,9 +201,9 @@ class RowsOnCard:
                 place = torch.where(row < self.card_rows, on_card, on_host).to(torch.int32)
                 self.card.tensor(places, 4 * first, (count,), torch.int32).copy_(place)
         starts = np.zeros(num_cards + 2, np.uint64)
-        placed = Placed(num_cards, places, self.upload(bytes(TableParams(0, rows))), self.upload(starts.tobytes()))
-        self.stream.synchronize()
-        return placed
+        return Placed(
+            places, self.own(self.upload(bytes(TableParams(0, rows)))), self.own(self.upload(starts.tobytes()))
+        )
 
     def upload(self, content: bytes) -> Memory:
         """Copy this content to memory of the card."""
@@ -253,16 +257,6 @@ class RowsOnCard:
         scale, bias = scale_bias[:, column, None], scale_bias[:, column + 1, None]
         return stored[:, : self.embedding_dim].to(torch.float32).mul_(scale).add_(bias).to(dtype)
 
-    def free(self) -> None:
-        """Give all memory back. Idempotent."""
-        self.stream.synchronize()
-        for placed in self._placed.values():
-            placed.free()
-        self._placed.clear()
-        if self._pinned is not None:
-            self._pinned.free()
-        self._memory.free()
-
 
 CHECKED_BAGS = 64
 TOLERANCE: dict[OutDtype, float] = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
@@ -270,25 +264,20 @@ TOLERANCE: dict[OutDtype, float] = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 TORCH_DTYPES: dict[OutDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class WrongAnswerError(AssertionError):
+class WrongPoolingError(AssertionError):
     """A kernel's answer is not the reference's."""
 
 
-class Bags:
-    """Batches of `batch` bags of `hotness` rows, one for each of `num_sets` input sets. A context that frees them.
+class Bags(OwnedMemory):
+    """Batches of `batch` bags of `hotness` rows, one for each of `num_sets` input sets.
 
-    Args:
-        rows: the table.
-        values: int32 [at least num_sets * batch * hotness] on the card: the sets one after the other.
-        batch: bags.
-        hotness: rows of a bag.
-        num_sets: sets of values.
-        out_dtype: of the pooled bags.
+    The sets lie one after the other in `values`, int32 [at least num_sets * batch * hotness] on the card.
     """
 
     def __init__(
         self, rows: RowsOnCard, values: Memory, batch: int, hotness: int, num_sets: int, out_dtype: OutDtype = "fp32"
     ) -> None:
+        super().__init__(rows.stream)
         self.rows, self.batch, self.hotness, self.num_sets, self.out_dtype = rows, batch, hotness, num_sets, out_dtype
         self._values = values
         (self._shape,) = BatchShapes(one_table_layout(rows.embedding_dim, rows.card_rows)).arenas
@@ -297,20 +286,10 @@ class Bags:
         blocks[:, 1] = np.arange(self._grid[0]) * self._shape.bags_per_block
         offsets = np.arange(0, (batch + 1) * hotness, hotness, dtype=np.uint32)
         run = RunParams(0, 0, batch, MODES["sum"], 0, rows.embedding_dim)
-        self._blocks, self._offsets = rows.upload(blocks.tobytes()), rows.upload(offsets.tobytes())
-        self._runs, self._counters = rows.upload(bytes(run)), rows.upload(bytes(16))
-        self._out = rows.card.allocate(batch * rows.embedding_dim * OUT_BYTES[out_dtype])
+        uploads = (blocks.tobytes(), offsets.tobytes(), bytes(run), bytes(16))
+        self._blocks, self._offsets, self._runs, self._counters = (self.own(rows.upload(one)) for one in uploads)
+        self._out = self.own(rows.card.allocate(batch * rows.embedding_dim * OUT_BYTES[out_dtype]))
         self._arenas: dict[int, ArenaParams] = {}
-
-    def __enter__(self) -> Bags:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.rows.stream.synchronize()
-        for memory in (self._blocks, self._offsets, self._runs, self._counters, self._out):
-            memory.free()
 
     @property
     def num_values(self) -> int:
@@ -350,7 +329,7 @@ class Bags:
             The largest error of a checked bag, as a share of its norm.
 
         Raises:
-            WrongAnswerError: naming the configuration and what is wrong.
+            WrongPoolingError: naming the configuration and what is wrong.
         """
         rows = self.rows
         counters = rows.card.tensor(self._counters, 0, (2,), torch.int64)
@@ -368,7 +347,7 @@ class Bags:
             bags = self.set_of(number).view(self.batch, self.hotness)[there].cpu().numpy().astype(np.int64)
         what = f"dim {rows.embedding_dim}, hotness {self.hotness}, batch {self.batch}, {num_cards} cards"
         if unwritten or any(refused):
-            raise WrongAnswerError(
+            raise WrongPoolingError(
                 f"{what}: {unwritten} elements not finite, {refused[0]} values taken for out of range, "
                 f"{refused[1]} for not here"
             )
@@ -376,7 +355,7 @@ class Bags:
         norm = np.linalg.norm(expected, axis=1)
         largest = float((np.linalg.norm(pooled - expected, axis=1) / norm).max())
         if not largest <= TOLERANCE[self.out_dtype]:
-            raise WrongAnswerError(f"{what}: a bag is {largest:.2e} off, allowed: {TOLERANCE[self.out_dtype]:.0e}")
+            raise WrongPoolingError(f"{what}: a bag is {largest:.2e} off, allowed: {TOLERANCE[self.out_dtype]:.0e}")
         return largest
 
 

@@ -18,14 +18,7 @@ Figure = tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A figure that is wanted.
-
-    Attributes:
-        text: what it says.
-        bound: the figure.
-        at_least: whether the measured one must be at least that, else at most.
-        figures: all that were measured, each with its configuration; the worst one decides.
-    """
+    """A bound that every measured figure must reach, or not exceed; each has its configuration, the worst decides."""
 
     text: str
     bound: float

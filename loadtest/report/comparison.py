@@ -142,12 +142,7 @@ def measured(
 ) -> ComparedMeasure:
     """Compute a measure's ratios to the first arm.
 
-    Args:
-        name: of the measure.
-        unit: of the values.
-        better: which way is good.
-        values: `[arms][rounds]`; round i of one arm goes with round i of every other.
-        seed: of the bootstrap.
+    Values are `[arms][rounds]`; round i of one arm goes with round i of every other.
 
     Raises:
         ComparisonError: if arms have other numbers of rounds, or a value is not above 0 (a percentile that is not
@@ -204,10 +199,7 @@ _ALIKE = ("target", "model", "workload", "api", "ids", "candidates", "arrivals",
 def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
     """Compare load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
 
-    Args:
-        title: what is compared.
-        arms: the runs of each, in rounds; the first arm is the baseline.
-        seed: of the bootstrap.
+    The runs of an arm are its rounds; the first arm is the baseline.
 
     Raises:
         ComparisonError: fewer than two arms, or arms with other numbers of rounds.

@@ -11,7 +11,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -28,7 +28,7 @@ _VOID = frozenset(
 
 
 def element(tag: str, *contents: Content, **attributes: str | float | None) -> Element:
-    """Makes an element.
+    """Make an element.
 
     Args:
         tag: its name.
@@ -80,21 +80,30 @@ Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What stands in a table's cell.
-
-    Attributes:
-        content: text or element.
-        number: whether it is set flush right.
-        unit: shown after it.
-    """
+    """What stands in a table's cell: a number is set flush right, its unit after it."""
 
     content: Content
     number: bool = False
     unit: str = ""
 
 
+Shown: TypeAlias = Cell | Content
+Form: TypeAlias = Literal["text", "ms", "count", "rate", "exact", "plain", "share", "exact_share", "size"]
+# How a number is written, and the unit after it. `exact` ones were asked for, not measured; `plain` ones are names.
+_FORMS: dict[Form, tuple[Callable[[Any], str], str]] = {
+    "ms": (numbers.significant, ""),
+    "count": (numbers.count, ""),
+    "rate": (numbers.rate, "/s"),
+    "exact": (numbers.compact, ""),
+    "plain": (str, ""),
+    "share": (numbers.share, "%"),
+    "exact_share": (numbers.exact_share, "%"),
+    "size": (numbers.size, ""),
+}
+
+
 class Fields:
-    """Reads fields of a document by their keys, such as `fields.ms("latency", "p99_ms")`."""
+    """Read fields of a document by their keys, such as `fields.ms("latency", "p99_ms")`."""
 
     def __init__(self, document: BaseModel, *prefix: Key) -> None:
         """Take the whole document, or the part of it that stands at `prefix`."""
@@ -116,43 +125,32 @@ class Fields:
         parts = (str(key).replace("~", "~0").replace("/", "~1") for key in (*self._prefix, *keys))
         return "".join(f"/{part}" for part in parts)
 
-    def _number(self, keys: tuple[Key, ...], form: Callable[[float], str], unit: str) -> Cell:
+    def shown(self, form: Form, *keys: Key, unit: str | None = None) -> Cell:
+        """Show a field's number in a form, with the form's unit after it unless another is given."""
+        if form == "text":
+            return self.text(*keys)
+        write, own_unit = _FORMS[form]
         value, pointer = self.value(*keys), self.pointer(*keys)
         if value is None:
             return Cell(element("span", numbers.MISSING, class_="missing", data_of=pointer), True)
-        return Cell(element("data", form(value), value=repr(value), data_of=pointer), True, unit)
+        number = element("data", write(value), value=repr(value), data_of=pointer)
+        return Cell(number, True, own_unit if unit is None else unit)
 
     def ms(self, *keys: Key, unit: str = "") -> Cell:
         """Show measured milliseconds or seconds, three digits."""
-        return self._number(keys, numbers.significant, unit)
-
-    def count(self, *keys: Key, unit: str = "") -> Cell:
-        """Show a count."""
-        return self._number(keys, numbers.count, unit)
+        return self.shown("ms", *keys, unit=unit)
 
     def rate(self, *keys: Key, unit: str = "/s") -> Cell:
         """Show a number a second."""
-        return self._number(keys, numbers.rate, unit)
+        return self.shown("rate", *keys, unit=unit)
 
-    def exact(self, *keys: Key, unit: str = "") -> Cell:
-        """Show what was asked for, not measured, as it is."""
-        return self._number(keys, numbers.compact, unit)
+    def row(self, *columns: tuple[Form, Key]) -> list[Shown]:
+        """Show several fields beside each other."""
+        return [self.shown(form, key) for form, key in columns]
 
-    def plain(self, *keys: Key, unit: str = "") -> Cell:
-        """Show a whole number that is a name, without separators."""
-        return self._number(keys, str, unit)
-
-    def share(self, *keys: Key) -> Cell:
-        """Show a measured share in percent."""
-        return self._number(keys, numbers.share, "%")
-
-    def exact_share(self, *keys: Key) -> Cell:
-        """Show in percent a share that was asked for."""
-        return self._number(keys, numbers.exact_share, "%")
-
-    def size(self, *keys: Key) -> Cell:
-        """Show bytes."""
-        return self._number(keys, numbers.size, "")
+    def pairs(self, *rows: tuple[str, Form, Key] | tuple[str, Form, Key, str]) -> list[tuple[str, Shown]]:
+        """Show fields under each other: a name, the form and the field, and a unit where the form has none."""
+        return [(name, self.shown(form, key, unit=unit[0] if unit else None)) for name, form, key, *unit in rows]
 
     def text(self, *keys: Key) -> Cell:
         """Show words; a dash for None."""
@@ -165,17 +163,8 @@ def shown(cell: Cell) -> list[Content]:
     return [cell.content, element("span", f" {cell.unit}", class_="unit")] if cell.unit else [cell.content]
 
 
-Shown = Cell | Content
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[Shown]], kind: str = "") -> Element:
-    """Make a table with a row of heads.
-
-    Args:
-        heads: names of the columns; a unit stands after a comma.
-        rows: of cells; a plain text is a name.
-        kind: class of the table.
-    """
+    """Make a table with a row of heads; a unit stands after a head's comma, and a plain text in a row is a name."""
     body = [element("tr", *[_cell(one) for one in row]) for row in rows]
     # A column is as flush as its cells: a head over numbers stands on the right as they do.
     flush = [any(isinstance(row[index], Cell) and row[index].number for row in rows) for index in range(len(heads))]  # type: ignore[union-attr]

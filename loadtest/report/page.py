@@ -18,6 +18,7 @@ from loadtest.report.markup import (
     Content,
     Element,
     Fields,
+    Form,
     Shown,
     element,
     figure,
@@ -52,24 +53,29 @@ PERCENTILES = ("min_ms", "mean_ms", "p50_ms", "p90_ms", "p99_ms", "p999_ms", "ma
 
 def _setup(fields: Fields) -> Element:
     """Say what was asked, of whom, and how."""
+    varied = element("span", FORMS[fields.value("varied")], data_of=fields.pointer("varied"))
     return pairs(
         [
-            ("target", fields.text("target")),
-            ("model", fields.text("model")),
-            ("workload", fields.text("workload")),
-            ("API", fields.text("api")),
+            *fields.pairs(
+                ("target", "text", "target"),
+                ("model", "text", "model"),
+                ("workload", "text", "workload"),
+                ("API", "text", "api"),
+            ),
             ("ids", _or_own(fields, "ids")),
             ("candidates", _or_own(fields, "candidates")),
-            ("requests are", Cell(element("span", FORMS[fields.value("varied")], data_of=fields.pointer("varied")))),
-            ("distinct requests", fields.count("requests")),
-            ("arrivals", fields.text("arrivals")),
-            ("seed", fields.plain("seed")),
-            ("rate wanted", fields.exact("rate", unit="/s")),
-            ("warm-up, left out", fields.exact("warmup_s", unit="s")),
-            ("duration", fields.exact("duration_s", unit="s")),
-            ("deadline of goodput", fields.exact("slo_ms", unit="ms")),
-            ("timeout", fields.exact("timeout_ms", unit="ms")),
-            ("started", fields.text("started_at")),
+            ("requests are", Cell(varied)),
+            *fields.pairs(
+                ("distinct requests", "count", "requests"),
+                ("arrivals", "text", "arrivals"),
+                ("seed", "plain", "seed"),
+                ("rate wanted", "exact", "rate", "/s"),
+                ("warm-up, left out", "exact", "warmup_s", "s"),
+                ("duration", "exact", "duration_s", "s"),
+                ("deadline of goodput", "exact", "slo_ms", "ms"),
+                ("timeout", "exact", "timeout_ms", "ms"),
+                ("started", "text", "started_at"),
+            ),
         ]
     )
 
@@ -96,12 +102,12 @@ def _latencies(fields: Fields) -> Element:
 def _counts(result: LoadResult, fields: Fields) -> Element:
     """Count requests by what became of them."""
     rows: list[list[Shown]] = [
-        [name, fields.count(field), _percent(fields.value(field), result.due)]
+        [name, fields.shown("count", field), _percent(fields.value(field), result.due)]
         for name, field in (("due", "due"), ("sent", "sent"), ("answered right", "answered"),
                             ("within the deadline", "within_slo"))
     ]  # fmt: skip
     rows += [
-        [f"failed: {kind}", fields.count("errors", kind), _percent(number, result.due)]
+        [f"failed: {kind}", fields.shown("count", "errors", kind), _percent(number, result.due)]
         for kind, number in sorted(result.errors.items(), key=lambda one: -one[1])
     ]
     return table(["requests", "number", "of due, %"], rows)
@@ -111,68 +117,63 @@ def _percent(part: int, whole: int) -> Cell:
     return Cell(numbers.share(part / whole) if whole else numbers.MISSING, True)
 
 
+_PROCESS: tuple[tuple[Form, str], ...] = (
+    ("share", "cpu_share"), ("count", "due"), ("count", "connections"), ("ms", "lag_p99_ms"), ("ms", "lag_max_ms"),
+)  # fmt: skip
+
+
 def _generator(result: LoadResult, fields: Fields) -> Element:
     """Show whether the generator kept up, process by process."""
     own = fields.below("generator")
     rows: list[list[Shown]] = [
-        [
-            f"process {index}",
-            *[own.below("processes", index - 1).share("cpu_share")],
-            *[own.below("processes", index - 1).count(field) for field in ("due", "connections")],
-            *[own.below("processes", index - 1).ms(field) for field in ("lag_p99_ms", "lag_max_ms")],
-        ]
-        for index in range(1, len(result.generator.processes) + 1)
+        [f"process {index + 1}", *own.below("processes", index).row(*_PROCESS)]
+        for index in range(len(result.generator.processes))
     ]
     rows.append(["all together", "", "", "", own.ms("lag_p99_ms"), ""])
-    rows.append(["not valid beyond", own.exact_share("max_cpu_share"), "", "", own.ms("max_lag_p99_ms"), ""])
-    limits = pairs(
-        [
-            ("requests in flight, at most", own.count("max_in_flight")),
-            ("connections, at most", own.count("max_connections")),
-        ]
+    rows.append(["not valid beyond", own.shown("exact_share", "max_cpu_share"), "", "", own.ms("max_lag_p99_ms"), ""])
+    limits = own.pairs(
+        ("requests in flight, at most", "count", "max_in_flight"),
+        ("connections, at most", "count", "max_connections"),
     )
     heads = ["", "CPU of a core", "due", "connections", "late p99, ms", "late max, ms"]
-    return element("div", table(heads, rows), limits)
+    return element("div", table(heads, rows), pairs(limits))
 
 
 def _marks(result: LoadResult, fields: Fields) -> Element:
     """List what happened, with the numbers that it has in the time line."""
     rows: list[list[Shown]] = [
-        [str(index + 1), fields.ms("marks", index, "at_s"), fields.text("marks", index, "label")]
+        [str(index + 1), *fields.below("marks", index).row(("ms", "at_s"), ("text", "label"))]
         for index in range(len(result.marks))
     ]
     return table(["mark", "at, s", "what"], rows, "narrow")
 
 
+_SECOND: tuple[tuple[Form, str], ...] = (
+    ("exact", "at_s"), ("count", "due"), ("count", "ok"), ("count", "errors"), ("ms", "p50_ms"), ("ms", "p99_ms"),
+    ("count", "in_flight"),
+)  # fmt: skip
+
+
 def _seconds(result: LoadResult, fields: Fields) -> Element:
     """Show the time line as numbers."""
-    rows: list[list[Shown]] = []
-    for index, one in enumerate(result.time_line):
-        own = fields.below("time_line", index)
-        rows.append(
-            [
-                own.exact("at_s"),
-                *[own.count(field) for field in ("due", "ok", "errors")],
-                *[own.ms(field) for field in ("p50_ms", "p99_ms")],
-                own.count("in_flight"),
-                "warm-up" if one.warmup else "",
-            ]
-        )
+    rows: list[list[Shown]] = [
+        [*fields.below("time_line", index).row(*_SECOND), "warm-up" if one.warmup else ""]
+        for index, one in enumerate(result.time_line)
+    ]
     return table(["at, s", "due", "answered", "failed", "p50, ms", "p99, ms", "in flight", ""], rows)
 
 
 def _machine(fields: Fields, cores: str = "cores for the generator") -> list[Element]:
     """Say where it ran, and with what; nothing where that is not known."""
-    own = fields.below("machine")
     rows: list[tuple[str, Shown]] = []
     if fields.value("machine") is not None:
-        rows += [
-            ("machine", own.text("name")),
-            ("processor", own.text("cpu")),
-            (cores, own.count("cores")),
-            ("memory", own.size("memory_bytes")),
-            ("system", own.text("system")),
-        ]
+        rows += fields.below("machine").pairs(
+            ("machine", "text", "name"),
+            ("processor", "text", "cpu"),
+            (cores, "count", "cores"),
+            ("memory", "size", "memory_bytes"),
+            ("system", "text", "system"),
+        )
     rows += [(name, fields.text("versions", name)) for name in sorted(fields.value("versions"))]
     return [section("Machine", pairs(rows))] if rows else []
 
@@ -186,28 +187,24 @@ TIME_LINE_NOTE = "Requests stand at the second in which they were due; what is s
 _FAILED = {"p50_ms": "half or more", "p99_ms": "1% or more", "p999_ms": "0.1% or more", "max_ms": "some"}
 
 
-def run_page(result: LoadResult, fields: Fields) -> list[Content]:
-    """Make everything that is shown of one run."""
-    return [*_run_headline(result, fields), *_run_body(result, fields)]
-
-
 def _reasons(fields: Fields) -> list[Content]:
     return [fields.text("invalid_because", index).content for index in range(len(fields.value("invalid_because")))]
 
 
-def _run_headline(result: LoadResult, fields: Fields) -> list[Content]:
+def run_page(result: LoadResult, fields: Fields) -> list[Content]:
+    """Make everything that is shown of one run."""
     failed = result.due - result.answered
     sum_of_errors = Cell(
         element("data", numbers.count(failed), value=repr(failed), data_sum_of=fields.pointer("errors"))
     )
     tiles = [
         tile("rate wanted", fields.rate("rate"), f"{result.arrivals} arrivals"),
-        tile("answered right", fields.rate("throughput"), _part(result.answered, result.due, "of due")),
+        tile("answered right", fields.rate("throughput"), _of_due(result.answered, result.due)),
         tile(f"within {numbers.compact(result.slo_ms)} ms", fields.rate("goodput"),
-             _part(result.within_slo, result.due, "of due")),
+             _of_due(result.within_slo, result.due)),
         *[_latency_tile(fields, name, field) for name, field in
           (("p50", "p50_ms"), ("p99", "p99_ms"), ("p99.9", "p999_ms"), ("max", "max_ms"))],
-        tile("failed", sum_of_errors, _part(failed, result.due, "of due"), "bad" if failed else ""),
+        tile("failed", sum_of_errors, _of_due(failed, result.due), "bad" if failed else ""),
     ]  # fmt: skip
     return [
         verdict(
@@ -217,6 +214,7 @@ def _run_headline(result: LoadResult, fields: Fields) -> list[Content]:
             _reasons(fields),
         ),
         element("div", *tiles, class_="tiles"),
+        *_run_body(result, fields),
     ]
 
 
@@ -228,8 +226,8 @@ def _latency_tile(fields: Fields, name: str, field: str) -> Element:
     return tile(name, cell, "of all due")
 
 
-def _part(part: int, whole: int, of: str) -> str:
-    return f"{numbers.share(part / whole)}% {of}" if whole else ""
+def _of_due(part: int, whole: int) -> str:
+    return f"{numbers.share(part / whole)}% of due" if whole else ""
 
 
 def _run_plots(result: LoadResult) -> list[Content]:
@@ -288,11 +286,6 @@ SWEEP_CURVES_NOTE = "Of all requests that were due, at some of the rates."
 
 def sweep_page(sweep: SweepResult, fields: Fields) -> list[Content]:
     """Make everything that is shown of a sweep."""
-    return [*_sweep_headline(sweep, fields), *_sweep_body(sweep, fields)]
-
-
-def _sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
-    """Show the highest rate, what it is limited by, and the latencies at it."""
     best = _chosen_step(sweep)
     found = sweep.highest_rate is not None and best is not None
     slo = numbers.compact(sweep.slo_ms)
@@ -313,6 +306,7 @@ def _sweep_headline(sweep: SweepResult, fields: Fields) -> list[Content]:
     return [
         verdict(found, told, "There is no highest rate:", reasons),
         element("div", *tiles, class_="tiles"),
+        *_sweep_body(sweep, fields),
     ]
 
 
@@ -354,6 +348,15 @@ def _outcome(sweep: SweepResult, step: LoadResult, best: bool) -> Content:
     return element("span", "the highest" if best else "kept", class_="better")
 
 
+_SEARCH: tuple[tuple[str, Form, str] | tuple[str, Form, str, str], ...] = (
+    ("p99 must be within", "exact", "slo_ms", "ms"),
+    ("rates told apart to", "exact_share", "tolerance"),
+    ("highest rate that kept it", "rate", "highest_rate"),
+    ("lowest rate that did not", "rate", "lowest_failed_rate"),
+    ("limited by", "text", "limited_by"),
+)
+
+
 def _sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
     plots = [
         figure("Latency against rate", latency_plot(sweep), LATENCY_NOTE),
@@ -367,19 +370,7 @@ def _sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
     for index, step in by_rate(sweep):
         own = fields.below("steps", index)
         runs.append(folded(f"Step {index + 1}: {numbers.rate(step.rate)}/s", *run_page(step, own)))
-    return [*parts, section("Search", _search(fields)), section("Everything of each step", *runs)]
-
-
-def _search(fields: Fields) -> Element:
-    return pairs(
-        [
-            ("p99 must be within", fields.exact("slo_ms", unit="ms")),
-            ("rates told apart to", fields.exact_share("tolerance")),
-            ("highest rate that kept it", fields.rate("highest_rate")),
-            ("lowest rate that did not", fields.rate("lowest_failed_rate")),
-            ("limited by", fields.text("limited_by")),
-        ]
-    )
+    return [*parts, section("Search", pairs(fields.pairs(*_SEARCH))), section("Everything of each step", *runs)]
 
 
 def _drawn(sweep: SweepResult) -> list[tuple[str, list[LoadResult]]]:
@@ -405,11 +396,6 @@ ARM_CURVES_NOTE = "Of all requests that were due, all rounds together."
 
 def comparison_page(comparison: Comparison, fields: Fields) -> list[Content]:
     """Make everything that is shown of a comparison."""
-    return [*_comparison_headline(comparison, fields), *_comparison_body(comparison, fields)]
-
-
-def _comparison_headline(comparison: Comparison, fields: Fields) -> list[Content]:
-    """Say whether it may be believed, and how sure it is."""
     base = comparison.arms[comparison.baseline].name
     rounds = f"{comparison.rounds} round" + ("s" if comparison.rounds > 1 else "")
     if comparison.rounds < 2:
@@ -423,6 +409,7 @@ def _comparison_headline(comparison: Comparison, fields: Fields) -> list[Content
     return [
         verdict(comparison.valid, "Every run is.", "Some of it can't be believed:", _reasons(fields)),
         element("p", f"{len(comparison.arms)} arms in {rounds}, as ratios to {base}. {sure}"),
+        *_comparison_body(comparison, fields),
     ]
 
 
@@ -486,25 +473,20 @@ def _comparison_body(comparison: Comparison, fields: Fields) -> list[Content]:
         parts.append(element("div", *plots, class_="plots"))
     if comparison.measures:
         parts.append(section("Rounds", _rounds_table(comparison, fields)))
-    setup = section("Setup", _comparison_setup(comparison, fields))
-    parts.append(element("div", setup, *_machine(fields, "cores"), class_="columns"))
+    setup: list[tuple[str, Shown]] = [(name, fields.text("setup", name)) for name in comparison.setup]
+    setup += fields.pairs(
+        ("rounds", "count", "rounds"),
+        ("confidence", "exact_share", "confidence"),
+        ("bootstrap resamples", "count", "resamples"),
+        ("seed of the bootstrap", "plain", "seed"),
+    )
+    parts.append(element("div", section("Setup", pairs(setup)), *_machine(fields, "cores"), class_="columns"))
     runs: list[Content] = []
     for number, arm in enumerate(comparison.arms):
         for turn, run in enumerate(arm.runs):
             own = fields.below("arms", number, "runs", turn)
             runs.append(folded(f"{arm.name}, round {turn + 1}", *run_page(run, own)))
     return [*parts, section("Everything of each run", *runs)] if runs else parts
-
-
-def _comparison_setup(comparison: Comparison, fields: Fields) -> Element:
-    rows: list[tuple[str, Shown]] = [(name, fields.text("setup", name)) for name in comparison.setup]
-    rows += [
-        ("rounds", fields.count("rounds")),
-        ("confidence", fields.exact_share("confidence")),
-        ("bootstrap resamples", fields.count("resamples")),
-        ("seed of the bootstrap", fields.plain("seed")),
-    ]
-    return pairs(rows)
 
 
 Reported: TypeAlias = LoadResult | SweepResult | Comparison

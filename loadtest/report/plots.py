@@ -84,16 +84,10 @@ class Histogram:
         return (self.low_ms + self.high_ms) / 2
 
     def curve(self, scale: Nines, of: int | None = None, points: int = 400) -> tuple[Floats, Floats]:
-        """Find percentiles and the times at them, as far apart as the scale draws them.
+        """Find percentiles, 0 to 1, and the milliseconds at them, float64 `[n]` each, as the scale draws them.
 
-        Args:
-            scale: of the percentiles.
-            of: how many values the percentiles are of; more than `count` if some have no time, which are later than
-                all that have one. The curve ends where they begin.
-            points: at most.
-
-        Returns:
-            float64 `[n]` each: percentiles from 0 to 1, and milliseconds.
+        They are percentiles `of` so many values: more than `count` if some have no time, which are later than all that
+        have one. The curve ends where they begin.
         """
         total = of or self.count
         if not self.count:
@@ -109,9 +103,8 @@ class Histogram:
     def bars(self, low_ms: float, high_ms: float, bars: int = 72) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Count in bars of equal ratio; all values must be within the ends.
 
-        Returns:
-            float64 `[n + 1]` edges in milliseconds, and int64 `[n]` counts; n is less than asked for where bars would
-            be narrower than the histogram's own buckets.
+        Returns float64 `[n + 1]` edges in milliseconds and int64 `[n]` counts; n is less than asked for where bars
+        would be narrower than the histogram's own buckets.
         """
         edges = np.geomspace(low_ms, high_ms, bars + 1)
         # Between whole microseconds, so that no value stands on an edge.
@@ -329,13 +322,7 @@ MAX_CURVES = 6
 
 
 def curves_plot(named: Sequence[tuple[str, Sequence[LoadResult]]], slo_ms: float, label: str) -> Element:
-    """Draw percentiles of latency of several runs: all that were due, a line each.
-
-    Args:
-        named: at most `MAX_CURVES` lines; the runs of each are taken together.
-        slo_ms: the deadline.
-        label: what is compared.
-    """
+    """Draw latency of all that were due by percentile, at most `MAX_CURVES` lines; a line's runs are taken together."""
     lines = [(name, merged([Histogram.decode(run.latency_histogram) for run in runs]), runs) for name, runs in named]
     scale = Nines.of(max(sum(run.due for run in runs) for _, runs in named))
     ends = np.concatenate([[slo_ms], *[one.low_ms for _, one, _ in lines], *[one.high_ms for _, one, _ in lines]])

@@ -12,7 +12,7 @@ from loadtest.gpu.rows import (
     ZIPF_EXPONENT,
     Bags,
     RowsOnCard,
-    WrongAnswerError,
+    WrongPoolingError,
     asked_bytes,
     draw,
     draw_split,
@@ -78,7 +78,7 @@ def test_a_wrong_place_is_found(rows):
     with Bags(rows, values, batch=2, hotness=5, num_sets=1) as bags:
         bags.check(2, 0)
         rows.card.tensor(rows.placed(2).places, 0, (1,), torch.int32).fill_(1 << 3)  # Row 0 is now slot 1 of card 0.
-        with pytest.raises(WrongAnswerError, match=r"dim 16, hotness 5, batch 2, 2 cards: a bag is .* off"):
+        with pytest.raises(WrongPoolingError, match=r"dim 16, hotness 5, batch 2, 2 cards: a bag is .* off"):
             bags.check(2, 0)
 
 
@@ -87,7 +87,7 @@ def test_a_row_that_is_taken_for_missing_is_found(rows):
     with Bags(rows, values, batch=2, hotness=5, num_sets=1) as bags:
         place = np.array([NOT_HERE], np.uint32).view(np.int32)
         rows.card.tensor(rows.placed(1).places, 0, (1,), torch.int32).copy_(torch.from_numpy(place))
-        with pytest.raises(WrongAnswerError, match="0 values taken for out of range, 10 for not here"):
+        with pytest.raises(WrongPoolingError, match="0 values taken for out of range, 10 for not here"):
             bags.check(1, 0)
 
 
@@ -96,7 +96,7 @@ def test_elements_that_are_not_written_are_found(rows):
     with Bags(rows, values, batch=2, hotness=5, num_sets=1) as bags:
         bags._grid = (1, 1)
         rows.card.tensor(bags._runs, 8, (1,), torch.int32).fill_(1)  # The run has one bag instead of two.
-        with pytest.raises(WrongAnswerError, match="16 elements not finite"):
+        with pytest.raises(WrongPoolingError, match="16 elements not finite"):
             bags.check(1, 0)
 
 
