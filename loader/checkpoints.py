@@ -72,20 +72,20 @@ class Checkpoint(ABC):
         self._entries = entries
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._entries)
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape, without reading it."""
+        """Return a tensor's shape, without reading it."""
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor in memory, or mapped."""
+        """Return a tensor in memory, or mapped."""
 
     @abstractmethod
     def rows(self, name: str) -> RowSource:
-        """Returns a matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
+        """Return a matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
 
     def _entry(self, name: str) -> Any:
         if name not in self._entries:
@@ -94,7 +94,7 @@ class Checkpoint(ABC):
 
 
 def shortened(names: list[str], limit: int = 20) -> str:
-    """Returns the first names as text, for a message."""
+    """Return the first names as text, for a message."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return f"{names[:limit]}{more}"
 
@@ -106,7 +106,7 @@ _MAX_CELLS = 1 << 24
 
 
 def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raises CheckpointError unless every element of `shape` is in exactly one chunk.
+    """Raise CheckpointError unless every element of `shape` is in exactly one chunk.
 
     The borders of all chunks cut the shape into a grid whose cells are each wholly inside or outside of every chunk; it
     is enough to count the chunks of each cell. `where` names the tensor in errors.
@@ -179,7 +179,7 @@ class _DistributedCheckpoint(Checkpoint):
         return _ChunkedRows(self, name, self._chunks_of(name))
 
     def read_chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """Reads the chunk of a tensor that begins at `offsets`. Raises CheckpointError."""
+        """Read the chunk of a tensor that begins at `offsets`. Raises CheckpointError."""
         where = f"{self.path}: tensor {name!r}: can't be read"
         try:
             info = self._stored[name, offsets]
@@ -200,7 +200,7 @@ class _DistributedCheckpoint(Checkpoint):
         return chunk.detach()
 
     def _chunks_of(self, name: str) -> list[Chunk]:
-        """Returns the chunks that are not empty. Raises CheckpointError unless they make up the tensor's shape."""
+        """Return the chunks that are not empty. Raises CheckpointError unless they make up the tensor's shape."""
         entry = self._entry(name)
         where = f"{self.path}: tensor {name!r}"
         try:
@@ -223,7 +223,7 @@ class _ChunkedRows(RowSource):
         self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yields one block, put together from the chunks of these rows, be the table split by rows or by columns."""
+        """Yield one block, put together from the chunks of these rows, be the table split by rows or by columns."""
         last_row = min(first_row + max_rows, self.num_embeddings)
         wanted = [
             (offsets, sizes)
@@ -248,7 +248,7 @@ class _ChunkedRows(RowSource):
 
 
 def _read_metadata(file: Path) -> Any:
-    """Returns a `torch.distributed.checkpoint.metadata.Metadata`, its paths checked. Raises CheckpointError."""
+    """Return a `torch.distributed.checkpoint.metadata.Metadata`, its paths checked. Raises CheckpointError."""
     try:
         if file.stat().st_size > _MAX_METADATA_BYTES:
             raise CheckpointError(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
@@ -268,7 +268,7 @@ _STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a checkpoint; its form is told by its name and contents.
+    """Open a checkpoint; its form is told by its name and contents.
 
     Forms are a `.safetensors` file or a folder of them; a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict; or a
     folder that `torch.distributed.checkpoint` wrote. Raises CheckpointError for anything else, and for objects other
@@ -358,7 +358,7 @@ class _StateDictCheckpoint(Checkpoint):
 
 
 def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns the tensors in a nested dict; anything else in it (step counts, settings) is no part of a model."""
+    """Return the tensors in a nested dict; anything else in it (step counts, settings) is no part of a model."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):
@@ -377,7 +377,7 @@ def match_checkpoint(
     dense_prefix: str | None = None,
     table_keys: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, RowSource], dict[str, torch.Tensor]]:
-    """Splits a checkpoint into the rows of every table and the dense model's state dict.
+    """Split a checkpoint into the rows of every table and the dense model's state dict.
 
     A table's rows are looked for, behind any prefix, as `embedding_bags.<table>.weight` or `embeddings.<table>.weight`,
     and if there is neither, as `<table>.weight` or `tables.<table>`; `table_keys` gives the key of other tables.
@@ -431,7 +431,7 @@ def _key_of(checkpoint: Checkpoint, table: TableSpec, names: list[str]) -> str:
 
 
 def _dense_keys(checkpoint: Checkpoint, rest: list[str], dense_prefix: str | None) -> dict[str, str]:
-    """Returns the dense model's keys in the checkpoint by their name in the snapshot."""
+    """Return the dense model's keys in the checkpoint by their name in the snapshot."""
     if dense_prefix is not None:
         dense = {key.removeprefix(dense_prefix): key for key in rest if key.startswith(dense_prefix)}
         if not dense or "" in dense:

@@ -29,7 +29,7 @@ class ShardrankError(Exception):
     def __init_subclass__(
         cls, *, http_status: int | None = None, grpc_status: str | None = None, kind: str | None = None
     ) -> None:
-        """Takes over what is given here; the rest is as in the base."""
+        """Take over what is given here; the rest is as in the base."""
         super().__init_subclass__()
         for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
             if value is not None:
@@ -121,7 +121,7 @@ class RolloutError(LoaderError, http_status=409, grpc_status="FAILED_PRECONDITIO
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:
-    """Turns a failure to do `action` ("read", "mapped") with a snapshot's file into damage or a shortage of our own."""
+    """Turn a failure to do `action` ("read", "mapped") with a snapshot's file into damage or a shortage of our own."""
     exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
     kind = SnapshotResourceError if exhausted else SnapshotCorruptError
     if isinstance(error, FileNotFoundError):
@@ -132,6 +132,6 @@ def file_error(path: Path, action: str, error: OSError | MemoryError) -> Snapsho
 
 
 def cut(value: object, max_characters: int = 200) -> str:
-    """Returns the text of a value for a message: what an untrusted file says may be of any length."""
+    """Return the text of a value for a message: what an untrusted file says may be of any length."""
     text = str(value)
     return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text)} characters)"

@@ -46,7 +46,7 @@ class FileBacked(Generic[T]):
         self._value = read()
 
     def get(self) -> T:
-        """Returns the value, read again if the files have changed."""
+        """Return the value, read again if the files have changed."""
         now = self._clock()
         if now - self._looked_at < self._interval_s:
             return self._value

@@ -45,7 +45,7 @@ class _MappedPages:
 def map_array(
     path: Path, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike, *, copy_on_write: bool = False
 ) -> npt.NDArray[Any]:
-    """Returns a read-only array of `shape` over a file's bytes from `offset` on; at least one element.
+    """Return a read-only array of `shape` over a file's bytes from `offset` on; at least one element.
 
     With `copy_on_write` it can be written to: a page that is written becomes memory of this process, and the file stays
     as it is. Raises OSError if the file can't be opened or mapped, ValueError if it ends before the array does.
@@ -109,7 +109,7 @@ def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda c
 
 
 def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) -> None:
-    """Gives the pages that lie wholly within an array back to the system, piece by piece; `rest` is called in between.
+    """Give the pages that lie wholly within an array back to the system, piece by piece; `rest` is called in between.
 
     The array must be all that lies in them, contiguous and over mapped memory of its own, not the heap's. Nobody may
     need its content: private memory reads as zeros afterwards. Unmapping what is left takes next to no time.
@@ -147,7 +147,7 @@ YOUNG_OBJECTS = 50_000
 
 
 def settle_heap() -> None:
-    """Collects once and freezes what is left. Called once, with all modules imported, before the first request.
+    """Collect once and freeze what is left. Called once, with all modules imported, before the first request.
 
     Python's collector stops every thread while it goes over the oldest generation: with PyTorch and the APIs imported
     about 200,000 objects and 80 ms, the longest stall of a swap. Frozen objects are not gone over

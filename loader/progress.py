@@ -64,7 +64,7 @@ class Pace:
         self._sleep = sleep
 
     def over(self, progress: Progress = no_progress) -> Progress:
-        """Returns a progress that rests after each piece, beginning now; `done` and `total` must be bytes."""
+        """Return a progress that rests after each piece, beginning now; `done` and `total` must be bytes."""
         began_at = self._clock()
         size_bytes = 0
         done_before: dict[str, int] = {}
@@ -112,11 +112,11 @@ class Wish:
         self._called_off = threading.Event()
 
     def call_off(self) -> None:
-        """Ends the work at its next look."""
+        """End the work at its next look."""
         self._called_off.set()
 
     def check(self) -> None:
-        """Raises CalledOffError if the work is not wanted any more."""
+        """Raise CalledOffError if the work is not wanted any more."""
         if self._called_off.is_set():
             raise CalledOffError("called off")
 
@@ -126,7 +126,7 @@ class Wish:
         self.check()
 
     def over(self, progress: Progress = no_progress) -> Progress:
-        """Returns a progress that raises CalledOffError once the work is not wanted any more."""
+        """Return a progress that raises CalledOffError once the work is not wanted any more."""
 
         def checked(what: str, done: int, total: int) -> None:
             self.check()
@@ -138,7 +138,7 @@ class Wish:
 async def in_background(
     work: Callable[[Wish], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
 ) -> Result:
-    """Runs `work`, which looks at the wish now and then, in a thread of its own. Raises as `work`.
+    """Run `work`, which looks at the wish now and then, in a thread of its own. Raises as `work`.
 
     When the caller is cancelled, the work is called off, and this ends only once the work has; a result that came
     nevertheless is given to `free`. A low priority is right for work that copies and hashes without the interpreter's
@@ -172,7 +172,7 @@ async def in_background(
 
 
 async def ended(done: asyncio.Future[Any]) -> None:
-    """Waits until it is done, however often the waiting itself is cancelled; looks at no result.
+    """Wait until it is done, however often the waiting itself is cancelled; look at no result.
 
     Whoever calls something off may say so again and again, and what lets go of memory must come to its end.
     """

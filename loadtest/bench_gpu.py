@@ -234,7 +234,7 @@ def _size(quick: bool, table_gb: float | None, **several: tuple[int, ...]) -> Be
 
 
 def _size_options(quick: bool, table_gb: float | None, **several: tuple[int, ...]) -> list[str]:
-    """The same on the command line of a part."""
+    """Return the same on the command line of a part."""
     options = ["--quick"] if quick else []
     options += [] if table_gb is None else [f"--table-gb={table_gb}"]
     names = {"dims": "dim", "hotness": "hotness", "batches": "batch"}

@@ -256,7 +256,7 @@ class _Measure:
 
 
 def _batches(server: Server) -> tuple[float, float]:
-    """Requests in batches, and batches, so far."""
+    """Return requests in batches, and batches, so far."""
     with urllib.request.urlopen(f"http://{HOST}:{server.http_port}/metrics", timeout=60) as response:
         text = response.read().decode()
     found = {

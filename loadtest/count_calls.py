@@ -116,7 +116,7 @@ async def _counted(connection: HTTPConnection, path: str, request: Payload) -> d
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all as JSON")
     parser.add_argument(

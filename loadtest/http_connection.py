@@ -22,7 +22,7 @@ class PostRequest(NamedTuple):
 
 
 def post_request(host: str, port: int, path: str, headers: Mapping[str, str], body: bytes) -> PostRequest:
-    """A POST request; `headers` must not have `host` or `content-length`."""
+    """Return a POST request; `headers` must not have `host` or `content-length`."""
     at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     lines = [f"POST {path} HTTP/1.1", f"host: {at}", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -60,7 +60,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def send(self, request: PostRequest, headers: Iterable[tuple[str, str]] = ()) -> None:
-        """Sends a request, with further headers; the one before it must have been answered."""
+        """Send a request, with further headers; the one before it must have been answered."""
         assert self._transport is not None
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
         self._transport.writelines([request.head, f"{lines}\r\n".encode("latin-1"), request.body])
@@ -77,14 +77,14 @@ class HttpConnection(asyncio.Protocol):
             self._end(f"not HTTP: {error}")
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser."""
+        """Take a piece of the body; called by the parser."""
         self._parts.append(body)
         self._body_bytes += len(body)
         if self._body_bytes > MAX_BODY_BYTES:
             self._end(f"an answer of more than {MAX_BODY_BYTES} bytes")
 
     def on_message_complete(self) -> None:
-        """Called by the parser."""
+        """End the answer; called by the parser."""
         if self._ended:
             return
         # Before the next request is sent, since an answer may say that it is the last one of its connection.
@@ -99,7 +99,7 @@ class HttpConnection(asyncio.Protocol):
         self._end(f"the connection ended: {exc or 'closed by the server'}")
 
     def close(self) -> None:
-        """Ends the connection. Idempotent."""
+        """End the connection. Idempotent."""
         self._end("closed by the client")
 
     def _end(self, reason: str) -> None:

@@ -40,7 +40,7 @@ MODEL = "model"
 
 
 def schema_of(num_features: int, *, strings: bool = False) -> RequestSchema:
-    """A model whose features are half of the context, half of the candidates; one of each is a weighted one."""
+    """Return a model whose features are half of the context, half of the candidates; one of each is a weighted one."""
     names = tuple(f"feature_{number:05}" for number in range(num_features))
     string_ids = {"id_mapping": VocabularyMapping(id_type="string")} if strings else {}
     tables = (
@@ -86,7 +86,7 @@ def filled(unit: bytes, size: int, head: bytes = b"") -> bytes:
 
 
 def wrapped(number: int, inner: bytes) -> bytes:
-    """A field of any content, empty ones too."""
+    """Return a field of any content, empty ones too."""
     return encode_varint(number << 3 | 2) + encode_varint(len(inner)) + inner
 
 
@@ -94,7 +94,7 @@ def wrapped(number: int, inner: bytes) -> bytes:
 
 
 def map_rank(schema: RequestSchema, count: int, ids: int, *, unpacked: bool = False, last_id: int = 7) -> bytes:
-    """A valid rank message with about so many ids in all, in bags of the same length."""
+    """Return a valid rank message with about so many ids in all, in bags of the same length."""
     parts = {"context": b"", "candidates": b""}
     per_feature = ids // len(schema.names)
     for name, is_context, is_string in schema.kinds:
@@ -118,7 +118,7 @@ def map_rank(schema: RequestSchema, count: int, ids: int, *, unpacked: bool = Fa
 
 
 def packed_rank(schema: RequestSchema, count: int, ids: int, last_id: int = 7, last_dense: float = 1.0) -> bytes:
-    """A valid packed rank message, likewise."""
+    """Return a valid packed rank message, likewise."""
     bags = np.where(schema.features.is_context, 1, count)
     each = max(1, min(ids // int(bags.sum()), LIMITS.max_ids_per_bag))
     lengths = np.full(int(bags.sum()), each, "<i4")
@@ -137,7 +137,7 @@ def packed_rank(schema: RequestSchema, count: int, ids: int, last_id: int = 7, l
 
 
 def map_lookup(bags: int, ids: int, last_id: int = 7) -> bytes:
-    """A lookup of two features."""
+    """Return a lookup of two features."""
     body = wrapped(1, b"model")
     for name in ("feature_00000", "feature_00002"):
         values = np.full(ids // 2, 2**62, "<i8")
@@ -204,7 +204,7 @@ def message_cases() -> Iterator[Case]:
 
 
 def tensor(name: str, datatype: str, shape: tuple[int, ...], contents: bytes = b"") -> bytes:
-    """An input."""
+    """Return an input."""
     dims = b"".join(encode_varint(one) for one in shape)
     fields = wrapped(1, name.encode()) + wrapped(2, datatype.encode()) + wrapped(3, dims)
     return wrapped(5, fields + (wrapped(5, contents) if contents else b""))
@@ -213,7 +213,7 @@ def tensor(name: str, datatype: str, shape: tuple[int, ...], contents: bytes = b
 def shapes_of(
     schema: RequestSchema, count: int, width: int, string_width: int
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The inputs of a full request."""
+    """Return the inputs of a full request."""
     found: list[tuple[str, str, tuple[int, ...]]] = []
     for name, is_context, is_string in schema.kinds:
         datatype, own = ("BYTES", string_width) if is_string else ("INT64", width)
@@ -296,7 +296,7 @@ def infer_cases() -> Iterator[Case]:
 
 
 def infer_body(given: list[tuple[str, str, tuple[int, ...]]], data: Callable[[str, int], str | None]) -> Case:
-    """An inference request over HTTP; what has no JSON data is binary."""
+    """Return an inference request over HTTP; what has no JSON data is binary."""
     inputs, tail = [], b""
     for name, datatype, shape in given:
         text = data(datatype, int(np.prod(shape)))
@@ -371,7 +371,7 @@ def infer_http_cases() -> Iterator[Case]:
 
 
 def json_lookup(text: bytes, name: str, *, schema: RequestSchema = PLAIN, allowed_ms: int = 100) -> Case:
-    """A lookup of one feature, whose list is given without brackets, and repeated to the full limit."""
+    """Return a lookup of one feature, whose list is given without brackets, and repeated to the full limit."""
     feature = b"feature_00025" if schema is STRINGS else b"feature_00000"
     head, tail = b'{"sparse":{"' + feature + b'":[', b"]}}"
     unit, _, end = text.partition(b"|")
@@ -381,7 +381,7 @@ def json_lookup(text: bytes, name: str, *, schema: RequestSchema = PLAIN, allowe
 
 
 def json_rank(schema: RequestSchema, count: int, width: int, one_float: bytes, *, end: bytes = b"") -> bytes:
-    """A rank request; `end` is put before the last number of the candidates' dense values."""
+    """Return a rank request; `end` is put before the last number of the candidates' dense values."""
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     for name, is_context, is_string in schema.kinds:
         own = b'"abc"' if is_string else b"4611686018427387904"
@@ -510,7 +510,7 @@ def json_rank_cases() -> Iterator[Case]:
 
 
 def seconds(run: Callable[[], str], runs: int) -> tuple[float, str]:
-    """The least time of several runs, and what became of the last one."""
+    """Return the least time of several runs, and what became of the last one."""
     least, outcome = float("inf"), ""
     for _ in range(runs):
         began = time.thread_time()
@@ -520,7 +520,7 @@ def seconds(run: Callable[[], str], runs: int) -> tuple[float, str]:
 
 
 def longest_piece(encode: Callable[[], Encoded], runs: int) -> tuple[float, int]:
-    """The longest time, in seconds, for which others wait while an answer is written, and its bytes."""
+    """Return the longest time, in seconds, for which others wait while an answer is written, and its bytes."""
     longest: list[float] = []
     for _ in range(runs):
         marks = [time.thread_time()]
@@ -544,7 +544,7 @@ def outcome_of(case: Case) -> str:
 
 
 def answers() -> Iterator[tuple[str, Callable[[], Encoded]]]:
-    """The largest answers, written in each form."""
+    """Return the largest answers, written in each form."""
     count = LIMITS.max_lookup_floats
     values = np.random.default_rng(1).standard_normal((count // 16, 16), dtype=np.float32)
     lookup = LookupAnswer(MODEL, 1, {"a": FeatureEmbeddings(values, None)})

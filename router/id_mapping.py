@@ -21,7 +21,7 @@ _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Applies the finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), a bijection of uint64."""
+    """Apply the finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), a bijection of uint64."""
     mixed = values + _GAMMA
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIER_1
@@ -34,7 +34,7 @@ def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def hashed_rows(
     ids: npt.NDArray[np.int64], seed: npt.NDArray[np.uint64], num_embeddings: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.int64]:
-    """Maps each id to the row floor(top 32 bits of splitmix64(id + seed) * num_embeddings / 2^32).
+    """Map each id to the row floor(top 32 bits of splitmix64(id + seed) * num_embeddings / 2^32).
 
     A multiplication and a shift in place of a division (Lemire, "Fast Random Integer Generation in an Interval", 2019);
     num_embeddings is below 2^32, so the product fits in 64 bits. `seed` and `num_embeddings` are [n] or [1].
@@ -71,7 +71,7 @@ class VocabularyIndex:
         self._run_starts = np.searchsorted(mix[order] >> self._run_shift, np.arange((1 << run_bits) + 1))
 
     def rows(self, table: npt.NDArray[np.int32], ids: Int64Array) -> Int64Array:
-        """Finds the row, int64 [n], of each id in its table (int32 [n]); `UNKNOWN` for one that has none."""
+        """Find the row, int64 [n], of each id in its table (int32 [n]); `UNKNOWN` for one that has none."""
         run = _mix(table, ids) >> self._run_shift
         position, end = self._run_starts[run], self._run_starts[run + np.uint64(1)]
         rows = np.full(ids.size, UNKNOWN, np.int64)
@@ -143,7 +143,7 @@ class IdMapper:
         self._vocabulary = VocabularyIndex({schema.layout.index[name]: vocabularies[name] for name in wanted})
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps raw ids, keyed by flat feature index, to rows of their features' tables.
+        """Map raw ids, keyed by flat feature index, to rows of their features' tables.
 
         Ids unknown under `skip` are left out of their bags.
         """

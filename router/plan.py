@@ -113,7 +113,7 @@ class Plan:
         return digest.hexdigest()
 
     def identity(self, shard_index: int) -> NodeIdentity:
-        """Returns the identity of the node that serves a shard."""
+        """Return the identity of the node that serves a shard."""
         _check_index(shard_index, self.num_shards)
         return NodeIdentity(
             shard_index=shard_index,
@@ -123,7 +123,7 @@ class Plan:
         )
 
     def partition(self, shard_index: int) -> Partition:
-        """Returns the buckets that a shard holds, and the card of each.
+        """Return the buckets that a shard holds, and the card of each.
 
         A table divided over shards is divided over the shard's cards as well, in runs of its buckets; one that the
         shard holds whole because it is small or because tables are placed whole goes to the emptiest card.
@@ -150,7 +150,7 @@ class Plan:
 
 
 def table_bytes(table: TableSpec) -> int:
-    """Counts the bytes that a table's rows take as stored."""
+    """Count the bytes that a table's rows take as stored."""
     return table.num_embeddings * row_bytes_of(table.dtype, table.embedding_dim)
 
 
@@ -191,7 +191,7 @@ class BucketOwners:
                 self._run_begins = tuple(begins) if all(begin < 256 for begin in begins) else ()
 
     def of(self, bags: KeyedBags, up: Callable[[], npt.NDArray[np.int16]], turn: int) -> Owners:
-        """Finds the shard of each value, uint8 [n], or uint16 [n] if there are more than 256 shards.
+        """Find the shard of each value, uint8 [n], or uint16 [n] if there are more than 256 shards.
 
         `up` gives the shards (int16, at least one) that may stand in as owners of what every shard has; it is not asked
         if

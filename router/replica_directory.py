@@ -56,7 +56,7 @@ class ReplicaDirectory:
         self._view = _View(0, {}, None)
 
     def update(self, nodes: Iterable[NodeRecord]) -> None:
-        """Takes in the whole list of announced nodes; those that are no shard nodes are passed over.
+        """Take in the whole list of announced nodes; those that are no shard nodes are passed over.
 
         An announcement that nobody could use, of another release perhaps, is logged and counts as missing: the other
         nodes must not suffer from it.
@@ -85,16 +85,16 @@ class ReplicaDirectory:
                 self._view = _View(self._view.epoch + 1, replicas, topology)
 
     def replicas(self, model: str, version: int, shard_index: int) -> tuple[Address, ...]:
-        """Returns where nodes are that report this version of this shard `ready`, and do not drain."""
+        """Return where nodes are that report this version of this shard `ready`, and do not drain."""
         return self.current(model, version, shard_index)[1]
 
     def current(self, model: str, version: int, shard_index: int) -> tuple[int, tuple[Address, ...]]:
-        """Returns `replicas` with the epoch of the same moment, which counts up whenever any of them change."""
+        """Return `replicas` with the epoch of the same moment, which counts up whenever any of them change."""
         view = self._view
         return view.epoch, view.replicas.get((model, version, shard_index), ())
 
     def topology(self) -> FleetRecord | None:
-        """Returns how the announced nodes divide rows; None if there are none, or they do not agree."""
+        """Return how the announced nodes divide rows; None if there are none, or they do not agree."""
         return self._view.topology
 
     def _forget(self, now: float) -> None:

@@ -69,7 +69,7 @@ class Cutter:
         self._piece_bytes = piece_bytes
 
     def cut(self, bags: KeyedBags) -> list[KeyedBags]:
-        """Returns the pieces, in order; the bags themselves if they fit in one."""
+        """Return the pieces, in order; the bags themselves if they fit in one."""
         if bags.num_bags * self._most_row_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
             return [bags]
         bag_cost = np.repeat(self._row_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
@@ -82,7 +82,7 @@ class Cutter:
 
 
 def join(pieces: list[Blocks]) -> Blocks:
-    """Joins the blocks of all pieces: for each group, one after the other."""
+    """Join the blocks of all pieces: for each group, one after the other."""
     return pieces[0] if len(pieces) == 1 else [np.concatenate(blocks) for blocks in zip(*pieces, strict=True)]
 
 
@@ -220,7 +220,7 @@ class ReplicatedShard:
         return join(pieces)
 
     async def connect(self, model: str, version: int, deadline: float) -> None:
-        """Connects to every replica there is and asks it what it holds, so that no request has to.
+        """Connect to every replica there is and ask it what it holds, so that no request has to.
 
         Raises:
             ShardUnavailableError: if none can be used; the message says what each one said.
@@ -241,11 +241,11 @@ class ReplicatedShard:
             logger.warning("shard %d of %s %d: %s", self._identity.shard_index, model, version, failure)
 
     async def info(self) -> NodeInfo:
-        """What the first replica that answers serves. Raises ShardUnavailableError if none does."""
+        """Return what the first replica that answers serves. Raises ShardUnavailableError if none does."""
         return (await self.infos())[0][1]
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:
-        """What every replica that answers serves, by its address; all are asked at once.
+        """Return what every replica that answers serves, by its address; all are asked at once.
 
         Raises:
             ShardUnavailableError: if none answers.
@@ -273,7 +273,7 @@ class ReplicatedShard:
         return found
 
     async def close(self) -> None:
-        """Closes the connections to all replicas, to those that were leaving as well."""
+        """Close the connections to all replicas, to those that were leaving as well."""
         if introductions := list(self._introductions.values()):
             for task in introductions:
                 task.cancel()
@@ -286,7 +286,7 @@ class ReplicatedShard:
             await asyncio.wait(self._closing)
 
     def _follow(self) -> None:
-        """Takes in who has joined and who has left since the last call."""
+        """Take in who has joined and who has left since the last call."""
         if self._source is None:
             return
         epoch, addresses = self._source.current()
@@ -324,7 +324,7 @@ class ReplicatedShard:
 
     @contextlib.contextmanager
     def _use(self, member: _Member) -> Iterator[ShardReplica]:
-        """Keeps a replica open while the block runs, even if it leaves meanwhile."""
+        """Keep a replica open while the block runs, even if it leaves meanwhile."""
         member.calls += 1
         try:
             yield member.replica
@@ -436,7 +436,7 @@ class ReplicatedShard:
             logger.info("%s can't be asked yet: %s", member.replica.address, error)
 
     async def _check(self, member: _Member, model: str, version: int, deadline: float) -> None:
-        """Makes sure, once a connection, that a node holds what this shard is."""
+        """Make sure, once a connection, that a node holds what this shard is."""
         replica = member.replica
         if member.is_checked:
             return

@@ -68,7 +68,7 @@ class Embeddings:
     times: LookupTimes = field(default_factory=LookupTimes)
 
     def feature(self, index: int) -> Float32Array:
-        """Returns a view of one feature by its flat index, float32 [bags, embedding_dim].
+        """Return a view of one feature by its flat index, float32 [bags, embedding_dim].
 
         With pooling `none` it is [ids, embedding_dim]. KeyError if it was not asked for.
         """
@@ -78,7 +78,7 @@ class Embeddings:
         return self.blocks[group][start : start + int(self.num_rows[segment])]
 
     def lengths(self, index: int) -> Int64Array:
-        """Counts the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
+        """Count the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
         segment = self._segment(index)
         starts = self.bags.bag_starts()
         return np.diff(self.bags.offsets[int(starts[segment]) : int(starts[segment + 1]) + 1])
@@ -132,11 +132,11 @@ class Router:
         self._rests_until = [float("-inf")] * len(self._shards)
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Maps ids, keyed by flat feature index, for whoever pools the rows himself."""
+        """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
     async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
-        """Maps, splits, fans out and adds.
+        """Map, split, fan out and add.
 
         Keys of `bags` are flat feature indices, values raw ids. Every shard must answer with this version; `deadline`
         is
@@ -180,7 +180,7 @@ class Router:
         return embeddings
 
     async def close(self) -> None:
-        """Closes the shards."""
+        """Close the shards."""
         for shard in self._shards:
             await shard.close()
 
@@ -253,7 +253,7 @@ class Router:
         return blocks
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:
-        """Joins neighbouring features of one table, whose values the id mapping checked, into one segment."""
+        """Join neighbouring features of one table, whose values the id mapping checked, into one segment."""
         if bags.keys.size == len(self.schema.features):
             firsts, tables = self._firsts, self._tables
         else:
@@ -295,7 +295,7 @@ def _first_of_each(ascending: Int32Array) -> Int64Array:
 
 
 def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
-    """Turns each id of a `none` feature into a bag of its own, so that a shard only ever sums."""
+    """Turn each id of a `none` feature into a bag of its own, so that a shard only ever sums."""
     none = is_none[bags.keys]
     if not none.any():
         return bags

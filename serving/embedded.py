@@ -52,7 +52,7 @@ class Ranker:
         verify: bool = True,
         limits: RequestLimits | None = None,
     ) -> Ranker:
-        """Loads a version from its folder and checks it against its golden requests.
+        """Load a version from its folder and check it against its golden requests.
 
         Args:
             snapshot: the folder.
@@ -101,11 +101,11 @@ class Ranker:
         return self._answer("rank", request)
 
     def lookup(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Looks embeddings up: the body of `POST /v1/models/{model}:lookup`, and of its answer. Raises as `rank`."""
+        """Look embeddings up: the body of `POST /v1/models/{model}:lookup`, and of its answer. Raises as `rank`."""
         return self._answer("lookup", request)
 
     def close(self) -> None:
-        """Waits for requests in flight and frees everything. Idempotent."""
+        """Wait for requests in flight and free everything. Idempotent."""
         self._service.close()
 
     def _answer(self, method: Method, request: Mapping[str, Any]) -> dict[str, Any]:

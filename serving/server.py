@@ -68,7 +68,7 @@ class Listening:
 
 @contextlib.asynccontextmanager
 async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
-    """Listens while the block runs, then stops as `ServerConfig` says. Raises ListenError if a port can't be bound."""
+    """Listen while the block runs, then stop as `ServerConfig` says. Raises ListenError if a port can't be bound."""
     addresses = Addresses(service.limits, service.clock)
     tokens, ssl = _protection(service, config, "http")
     http = HttpServer(service, config.drain_timeout_s, addresses=addresses, tokens=tokens, ssl=ssl)
@@ -113,7 +113,7 @@ async def serve(
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
-    """Serves until it is cancelled, or its cards fail; then finishes what is in flight and closes everything.
+    """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
     that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.

@@ -65,7 +65,7 @@ class KeyedBags:
         values: Int64Array,
         weights: Float32Array | None = None,
     ) -> KeyedBags:
-        """Builds offsets from the length of each bag (any integer dtype, [B])."""
+        """Build offsets from the length of each bag (any integer dtype, [B])."""
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         bags = cls(keys, bags_per_key, offsets, values, weights)
@@ -119,14 +119,14 @@ class KeyedBags:
         return counts
 
     def with_values(self, values: Int64Array, weights: Float32Array | None) -> KeyedBags:
-        """Returns bags of the same shape with other contents, int64 [n] and float32 [n]."""
+        """Return bags of the same shape with other contents, int64 [n] and float32 [n]."""
         bags = KeyedBags(self.keys, self.bags_per_key, self.offsets, values, weights)
         object.__setattr__(bags, "_bag_starts", self._bag_starts)
         object.__setattr__(bags, "_value_starts", self._value_starts)
         return bags
 
     def validate(self) -> None:
-        """Checks that the arrays describe bags; for input that comes from outside the process.
+        """Check that the arrays describe bags; for input that comes from outside the process.
 
         Raises:
             InvalidBagsError: naming the array and what is wrong with it.
@@ -164,7 +164,7 @@ class CheckedBags(KeyedBags):
 def first_outside(
     values: Int64Array, value_starts: Int64Array, limits: npt.NDArray[np.uint64]
 ) -> tuple[int, int] | None:
-    """Finds a value that is negative or not below its key's limit.
+    """Find a value that is negative or not below its key's limit.
 
     Args:
         values: int64 [n], key by key.
@@ -320,7 +320,7 @@ class TableLayout:
         )
 
     def check_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
-        """Checks what `Engine.write_rows` is given.
+        """Check what `Engine.write_rows` is given.
 
         Raises InvalidBagsError, naming table, row and limit, or the array.
         """

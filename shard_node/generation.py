@@ -64,7 +64,7 @@ class Lease(Generic[Payload]):
         return self.generation.version
 
     def release(self) -> None:
-        """Gives the lease back. The last one of a draining generation lets it be retired."""
+        """Give the lease back. The last one of a draining generation lets it be retired."""
         if self._released:
             raise GenerationStateError(f"a lease on {self.generation.model!r} {self.version} was released twice")
         self._released = True
@@ -95,7 +95,7 @@ class Generations(Generic[Payload]):
         self._live: dict[str, Generation[Payload]] = {}
 
     def stage(self, model: str, version: int, payload: Payload) -> Generation[Payload]:
-        """Puts a loaded version beside the live one. Raises GenerationStateError if it is here, or still drains."""
+        """Put a loaded version beside the live one. Raises GenerationStateError if it is here, or still drains."""
         generation = Generation(model, version, payload)
         with self._lock:
             before = self._by_key.get((model, version))
@@ -105,7 +105,7 @@ class Generations(Generic[Payload]):
         return generation
 
     def flip(self, model: str, version: int) -> None:
-        """Makes a staged version the live one; the one that was live is staged again.
+        """Make a staged version the live one; the one that was live is staged again.
 
         Raises:
             GenerationNotFoundError: if that version is not here, or drains; so in all that name a version.
@@ -124,7 +124,7 @@ class Generations(Generic[Payload]):
         return Lease(self, self.take(model, version))
 
     def take(self, model: str, version: int | None = None) -> Generation[Payload]:
-        """Returns the generation itself, counted as leased: `release` must follow, once."""
+        """Return the generation itself, counted as leased: `release` must follow, once."""
         with self._lock:
             generation = self._live.get(model) if version is None else self._by_key.get((model, version))
             if generation is None or generation.state == "draining":
@@ -133,12 +133,12 @@ class Generations(Generic[Payload]):
         return generation
 
     def payload(self, model: str, version: int) -> Payload:
-        """Returns what a version serves with, without a lease: only for what outlasts its being freed."""
+        """Return what a version serves with, without a lease: only for what outlasts its being freed."""
         with self._lock:
             return self._find(model, version).payload
 
     def release(self, generation: Generation[Payload]) -> None:
-        """Gives back what `take` or a lease took."""
+        """Give back what `take` or a lease took."""
         with self._lock:
             generation.leases -= 1
             drained = generation.state == "draining" and self._take_if_drained(generation)
@@ -174,12 +174,12 @@ class Generations(Generic[Payload]):
         return generations
 
     def models(self) -> list[str]:
-        """Returns the models that have a live version, sorted."""
+        """Return the models that have a live version, sorted."""
         with self._lock:
             return sorted(self._live)
 
     def live_versions(self) -> dict[str, int]:
-        """Returns the live version of every model that has one, all as of one moment."""
+        """Return the live version of every model that has one, all as of one moment."""
         with self._lock:
             return {model: one.version for model, one in sorted(self._live.items())}
 
@@ -189,7 +189,7 @@ class Generations(Generic[Payload]):
             return (model, version) in self._by_key
 
     def all(self) -> list[Generation[Payload]]:
-        """Returns every generation that is here, by model and version."""
+        """Return every generation that is here, by model and version."""
         with self._lock:
             return [self._by_key[key] for key in sorted(self._by_key)]
 
@@ -251,7 +251,7 @@ class RowLock:
         self._writes_ended = 0
 
     def begin_read(self) -> None:
-        """Waits until no writer keeps readers out."""
+        """Wait until no writer keeps readers out."""
         with self._mutex:
             if not self._closed:
                 self._readers += 1
@@ -269,7 +269,7 @@ class RowLock:
                 raise
 
     def end_read(self) -> None:
-        """Ends what `begin_read` began."""
+        """End what `begin_read` began."""
         with self._mutex:
             # As `_leave`, without a call: nearly all readers pass here.
             self._readers -= 1
@@ -278,7 +278,7 @@ class RowLock:
                 self._may_write.notify()
 
     def begin_write(self) -> None:
-        """Waits until nobody else writes and nobody reads; from then on nobody does either until `end_write`."""
+        """Wait until nobody else writes and nobody reads; from then on nobody does either until `end_write`."""
         self._writers.acquire()
         try:
             with self._mutex:
@@ -290,7 +290,7 @@ class RowLock:
             raise
 
     def end_write(self) -> None:
-        """Ends what `begin_write` began; readers who waited are in."""
+        """End what `begin_write` began; readers who waited are in."""
         with self._mutex:
             self._open()
         self._writers.release()

@@ -164,7 +164,7 @@ class DeltaPosition:
         self._now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
 
     def snapshot(self) -> DeltaProgress:
-        """Returns all fields as of one moment."""
+        """Return all fields as of one moment."""
         return self._now
 
     @property
@@ -173,7 +173,7 @@ class DeltaPosition:
         return self._now.sequence
 
     def applied(self, sequence: int, published_at: float, rows: int, now: float) -> None:
-        """Moves past one delta: all of its rows are in place."""
+        """Move past one delta: all of its rows are in place."""
         before, published = self._now, min(published_at, now)
         self._now = replace(
             before,
@@ -187,7 +187,7 @@ class DeltaPosition:
         )
 
     def seen(self, stream_last: int, looked_at: float) -> None:
-        """Notes where the stream ended at `looked_at`. If that is applied, all that came before is.
+        """Note where the stream ended at `looked_at`. If that is applied, all that came before is.
 
         A stream that was seen to be longer is not forgotten: what was there once and is not applied is missing.
         """
@@ -199,7 +199,7 @@ class DeltaPosition:
             self._now = replace(before, stream_last=stream_last, fresh_at=looked_at, reason="")
 
     def refused(self, reason: str) -> None:
-        """Notes why the next delta can't be applied."""
+        """Note why the next delta can't be applied."""
         self._now = replace(self._now, refused=self._now.refused + 1, reason=reason)
 
 
@@ -238,11 +238,11 @@ class ShardNode:
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
     def stage(self, model: str, version: int, tables: LoadedTables) -> None:
-        """Puts loaded tables beside the live ones."""
+        """Put loaded tables beside the live ones."""
         self.generations.stage(model, version, tables)
 
     def flip(self, model: str, version: int) -> None:
-        """Makes a staged version the live one."""
+        """Make a staged version the live one."""
         self.generations.flip(model, version)
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
@@ -254,11 +254,11 @@ class ShardNode:
             self.generations.release(generation)
 
     def table_layout(self, model: str, version: int) -> TableLayout:
-        """The layout that numbers the tables of a version. Raises GenerationNotFoundError."""
+        """Return the layout that numbers the tables of a version. Raises GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.layout
 
     def info(self) -> NodeInfo:
-        """What this node serves, and the memory it takes."""
+        """Return what this node serves, and the memory it takes."""
         memory: list[MemoryReport] = []
         lookups: list[LookupReport] = []
         cards: list[CardsReport] = []
@@ -328,11 +328,11 @@ class Shard(Protocol):
         ...
 
     async def info(self) -> NodeInfo:
-        """What the shard serves."""
+        """Return what the shard serves."""
         ...
 
     async def close(self) -> None:
-        """Ends connections. Idempotent."""
+        """End connections. Idempotent."""
         ...
 
 
@@ -352,8 +352,8 @@ class LocalShard:
         return self.node.pool(model, version, bags)
 
     async def info(self) -> NodeInfo:
-        """What the node serves."""
+        """Return what the node serves."""
         return self.node.info()
 
     async def close(self) -> None:
-        """Does nothing: the node belongs to whoever made it."""
+        """Do nothing: the node belongs to whoever made it."""

@@ -40,7 +40,7 @@ class Part:
 
 
 def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
-    """Splits bags by the owner of each value (uint8 or uint16 [n], each in `owners`).
+    """Split bags by the owner of each value (uint8 or uint16 [n], each in `owners`).
 
     Returns one part for each owner that has a value, by owner. Within a bag values keep their order.
     """
@@ -130,7 +130,7 @@ def add(
     *,
     share_no_bag: bool = False,
 ) -> Float32Array:
-    """Adds pooled parts into one block, float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
+    """Add pooled parts into one block, float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
 
     Args:
         parts: for each part the bags of the whole that it has (int64 [b], strictly ascending) and their sums

@@ -25,7 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
-    """Encodes changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
+    """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
 
     Args:
         table: the table.
@@ -94,7 +94,7 @@ def _array(what: str, given: Any) -> npt.NDArray[Any]:
 
 
 def _last_of_each(numbers: Int64Array) -> Int64Array:
-    """Returns the positions of the last one of each number, by ascending number."""
+    """Return the positions of the last one of each number, by ascending number."""
     order = np.argsort(numbers, kind="stable")
     in_order = numbers[order]
     last: Int64Array = order[np.append(in_order[1:] != in_order[:-1], True)]
@@ -116,7 +116,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 
 
 def rows_per_batch(row_bytes: int) -> int:
-    """Returns how many rows of that size one delta may hold."""
+    """Return how many rows of that size one delta may hold."""
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // (row_bytes + 8)))
 
 
@@ -170,7 +170,7 @@ class DeltaBatch:
 
     @classmethod
     def decode(cls, payload: bytes) -> DeltaBatch:
-        """Reads what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
+        """Read what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
 
         Raises DeltaFormatError if these are not the bytes of a delta, or not all of them as they were written.
         """
@@ -210,7 +210,7 @@ class DeltaBatch:
         return batch
 
     def check_table(self, table: TableSpec) -> None:
-        """Raises DeltaFormatError unless these are rows that this table has, stored as it stores them, all finite."""
+        """Raise DeltaFormatError unless these are rows that this table has, stored as it stores them, all finite."""
         where = f"{self.name}: table {table.name!r}"
         if (self.dtype, self.embedding_dim) != (table.dtype, table.embedding_dim):
             raise DeltaFormatError(

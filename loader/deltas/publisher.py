@@ -56,7 +56,7 @@ class _DeltaStream:
         self.sequence = 0
 
     async def find_end(self) -> None:
-        """Finds out what the next number is.
+        """Find out what the next number is.
 
         Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that nobody here
         can give back: new ones under the same numbers would be taken for those by some nodes and not by others.
@@ -76,7 +76,7 @@ class _DeltaStream:
         self._first = bounds.first or self.sequence + 1
 
     async def look(self) -> None:
-        """Finds the end anew if it is not where this publisher left it. Raises as `find_end`.
+        """Find the end anew if it is not where this publisher left it. Raises as `find_end`.
 
         A registry that lost a whole stream would take any number for its first one.
         """
@@ -84,7 +84,7 @@ class _DeltaStream:
             await self.find_end()
 
     async def append(self, sequence: int, payload: bytes) -> bool:
-        """Appends the next one; false if somebody else has appended under that number: then call `find_end`.
+        """Append the next one; false if somebody else has appended under that number: then call `find_end`.
 
         May be repeated with the same payload after any failure.
         """
@@ -101,7 +101,7 @@ class _DeltaStream:
         return True
 
     async def make_room(self) -> None:
-        """Drops the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
+        """Drop the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
         if self.sequence + 1 - self._first < self._max_entries:
             return
         self._first = (await self._registry.bounds(self.name)).first or self.sequence + 1
@@ -125,7 +125,7 @@ class _DeltaStream:
         return bool(found) and (found[0].sequence, found[0].payload) == (sequence, payload)
 
     async def _give_back(self, last: int) -> None:
-        """Appends again what this publisher appended and the registry lost, if nothing is missing in between."""
+        """Append again what this publisher appended and the registry lost, if nothing is missing in between."""
         lost = [(sequence, payload) for sequence, payload in self._mine if sequence > last]
         if any(after[0] != before[0] + 1 for before, after in pairwise(lost)):
             return
@@ -140,7 +140,7 @@ class _DeltaStream:
                     return
 
     async def _first_needed(self) -> int:
-        """Finds the first delta that must stay so that every version held, or rolled back to, can be staged anew."""
+        """Find the first delta that must stay so that every version held, or rolled back to, can be staged anew."""
         published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
         wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
         named = set() if wanted is None else set(wanted.named())
@@ -201,12 +201,12 @@ class AsyncDeltaPublisher:
         self._delta_base = 0
 
     async def open(self) -> None:
-        """Reads what the registry says of the version; `publish` does it if nobody has. Raises as `publish`."""
+        """Read what the registry says of the version; `publish` does it if nobody has. Raises as `publish`."""
         async with self._one_at_a_time:
             await self._opened()
 
     async def publish(self, table: str, rows: Any, values: Any) -> int:
-        """Publishes rows as they are from now on. Durable when it returns; many rows become several deltas.
+        """Publish rows as they are from now on. Durable when it returns; many rows become several deltas.
 
         May be repeated after a failure: rows that are published twice are the same rows.
 
@@ -349,7 +349,7 @@ class DeltaPublisher:
             raise
 
     def publish(self, table: str, rows: Any, values: Any) -> int:
-        """Publishes as `AsyncDeltaPublisher.publish` does; waits until the rows are durable.
+        """Publish as `AsyncDeltaPublisher.publish` does; wait until the rows are durable.
 
         Raises DeltaError if another thread closes it meanwhile; then the rows may be published or not.
         """
@@ -370,7 +370,7 @@ class DeltaPublisher:
         return self._publisher.sequence
 
     def close(self) -> None:
-        """Ends what other threads are publishing, the connection and the thread. Idempotent."""
+        """End what other threads are publishing, the connection and the thread. Idempotent."""
         with self._lock:
             if self._closed:
                 return

@@ -59,7 +59,7 @@ class _Area:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps everybody else, in this process or another one, from writing here. Ends with the process."""
+        """Keep everybody else, in this process or another one, from writing here. Ends with the process."""
         make_folders(self.path)
         descriptor = os.open(self.path / "~lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -69,7 +69,7 @@ class _Area:
             os.close(descriptor)
 
     def write(self, path: Path, content: bytes, *, durable: bool | None = None) -> None:
-        """Puts a file in place at once. Only while `locked`."""
+        """Put a file in place at once. Only while `locked`."""
         durable = self._durable if durable is None else durable
         make_folders(path.parent)
         work = self.path / "~writing"
@@ -87,17 +87,17 @@ class _Area:
             fsync_path(path.parent)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, if it is there. Only while `locked`."""
+        """Remove a file, if it is there. Only while `locked`."""
         path.unlink(missing_ok=True)
         if self._durable and path.parent.is_dir():
             fsync_path(path.parent)
 
     def file_of(self, key: str) -> Path:
-        """Returns where a key's value lies."""
+        """Return where a key's value lies."""
         return self.path / f"{key}{_SUFFIX}"
 
     def keys_below(self, prefix: str) -> list[str]:
-        """Returns the keys below a prefix that have a file, sorted."""
+        """Return the keys below a prefix that have a file, sorted."""
         found: list[str] = []
         waiting = [prefix]
         while waiting:
@@ -195,7 +195,7 @@ class _Expiring:
         return value if 0.0 < deadline - self._clock() <= 2 * ttl_s else None
 
     def all_below(self, prefix: str) -> dict[str, bytes]:
-        """Returns all below a prefix that have not expired. Files of the others are removed."""
+        """Return all below a prefix that have not expired. Files of the others are removed."""
         found = {key: self.get(key) for key in self._area.keys_below(prefix)}
         alive = {key: value for key, value in found.items() if value is not None}
         if len(alive) < len(found):
@@ -207,7 +207,7 @@ class _Expiring:
         return alive
 
     def set(self, key: str, value: bytes, ttl_s: float, *, if_free: bool = False) -> bool:
-        """Writes a value; `if_free`, only if there is none or the same one. Tells whether it was written."""
+        """Write a value; `if_free`, only if there is none or the same one. Tells whether it was written."""
         with self._area.locked():
             if if_free and self.get(key) not in (None, value):
                 return False
@@ -215,7 +215,7 @@ class _Expiring:
             return True
 
     def remove(self, key: str, value: bytes | None = None) -> None:
-        """Removes a value; with `value`, only that one."""
+        """Remove a value; with `value`, only that one."""
         with self._area.locked():
             if value is None or self.get(key) == value:
                 self._area.remove(self._area.file_of(key))
@@ -266,7 +266,7 @@ class _Streams:
             return _bounds(area.path)
 
     def trim(self, stream: str, before: int) -> None:
-        """Drops the entries below `before`, and those that an interrupted trim has left."""
+        """Drop the entries below `before`, and those that an interrupted trim has left."""
         area = self._area(stream)
         if not area.path.is_dir():
             return
@@ -333,7 +333,7 @@ def _entry_path(folder: Path, sequence: int) -> Path:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Returns the names in a folder that are numbers, ascending."""
+    """Return the names in a folder that are numbers, ascending."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -351,7 +351,7 @@ class DirectoryRegistry:
     def __init__(
         self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = 5.0
     ) -> None:
-        """Opens a registry at `path` of a local file system, which is made when it is first written to.
+        """Open a registry at `path` of a local file system, which is made when it is first written to.
 
         `clock` gives seconds since the epoch, the same for all processes. A write waits for that of another process for
         `lock_timeout_s` before it is a RegistryUnavailableError.
@@ -443,7 +443,7 @@ class DirectoryRegistry:
         await self._run(self._streams.trim, check_key(stream, "stream"), before)
 
     async def close(self) -> None:
-        """Ends its threads, once what they do is done."""
+        """End its threads, once what they do is done."""
         threads, self._threads = self._threads, None
         if threads is not None:
             await asyncio.to_thread(threads.shutdown)

@@ -28,32 +28,32 @@ SPECS = "specs/"
 
 
 def version_key(model: str, version: int) -> str:
-    """Returns the key of a `PublishedVersion`. Padded, so that versions sort as numbers."""
+    """Return the key of a `PublishedVersion`. Padded, so that versions sort as numbers."""
     return f"{VERSIONS}{model}/{version:020d}"
 
 
 def wanted_key(model: str) -> str:
-    """Returns the key of a `WantedModel`."""
+    """Return the key of a `WantedModel`."""
     return f"{WANTED}{model}"
 
 
 def rollout_key(model: str) -> str:
-    """Returns the key of a `Rollout`."""
+    """Return the key of a `Rollout`."""
     return f"{ROLLOUTS}{model}"
 
 
 def node_key(node_id: str) -> str:
-    """Returns the key of a `NodeRecord`; announced, not put."""
+    """Return the key of a `NodeRecord`; announced, not put."""
     return f"{NODES}{node_id}"
 
 
 def spec_key(model: str, version: int) -> str:
-    """Returns the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
+    """Return the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
     return f"{SPECS}{model}/{version:020d}"
 
 
 def delta_stream(model: str, delta_base: int) -> str:
-    """Returns the stream of changed rows that began with a version."""
+    """Return the stream of changed rows that began with a version."""
     return f"deltas/{model}/{delta_base}"
 
 
@@ -134,14 +134,14 @@ class WantedModel(Record):
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
 
     def named(self) -> frozenset[int]:
-        """Returns every version that it names: none of them may be dropped."""
+        """Return every version that it names: none of them may be dropped."""
         named = {*self.hold, *self.serve, *self.follow}
         named.update(version for held in self.node_hold.values() for version in held)
         pointers = (self.live, None if self.canary is None else self.canary.version)
         return frozenset(named.union(version for version in pointers if version is not None))
 
     def held_by(self, node_id: str) -> tuple[int, ...]:
-        """Returns the versions that a shard node shall hold."""
+        """Return the versions that a shard node shall hold."""
         return self.node_hold.get(node_id, self.hold)
 
 
@@ -233,7 +233,7 @@ class NodeRecord(Record):
         return self.models is None or model in self.models
 
     def report(self, model: str, version: int | None) -> VersionReport | None:
-        """Returns what it tells of a version; None if it does not have it."""
+        """Return what it tells of a version; None if it does not have it."""
         return next((one for one in self.versions if (one.model, one.version) == (model, version)), None)
 
     def has(self, model: str, version: int | None, state: VersionState) -> bool:
@@ -243,12 +243,12 @@ class NodeRecord(Record):
 
 
 def cut_reason(reason: str) -> str:
-    """Returns a reason short enough for a record."""
+    """Return a reason short enough for a record."""
     return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[: MAX_REASON_CHARACTERS - 3] + "..."
 
 
 def parse_record(key: str, value: bytes, schema: type[R]) -> R:
-    """Returns the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
+    """Return the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
     try:
         return schema.model_validate_json(value)
     except ValidationError as error:
@@ -272,7 +272,7 @@ class FleetRegistry:
     """
 
     def __init__(self, registry: Registry) -> None:
-        """Reads and writes through `registry`, which stays the caller's to close."""
+        """Read and write through `registry`, which stays the caller's to close."""
         self.registry = registry
         self._skipped: dict[str, bytes] = {}
         # Announcements are read far more often than they change, and a record is immutable.
@@ -284,19 +284,19 @@ class FleetRegistry:
         return self.registry.name
 
     async def wanted(self) -> dict[str, WantedModel]:
-        """Returns what is wanted, by model."""
+        """Return what is wanted, by model."""
         entries = await self.registry.entries(WANTED)
         found = (_wanted(key, entry.value) for key, entry in entries.items())
         return {record.model: record for record in found}
 
     async def wanted_model(self, model: str) -> WantedModel | None:
-        """Returns what is wanted for one model."""
+        """Return what is wanted for one model."""
         key = wanted_key(model)
         entry = await self.registry.get(key)
         return _wanted(key, entry.value) if entry is not None else None
 
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
-        """Writes what is wanted over a record of that epoch; None if there must be none.
+        """Write what is wanted over a record of that epoch; None if there must be none.
 
         Raises RegistryConflictError if what is there has another epoch, or changed meanwhile.
         """
@@ -310,7 +310,7 @@ class FleetRegistry:
     async def update_wanted(
         self, model: str, change: Callable[[WantedModel | None], WantedModel | None], epoch_above: int = 0
     ) -> WantedModel | None:
-        """Changes what is wanted, from what is there until nobody else wrote in between. Returns what is there now.
+        """Change what is wanted, from what is there until nobody else wrote in between. Returns what is there now.
 
         Args:
             model: whose record.
@@ -341,22 +341,22 @@ class FleetRegistry:
         return there
 
     async def restore_wanted(self, record: WantedModel) -> bool:
-        """Gives a record back to a registry that has none, or one of a lower epoch. True if it was written."""
+        """Give a record back to a registry that has none, or one of a lower epoch. True if it was written."""
         return await self.restore_raw(wanted_key(record.model), _encode(record), record.epoch)
 
     async def versions(self, model: str | None = None) -> list[PublishedVersion]:
-        """Returns what is published, of one model or of all, by model and version."""
+        """Return what is published, of one model or of all, by model and version."""
         entries = await self.registry.entries(VERSIONS if model is None else f"{VERSIONS}{model}/")
         return [_version(key, entry.value) for key, entry in entries.items()]
 
     async def version(self, model: str, version: int) -> PublishedVersion | None:
-        """Reads one published version, or None."""
+        """Read one published version, or None."""
         key = version_key(model, version)
         entry = await self.registry.get(key)
         return _version(key, entry.value) if entry is not None else None
 
     async def put_version(self, record: PublishedVersion) -> None:
-        """Puts a version on record. The same one again, published at whatever time, changes nothing.
+        """Put a version on record. The same one again, published at whatever time, changes nothing.
 
         Raises RegistryConflictError if there is another one of that number.
         """
@@ -369,24 +369,24 @@ class FleetRegistry:
             )
 
     async def drop_version(self, model: str, version: int) -> bool:
-        """Takes a version, and its spec, off record. False if it was not there."""
+        """Take a version, and its spec, off record. False if it was not there."""
         dropped = await self._drop(version_key(model, version))
         await self._drop(spec_key(model, version))
         return dropped
 
     async def put_spec(self, model: str, version: int, spec_json: str) -> None:
-        """Puts the JSON of a version's `ModelSpec` on record. Raises RegistryConflictError if there is another one."""
+        """Put the JSON of a version's `ModelSpec` on record. Raises RegistryConflictError if there is another one."""
         key, value = spec_key(model, version), spec_json.encode()
         if await self._put_once(key, value) != value:
             raise RegistryConflictError(f"{key} is on record with another spec: a version is immutable")
 
     async def spec(self, model: str, version: int) -> str | None:
-        """Returns the JSON of a version's `ModelSpec`, or None."""
+        """Return the JSON of a version's `ModelSpec`, or None."""
         entry = await self.registry.get(spec_key(model, version))
         return entry.value.decode() if entry is not None else None
 
     async def nodes(self) -> list[NodeRecord]:
-        """Returns what every node told last, by node id; those whose announcement has expired are not there."""
+        """Return what every node told last, by node id; those whose announcement has expired are not there."""
         announced = await self.registry.announced(NODES)
         found: dict[str, tuple[bytes, NodeRecord]] = {}
         skipped: dict[str, bytes] = {}
@@ -412,11 +412,11 @@ class FleetRegistry:
         await self.registry.announce(node_key(record.node_id), _encode(record), ttl_s)
 
     async def withdraw_node(self, node_id: str) -> None:
-        """Ends a node's announcement now."""
+        """End a node's announcement now."""
         await self.registry.withdraw(node_key(node_id))
 
     async def fleet(self) -> FleetRecord | None:
-        """Reads how the fleet divides rows; None before its first shard node."""
+        """Read how the fleet divides rows; None before its first shard node."""
         entry = await self.registry.get(FLEET)
         return parse_record(FLEET, entry.value, FleetRecord) if entry is not None else None
 
@@ -425,11 +425,11 @@ class FleetRegistry:
         return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
 
     async def raw(self, key: str) -> Entry | None:
-        """Returns a key's bytes and revision."""
+        """Return a key's bytes and revision."""
         return await self.registry.get(key)
 
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
-        """Gives a JSON record with an `epoch` back to a registry that has none, or one of a lower epoch.
+        """Give a JSON record with an `epoch` back to a registry that has none, or one of a lower epoch.
 
         Returns whether it was written.
         """
@@ -438,7 +438,7 @@ class FleetRegistry:
         )
 
     async def _put_once(self, key: str, value: bytes) -> bytes:
-        """Writes a key that is not there. Returns what is there now: `value`, or what somebody else wrote before."""
+        """Write a key that is not there. Returns what is there now: `value`, or what somebody else wrote before."""
         there = value
 
         def following(entry: Entry | None) -> bytes | None:
@@ -450,7 +450,7 @@ class FleetRegistry:
         return there
 
     async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
-        """Writes what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
+        """Write what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
             value = following(entry)
@@ -473,7 +473,7 @@ class FleetRegistry:
 
 
 def epoch_of(key: str, value: bytes) -> int:
-    """Returns the `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
+    """Return the `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
     try:
         record = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -489,7 +489,7 @@ def _encode(record: Record) -> bytes:
 
 
 def _placed(key: str, value: bytes, schema: type[R], key_of: Callable[[R], str]) -> R:
-    """Reads a record that says itself under which key it belongs."""
+    """Read a record that says itself under which key it belongs."""
     record = parse_record(key, value, schema)
     if (belongs := key_of(record)) != key:
         raise RegistryRecordError(f"{key}: the record there belongs to {belongs}")

@@ -13,7 +13,7 @@ from loader.registry.registry import REDIS_SCHEMES, Registry, without_password
 
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:
-    """Opens a registry by its URL. Nothing is connected to or written before it is first used.
+    """Open a registry by its URL. Nothing is connected to or written before it is first used.
 
     Args:
         url: a directory, as a path or `file:///path`; or

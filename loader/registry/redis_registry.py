@@ -74,7 +74,7 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Reads a URL. Raises RegistryRecordError, without the password, if it is not one."""
+    """Read a URL. Raises RegistryRecordError, without the password, if it is not one."""
     name = without_password(url)
     try:
         parts = urlsplit(url)
@@ -307,7 +307,7 @@ class RedisRegistry:
         socket_timeout_s: float = 2.0,
         call_timeout_s: float = 5.0,
     ) -> None:
-        """Opens a registry by its URL, and connects when it is first used. Raises RegistryRecordError.
+        """Open a registry by its URL, and connect when it is first used. Raises RegistryRecordError.
 
         A connection may take `socket_timeout_s` to be made, as may a read from one to bring anything. A method that
         takes longer than `call_timeout_s` in all is a RegistryUnavailableError.
@@ -436,7 +436,7 @@ class RedisRegistry:
             pass
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """End its connections."""
         self._closed = True
         await self._client.aclose()
 
@@ -457,7 +457,7 @@ class RedisRegistry:
     async def _script(
         self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int], *, repeatable: bool = True
     ) -> Any:
-        """Runs a Lua script with these KEYS and ARGV; if `repeatable`, once more when the connection broke.
+        """Run a Lua script with these KEYS and ARGV; if `repeatable`, once more when the connection broke.
 
         Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
         """
@@ -467,7 +467,7 @@ class RedisRegistry:
         return await self._run(lambda: ready(keys=keys, args=args), repeatable)
 
     async def _command(self, *parts: str) -> Any:
-        """Runs a command that only reads. Raises as `_script`."""
+        """Run a command that only reads. Raises as `_script`."""
         return await self._run(lambda: self._client.execute_command(*parts), True)
 
     async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:

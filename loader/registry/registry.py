@@ -59,40 +59,40 @@ class Registry(Protocol):
         """For logs: its URL without a password."""
 
     async def get(self, key: str) -> Entry | None:
-        """Returns a key's value, or None."""
+        """Return a key's value, or None."""
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
-        """Returns all keys below a prefix with their values, sorted by key."""
+        """Return all keys below a prefix with their values, sorted by key."""
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """Writes a key if it still has the revision that the writer knows (0: it must not exist); gives the new one.
+        """Write a key if it still has the revision that the writer knows (0: it must not exist); give the new one.
 
         Raises RegistryConflictError if it has another revision.
         """
 
     async def delete(self, key: str, expected_revision: int) -> None:
-        """Deletes a key if it still has that revision. Raises RegistryConflictError if not."""
+        """Delete a key if it still has that revision. Raises RegistryConflictError if not."""
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Writes a value that disappears by itself unless it is announced again within `ttl_s`."""
+        """Write a value that disappears by itself unless it is announced again within `ttl_s`."""
 
     async def withdraw(self, key: str) -> None:
-        """Ends an announcement now. Does nothing if there is none."""
+        """End an announcement now. Does nothing if there is none."""
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
-        """Returns all announcements below a prefix that have not expired, sorted by key."""
+        """Return all announcements below a prefix that have not expired, sorted by key."""
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        """Takes a lock, or renews it. True if `owner` has it for `ttl_s` from now on; False if another one has it."""
+        """Take a lock, or renew it. True if `owner` has it for `ttl_s` from now on; False if another one has it."""
 
     async def release(self, key: str, owner: str) -> None:
-        """Gives a lock back, if `owner` has it."""
+        """Give a lock back, if `owner` has it."""
 
     async def holder(self, key: str) -> str | None:
-        """Returns who has a lock now."""
+        """Return who has a lock now."""
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        """Appends to a stream, durably. A stream that does not exist yet may begin with any sequence number from 1 on.
+        """Append to a stream, durably. A stream that does not exist yet may begin with any sequence number from 1 on.
 
         Raises StreamSequenceError if `sequence` is not the last one plus 1. An append whose outcome was not known and
         that did take place fails like this when it is repeated: compare `read`.
@@ -107,20 +107,20 @@ class Registry(Protocol):
         """
 
     async def bounds(self, stream: str) -> StreamBounds:
-        """Returns where a stream begins and ends."""
+        """Return where a stream begins and ends."""
 
     async def trim(self, stream: str, before: int) -> None:
-        """Drops entries with a sequence number below `before`. The stream's end stays known."""
+        """Drop entries with a sequence number below `before`. The stream's end stays known."""
 
     async def close(self) -> None:
-        """Ends connections. Announcements and locks are left to expire. Idempotent."""
+        """End connections. Announcements and locks are left to expire. Idempotent."""
 
 
 REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
 
 
 def without_password(url: str) -> str:
-    """Returns a URL for messages: what stands for a user and a password becomes `***`."""
+    """Return a URL for messages: what stands for a user and a password becomes `***`."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
@@ -140,7 +140,7 @@ _KEY = re.compile(rf"{_PART}(?:/{_PART})*\Z")
 
 
 def check_key(key: str, what: str = "key") -> str:
-    """Gives a key or stream name back, or raises RegistryRecordError if it can't be one."""
+    """Give a key or stream name back, or raise RegistryRecordError if it can't be one."""
     if len(key) > MAX_KEY_BYTES or _KEY.match(key) is None:
         raise RegistryRecordError(
             f"{what} {cut(repr(key))}: allowed are at most {MAX_KEY_BYTES} characters, '/'-separated parts of "
@@ -150,7 +150,7 @@ def check_key(key: str, what: str = "key") -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Gives a prefix back, or raises RegistryRecordError; "" stands for everything."""
+    """Give a prefix back, or raise RegistryRecordError; "" stands for everything."""
     if prefix and not prefix.endswith("/"):
         raise RegistryRecordError(f"prefix {cut(repr(prefix))}: it must end with '/'")
     if prefix:
@@ -159,31 +159,31 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_value(key: str, value: bytes) -> None:
-    """Raises RegistryRecordError if a value is too long."""
+    """Raise RegistryRecordError if a value is too long."""
     if len(value) > MAX_VALUE_BYTES:
         raise RegistryRecordError(f"{key}: a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed")
 
 
 def check_ttl(key: str, ttl_s: float) -> None:
-    """Raises RegistryRecordError if a time to live is not one."""
+    """Raise RegistryRecordError if a time to live is not one."""
     if not 0.001 <= ttl_s <= MAX_TTL_S:
         raise RegistryRecordError(f"{key}: ttl_s {ttl_s}; allowed is 0.001 to {MAX_TTL_S:g}")
 
 
 def check_owner(key: str, owner: str) -> None:
-    """Raises RegistryRecordError if a lock's owner is not a short, printable text."""
+    """Raise RegistryRecordError if a lock's owner is not a short, printable text."""
     if not 0 < len(owner) <= 400 or not owner.isprintable():
         raise RegistryRecordError(f"{key}: owner {cut(repr(owner))}; allowed are 1 to 400 printable characters")
 
 
 def check_sequence(stream: str, sequence: int) -> None:
-    """Raises StreamSequenceError if a number can't be one of an entry."""
+    """Raise StreamSequenceError if a number can't be one of an entry."""
     if not 1 <= sequence <= MAX_SEQUENCE:
         raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is 1 to {MAX_SEQUENCE}")
 
 
 def check_read(stream: str, max_entries: int, max_bytes: int) -> None:
-    """Raises RegistryRecordError if nothing could be read with these limits."""
+    """Raise RegistryRecordError if nothing could be read with these limits."""
     if max_entries < 1 or max_bytes < 1:
         raise RegistryRecordError(
             f"stream {stream}: max_entries {max_entries}, max_bytes {max_bytes}; both must be at least 1"

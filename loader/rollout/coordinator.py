@@ -96,12 +96,12 @@ class _StepRunner:
         self._restoring = _Patience(clock)
 
     def lose_sight(self) -> None:
-        """Starts all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
+        """Start all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
         self._patience.reset()
         self._restoring.reset()
 
     async def move(self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView) -> Rollout | None:
-        """Makes the next move of a rollout that has not ended; its record and `wanted` must have just been read.
+        """Make the next move of a rollout that has not ended; its record and `wanted` must have just been read.
 
         Returns the record as it is now, or None if there is nothing to do but wait. After a RegistryConflictError
         (somebody else changed it) or a RegistryUnavailableError (the change may or may not be made) read it again.
@@ -122,7 +122,7 @@ class _StepRunner:
     async def _do(
         self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, known_epoch: int
     ) -> Rollout | None:
-        """Writes what the step wants, unless somebody else wrote since it was read."""
+        """Write what the step wants, unless somebody else wrote since it was read."""
         rollout = on_record.rollout
         if self._clock() - rollout.step_began_at < self._config.step_delay_s:
             return None
@@ -189,7 +189,7 @@ class _StepRunner:
         return golden_breach(view.nodes, rollout.model, rollout.to_version)
 
     async def _wait(self, on_record: OnRecord, behind: Sequence[Lag]) -> Rollout | None:
-        """Waits for those who lag, and when that takes too long ends the rollout, or notes it if it can't be ended."""
+        """Wait for those who lag, and when that takes too long end the rollout, or note it if it can't be ended."""
         rollout = on_record.rollout
         stages = rollout.step in (STAGE_SHARDS, STAGE_SERVING) or rollout.step.startswith(ROLL)
         stages = stages or any(lag.staging for lag in behind)
@@ -223,7 +223,7 @@ class Coordinator:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         config: CoordinatorConfig | None = None,
     ) -> None:
-        """Does nothing before `run` or `tick`; `clock` gives seconds since the epoch.
+        """Do nothing before `run` or `tick`; `clock` gives seconds since the epoch.
 
         `owner` is whose lock it is: one that stays the same over restarts takes its own lock back at once.
         """
@@ -245,7 +245,7 @@ class Coordinator:
         return self._lock_until is not None
 
     def problems(self) -> tuple[str, ...]:
-        """Returns what keeps it from its work, or from that of a model; logged once each."""
+        """Return what keeps it from its work, or from that of a model; logged once each."""
         return tuple(self._problems.values())
 
     async def run(self) -> None:
@@ -258,7 +258,7 @@ class Coordinator:
             await self._release()
 
     async def tick(self) -> bool:
-        """Looks at everything once, and makes one move of each rollout that can be moved. True if one was."""
+        """Look at everything once, and make one move of each rollout that can be moved. True if one was."""
         try:
             if not await self._lead():
                 return False
@@ -275,7 +275,7 @@ class Coordinator:
         return any(moved)
 
     async def _lead(self) -> bool:
-        """Takes the lock, or renews it when a third of its time is over."""
+        """Take the lock, or renew it when a third of its time is over."""
         now, ttl_s = self._clock(), self._config.lock_ttl_s
         if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now <= ttl_s:
             return True
@@ -298,7 +298,7 @@ class Coordinator:
         return sorted({key.removeprefix(ROLLOUTS) for key in entries} | set(self._rollouts) | set(self._wanted))
 
     async def _tick_model(self, model: str, view: FleetView) -> bool:
-        """Moves a model's rollout once. What is wrong with one model holds up no other."""
+        """Move a model's rollout once. What is wrong with one model holds up no other."""
         try:
             on_record = await self._read_rollout(model)
             wanted = await self._read_wanted(model)
@@ -326,7 +326,7 @@ class Coordinator:
         return moved is not None
 
     async def _read_rollout(self, model: str) -> OnRecord | None:
-        """Returns the record, given back to the registry first if that has lost it, or its last changes."""
+        """Return the record, given back to the registry first if that has lost it, or its last changes."""
         key, known = rollout_key(model), self._rollouts.get(model)
         if known is not None and await self._fleet.restore_raw(key, encode_rollout(known), known.epoch):
             logger.warning("%s: the registry had lost epoch %d of %s: given back", model, known.epoch, key)
@@ -338,7 +338,7 @@ class Coordinator:
         return OnRecord(rollout, entry.revision)
 
     async def _read_wanted(self, model: str) -> WantedModel | None:
-        """Reads what is wanted, given back to the registry first if that has lost it."""
+        """Read what is wanted, given back to the registry first if that has lost it."""
         known = self._wanted.get(model)
         if known is not None and await self._fleet.restore_wanted(known):
             logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)
@@ -354,7 +354,7 @@ class Coordinator:
             runner.lose_sight()
 
     def _tell(self, subject: str, problem: str, error: Exception | None = None) -> None:
-        """Logs a problem when it appears, with the traceback of `error`, and when it is gone."""
+        """Log a problem when it appears, with the traceback of `error`, and when it is gone."""
         if problem == self._problems.get(subject, ""):
             return
         if problem:

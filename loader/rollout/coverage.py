@@ -46,7 +46,7 @@ class FleetView:
 
     @classmethod
     def of(cls, nodes: Sequence[NodeRecord], fleet: FleetRecord | None) -> FleetView:
-        """Returns what is announced now. A fleet whose record is lost is divided as its shard nodes say."""
+        """Return what is announced now. A fleet whose record is lost is divided as its shard nodes say."""
         told = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
         return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
 
@@ -56,11 +56,11 @@ class FleetView:
         return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
 
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
-        """Returns the shard nodes that take requests."""
+        """Return the shard nodes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)
 
     def serving(self) -> tuple[NodeRecord, ...]:
-        """Returns the serving processes that take requests."""
+        """Return the serving processes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "serving" and not node.draining)
 
     def needs_shards(self) -> bool:
@@ -80,7 +80,7 @@ class Roster:
         self._seen: dict[str, tuple[float, NodeRecord]] = {}
 
     def observe(self, nodes: Sequence[NodeRecord], fleet: FleetRecord | None, now: float) -> FleetView:
-        """Returns what is announced at `now` (seconds), with who was there a moment ago."""
+        """Return what is announced at `now` (seconds), with who was there a moment ago."""
         # A clock that was set back would keep everybody missing for that long.
         if self._since is None or now < self._since:
             self._since = now
@@ -92,7 +92,7 @@ class Roster:
         return replace(FleetView.of(nodes, fleet), missing=tuple(missing), settled=settled)
 
     def lose_sight(self) -> None:
-        """Listens to nodes from the start again: the registry did not answer, or somebody else looked."""
+        """Listen to nodes from the start again: the registry did not answer, or somebody else looked."""
         self._since = None
 
 
@@ -105,7 +105,7 @@ class Lag:
 
 
 def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...]:
-    """Returns who is behind the step that a rollout is in; empty if it is done.
+    """Return who is behind the step that a rollout is in; empty if it is done.
 
     `wanted_epoch` is of the wanted record in which the step was written.
     """
@@ -145,7 +145,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
 
 
 def refusals(rollout: Rollout, view: FleetView) -> str:
-    """Returns which nodes refuse the new version, and why; empty if none does."""
+    """Return which nodes refuse the new version, and why; empty if none does."""
     reports = (
         (node, node.report(rollout.model, rollout.to_version)) for node in (*view.shard_nodes(), *view.serving())
     )
@@ -265,7 +265,7 @@ def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[
 
 
 def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
-    """Finds serving processes that answer with another version, or could answer with this one and do not.
+    """Find serving processes that answer with another version, or could answer with this one and do not.
 
     Nobody, if no version shall be live: a process has nothing to turn to then until it retires what it has.
     """
@@ -294,7 +294,7 @@ _SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts
 
 
 def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
-    """Returns what serving processes have counted by now, by node id."""
+    """Return what serving processes have counted by now, by node id."""
     return {
         node.node_id: NodeBaseline(
             process_id=node.process_id,
@@ -317,7 +317,7 @@ class BakeTally:
         self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
 
     def totals(self, rollout: Rollout, nodes: Sequence[NodeRecord]) -> tuple[VersionStats, VersionStats]:
-        """Adds up what the live and the new version answered since the bake began, as `nodes` and earlier ones tell.
+        """Add up what the live and the new version answered since the bake began, as `nodes` and earlier ones tell.
 
         After a flip the old version answers no more: all that it answered before stands for it then.
         """
@@ -344,7 +344,7 @@ class BakeTally:
 
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
-    """Returns what was counted between two moments; all of `now` if the counts began anew in between."""
+    """Return what was counted between two moments; all of `now` if the counts began anew in between."""
     counts = zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)
     difference = VersionStats(
         latency_counts=tuple(after - before for after, before in counts),
@@ -355,7 +355,7 @@ def since(now: VersionStats, then: VersionStats) -> VersionStats:
 
 
 def added(parts: Sequence[VersionStats]) -> VersionStats:
-    """Returns the sum of counts."""
+    """Return the sum of counts."""
     columns = zip_longest(*(part.latency_counts for part in parts), fillvalue=0)
     totals = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
     return VersionStats(latency_counts=tuple(map(sum, columns)), **totals)

@@ -58,12 +58,12 @@ class GuardReport(Record):
     new: VersionNumbers
 
     def told(self) -> str:
-        """Returns the reason and the numbers in one line."""
+        """Return the reason and the numbers in one line."""
         return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
 
 
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
-    """Compares what a new version answered with what the live one did in the same time."""
+    """Compare what a new version answered with what the live one did in the same time."""
     numbers = {"live": numbers_of(live), "new": numbers_of(new)}
     if min(live.requests, new.requests) < limits.min_requests:
         reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"
@@ -78,7 +78,7 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Guard
 
 
 def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
-    """Returns which serving processes find golden scores further off than the manifest allows; empty if none does.
+    """Return which serving processes find golden scores further off than the manifest allows; empty if none does.
 
     Only meaningful while no delta was applied to the version: changed rows change golden scores.
     """
@@ -110,7 +110,7 @@ def numbers_of(stats: VersionStats) -> VersionNumbers:
 
 
 def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:
-    """Returns the upper bound of the bucket that a quantile of the answers falls into; None without answers.
+    """Return the upper bound of the bucket that a quantile of the answers falls into; None without answers.
 
     Above the last bound it is told as that bound.
     """
@@ -159,7 +159,7 @@ def _drift(live: VersionNumbers, new: VersionNumbers, limits: GuardLimits) -> st
 
 
 def at_least(successes: int, trials: int, probability: float) -> float:
-    """Computes P(X >= successes) of a binomial X, by the sum of its terms from there on.
+    """Compute P(X >= successes) of a binomial X, by the sum of its terms from there on.
 
     Above the mean each term is smaller than the one before, so the sum is cut off where terms no longer count.
     """

@@ -126,7 +126,7 @@ class Rollout(Record):
         return self.steps[self.step_index]
 
     def named(self) -> frozenset[int]:
-        """Lists the versions that it names or that a rollback after it would go to: none of them may be dropped."""
+        """List the versions that it names or that a rollback after it would go to: none of them may be dropped."""
         named = (self.from_version, self.to_version, self.previous_version)
         return frozenset(version for version in named if version is not None)
 
@@ -161,18 +161,18 @@ class OnRecord:
 
 
 async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
-    """Returns the running rollout of a model, or its last one, with its revision; None if there was never one."""
+    """Return the running rollout of a model, or its last one, with its revision; None if there was never one."""
     entry = await fleet.raw(rollout_key(model))
     return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """Encodes a rollout as it is kept in the registry: JSON."""
+    """Encode a rollout as it is kept in the registry: JSON."""
     return rollout.model_dump_json().encode()
 
 
 def decode_rollout(model: str, value: bytes) -> Rollout:
-    """Reads a record. Raises RegistryRecordError, naming its key, if it is none of this model."""
+    """Read a record. Raises RegistryRecordError, naming its key, if it is none of this model."""
     key = rollout_key(model)
     rollout = parse_record(f"{key}: not a rollout", value, Rollout)
     if rollout.model != model:
@@ -196,7 +196,7 @@ UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
 def plan_steps(
     strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
 ) -> tuple[str, ...]:
-    """Returns the names of a rollout's steps in order.
+    """Return the names of a rollout's steps in order.
 
     With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
     """
@@ -219,7 +219,7 @@ def plan_steps(
 
 
 def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Groups of shard nodes to roll together, at most one of each shard in a group.
+    """Group of shard nodes to roll together, at most one of each shard in a group.
 
     Of each shard, half of its nodes (at least one, by id) are in the groups that come before the flip and the rest in
     those after it, so that both versions have a node of each shard in between. Returns the groups, and how many come
@@ -236,12 +236,12 @@ def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[t
 
 
 def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
-    """Returns the node ids that a `roll:` step rolls; empty for other steps."""
+    """Return the node ids that a `roll:` step rolls; empty for other steps."""
     return rollout.groups[int(step.removeprefix(ROLL))] if step.startswith(ROLL) else ()
 
 
 def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
-    """Returns what is wanted of the fleet in the step that a rollout is in."""
+    """Return what is wanted of the fleet in the step that a rollout is in."""
     if rollout.undo_index is None:
         return _forward(rollout, rollout.step_index, epoch)
     begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]
@@ -294,7 +294,7 @@ def _versions(version: int | None) -> tuple[int, ...]:
 
 
 def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
-    """Moves to the next step, or ends. Its write follows `wanted_epoch`; `text` says how this step was done."""
+    """Move to the next step, or end. Its write follows `wanted_epoch`; `text` says how this step was done."""
     if rollout.step == RETIRE_SHARDS:
         return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
@@ -302,17 +302,17 @@ def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Roll
 
 
 def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
-    """Moves to a later step that is wanted already: this record is older than the wanted one."""
+    """Move to a later step that is wanted already: this record is older than the wanted one."""
     return changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
 
 
 def given_up(rollout: Rollout, now: float, reason: str) -> Rollout:
-    """Ends where it is, since somebody else has taken over what is wanted."""
+    """End where it is, since somebody else has taken over what is wanted."""
     return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
 
 
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
-    """Turns back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
+    """Turn back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
 
     Raises RolloutError if it has ended, is undone already, or there is no way back any more.
     """
@@ -332,7 +332,7 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
 
 
 def changed(rollout: Rollout, now: float, text: str, **change: object) -> Rollout:
-    """Returns the rollout with one more event, of the step that it is in, and with these fields changed."""
+    """Return the rollout with one more event, of the step that it is in, and with these fields changed."""
     event = Event(at=now, step=rollout.step, text=cut_reason(text))
     update = {"epoch": rollout.epoch + 1, "events": (*rollout.events, event)[-MAX_EVENTS:], **change}
     # Not model_copy: what comes out must be a record that can be read again.

@@ -51,7 +51,7 @@ async def start_rollout(
     clock: Callable[[], float] = time.time,
     rollout_id: str,
 ) -> Rollout:
-    """Puts a rollout on record; a coordinator carries it out.
+    """Put a rollout on record; a coordinator carries it out.
 
     Args:
         fleet: the registry.
@@ -113,7 +113,7 @@ async def start_rollout(
 async def abort_rollout(
     fleet: FleetRegistry, model: str, reason: str, *, clock: Callable[[], float] = time.time
 ) -> Rollout:
-    """Turns a running rollout back. Raises RolloutError if none is running, or its old version is being retired."""
+    """Turn a running rollout back. Raises RolloutError if none is running, or its old version is being retired."""
     for _ in range(MAX_ATTEMPTS):
         last = await read_rollout(fleet, model)
         if last is None:
@@ -130,7 +130,7 @@ async def abort_rollout(
 async def roll_back(
     fleet: FleetRegistry, model: str, *, clock: Callable[[], float] = time.time, rollout_id: str
 ) -> Rollout:
-    """Returns to the version before the live one, by a rollout of it; while one is running, aborts that instead.
+    """Return to the version before the live one, by a rollout of it; while one is running, abort that instead.
 
     It has the strategy of the last one: nodes that could not hold two versions on the way there can't on the way back.
     Raises RolloutError if there is no such version, or a running rollout can no longer be aborted.
@@ -163,7 +163,7 @@ def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> Non
 
 
 def _groups(view: FleetView, model: str, live: int | None) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Raises RolloutError if a shard has fewer than two replicas to roll one after the other."""
+    """Raise RolloutError if a shard has fewer than two replicas to roll one after the other."""
     if live is None:
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
     by_shard: dict[int, list[str]] = {shard: [] for shard in range(view.num_shards or 0)}
@@ -184,7 +184,7 @@ def _plan(
     asked: dict[str, object],
     now: float,
 ) -> Rollout:
-    """Returns the record of a new rollout. Raises RolloutError if what was asked for is out of range."""
+    """Return the record of a new rollout. Raises RolloutError if what was asked for is out of range."""
     live = wanted.live if wanted is not None else None
     previous = last.rollback_target if last is not None else None
     began = f"rollout of version {published.version} in place of {live}"
@@ -285,7 +285,7 @@ class RolloutStatus(_Part):
 
 
 async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
-    """Reads how far a model's rollout is now."""
+    """Read how far a model's rollout is now."""
     on_record = await read_rollout(fleet, model)
     wanted = await fleet.wanted_model(model)
     view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
@@ -293,7 +293,7 @@ async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
 
 
 def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView) -> RolloutStatus:
-    """Returns the status that follows from what was read. Pure."""
+    """Return the status that follows from what was read. Pure."""
     live = wanted.live if wanted is not None else None
     nodes = tuple(_node_status(model, node) for node in view.nodes)
     if rollout is None:

@@ -43,7 +43,7 @@ class RowCodec:
         return self._code_bytes + (2 if self._code_bytes else self.embedding_dim) * self._float.itemsize
 
     def encode(self, rows: Float32Array) -> ByteArray:
-        """Encodes float32 [n, dim] as uint8 [n, row_bytes]. Values must be finite; check with `first_non_finite`."""
+        """Encode float32 [n, dim] as uint8 [n, row_bytes]. Values must be finite; check with `first_non_finite`."""
         if not self._code_bytes:
             with np.errstate(over="ignore"):  # an overflow to inf is found, and named, by first_non_finite
                 return np.ascontiguousarray(rows, dtype=self._float).view(np.uint8)
@@ -55,7 +55,7 @@ class RowCodec:
         return encoded
 
     def decode(self, stored: ByteArray) -> Float32Array:
-        """Decodes uint8 [n, row_bytes] to float32 [n, dim], computed in float32."""
+        """Decode uint8 [n, row_bytes] to float32 [n, dim], computed in float32."""
         floats = self._floats(stored).astype(np.float32)
         if not self._code_bytes:
             return floats
@@ -71,7 +71,7 @@ class RowCodec:
         return values
 
     def first_non_finite(self, stored: ByteArray) -> int | None:
-        """Finds the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
+        """Find the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
         floats = self._floats(stored)
         finite = np.isfinite(floats).all(axis=1)
         if self._code_bytes:
@@ -92,24 +92,24 @@ class RowCodec:
         return np.dtype("<f4" if self.dtype in ("int8", "fp32") else "<f2")
 
     def _floats(self, stored: ByteArray) -> npt.NDArray[np.floating]:
-        """Returns scale and bias, [n, 2], or the elements. Copied where they are not aligned."""
+        """Return scale and bias, [n, 2], or the elements. Copied where they are not aligned."""
         return np.ascontiguousarray(stored[:, self._code_bytes :]).view(self._float)
 
 
 def codec_for(dtype: RowDtype, embedding_dim: int) -> RowCodec:
-    """Returns the codec for rows of `embedding_dim` elements stored as `dtype`."""
+    """Return the codec for rows of `embedding_dim` elements stored as `dtype`."""
     return RowCodec(dtype, embedding_dim)
 
 
 def bucket_shift(bucketing: Bucketing, num_embeddings: int) -> int:
-    """Returns the shift s for which bucket = (row >> s) & 255."""
+    """Return the shift s for which bucket = (row >> s) & 255."""
     if bucketing == "hash":
         return 0
     return max(0, (num_embeddings - 1).bit_length() - 8)
 
 
 def num_buckets_used(table: TableSpec) -> int:
-    """Returns how many of the 256 buckets hold at least one row; they are the first ones."""
+    """Return how many of the 256 buckets hold at least one row; they are the first ones."""
     if table.bucketing == "hash":
         return min(NUM_BUCKETS, table.num_embeddings)
     width = 1 << bucket_shift("range", table.num_embeddings)
@@ -117,12 +117,12 @@ def num_buckets_used(table: TableSpec) -> int:
 
 
 def rows_in_file(num_embeddings: int, rows_per_file: int, file_index: int) -> int:
-    """Returns the rows of file `file_index`; all files but the last are full."""
+    """Return the rows of file `file_index`; all files but the last are full."""
     return min(rows_per_file, num_embeddings - file_index * rows_per_file)
 
 
 def bucket_start_in_file(table: TableSpec, rows_per_file: int, file_index: int, bucket: int) -> int:
-    """Finds the position, in file `file_index`, of the first row of `bucket` (0..256; 256: how many rows it has)."""
+    """Find the position, in file `file_index`, of the first row of `bucket` (0..256; 256: how many rows it has)."""
     rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
     if table.bucketing == "hash":
         return bucket * (rows // NUM_BUCKETS) + min(bucket, rows % NUM_BUCKETS)
@@ -133,7 +133,7 @@ def bucket_start_in_file(table: TableSpec, rows_per_file: int, file_index: int, 
 def row_positions(
     table: TableSpec, rows_per_file: int, file_index: int, local_rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Finds the positions in file `file_index` of its rows `local_rows`, in row order from the file's first row.
+    """Find the positions in file `file_index` of its rows `local_rows`, in row order from the file's first row.
 
     The closed form of `bucket_start_in_file` plus the number of earlier rows of the same bucket: since a file of a
     `hash` table starts at a multiple of 256, local row r is the (r >> 8)-th of bucket r & 255.
@@ -148,7 +148,7 @@ def row_positions(
 
 
 def default_rows_per_file(num_embeddings: int, row_bytes: int) -> int:
-    """Picks the largest power of two whose rows fit 256 MiB; at least 256, at most what one file of all rows needs."""
+    """Pick the largest power of two whose rows fit 256 MiB; at least 256, at most what one file of all rows needs."""
     # Large enough for few files, small enough to hold one in memory and to redo after an interruption.
     largest = 1 << max(8, ((256 << 20) // row_bytes).bit_length() - 1)
     needed = 1 << max(8, (num_embeddings - 1).bit_length())
@@ -156,14 +156,14 @@ def default_rows_per_file(num_embeddings: int, row_bytes: int) -> int:
 
 
 def row_at_position(table: TableSpec, rows_per_file: int, file_index: int, position: int) -> int:
-    """Finds the row number of what lies at `position` in file `file_index`: the reverse of `row_positions`."""
+    """Find the row number of what lies at `position` in file `file_index`: the reverse of `row_positions`."""
     return int(rows_at_positions(table, rows_per_file, file_index, position, position + 1)[0])
 
 
 def rows_at_positions(
     table: TableSpec, rows_per_file: int, file_index: int, begin: int, end: int
 ) -> npt.NDArray[np.int64]:
-    """Finds the row numbers, int64 [end - begin], of what lies at positions [begin, end) in file `file_index`."""
+    """Find the row numbers, int64 [end - begin], of what lies at positions [begin, end) in file `file_index`."""
     first_row = file_index * rows_per_file
     rows: npt.NDArray[np.int64] = np.arange(begin, end, dtype=np.int64)
     if table.bucketing == "range":

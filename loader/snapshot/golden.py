@@ -49,7 +49,7 @@ class GoldenRequests:
         return len(self.num_candidates)
 
     def to_tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Returns named arrays for a safetensors file: per-feature ones are named `values/<feature>` and so on."""
+        """Return named arrays for a safetensors file: per-feature ones are named `values/<feature>` and so on."""
         tensors: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in _FLAT}
         for kind in _BY_FEATURE:
             tensors |= {f"{kind}/{feature}": array for feature, array in getattr(self, kind).items()}
@@ -57,7 +57,7 @@ class GoldenRequests:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, npt.NDArray[Any]]) -> Self:
-        """Reads back what `to_tensors` gave. Raises ExportError for a missing or unknown name."""
+        """Read back what `to_tensors` gave. Raises ExportError for a missing or unknown name."""
         fields: dict[str, Any] = {kind: {} for kind in _BY_FEATURE}
         for name, array in tensors.items():
             kind, _, feature = name.partition("/")
@@ -72,7 +72,7 @@ class GoldenRequests:
         return cls(**fields)
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises ExportError, naming the field, if anything does not fit the model or itself."""
+        """Raise ExportError, naming the field, if anything does not fit the model or itself."""
         counts = self.num_candidates
         if counts.dtype != np.int32 or counts.ndim != 1 or len(counts) == 0 or counts.min() < 1:
             raise ExportError("golden requests: num_candidates: expected int32 [R] with R >= 1 and every count >= 1")
@@ -105,7 +105,7 @@ class GoldenRequests:
                 )
 
     def request(self, index: int) -> Self:
-        """Returns request `index` alone, as views. Raises IndexError if there is none."""
+        """Return request `index` alone, as views. Raises IndexError if there is none."""
         if not 0 <= index < self.num_requests:
             raise IndexError(f"golden request {index} of {self.num_requests}")
         first = int(self.num_candidates[:index].sum())
@@ -133,7 +133,7 @@ class GoldenRequests:
 
 
 def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; reads none of them."""
+    """Raise SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; read none of them."""
     expect_at_most(path, tensors, MAX_GOLDEN_BYTES)
     num_ids = {feature.name: length_of(tensors, f"values/{feature.name}") for feature in spec.features}
     expect_tensors(path, tensors, _expected(spec, stated.num_requests, stated.num_candidates, num_ids))
@@ -142,7 +142,7 @@ def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensor
 def _expected(
     spec: ModelSpec, requests: int, candidates: int, num_ids: Mapping[str, int]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns each tensor's dtype, by the name that safetensors has for it, and shape."""
+    """Return each tensor's dtype, by the name that safetensors has for it, and shape."""
     expected: dict[str, tuple[str, tuple[int, ...]]] = {
         "num_candidates": ("I32", (requests,)),
         "context_dense": ("F32", (requests, spec.dense_inputs.context)),

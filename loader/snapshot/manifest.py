@@ -174,15 +174,15 @@ class ModelSpec(Frozen):
         return {feature.name: feature for feature in self.features}
 
     def feature(self, name: str) -> FeatureSpec:
-        """Returns the feature of that name. Raises KeyError."""
+        """Return the feature of that name. Raises KeyError."""
         return self._feature_by_name[name]
 
     def table_of(self, feature_name: str) -> TableSpec:
-        """Returns the table that a feature is looked up in. Raises KeyError."""
+        """Return the table that a feature is looked up in. Raises KeyError."""
         return self._table_by_feature[feature_name]
 
     def pooling_of(self, feature_name: str) -> Pooling:
-        """Returns the feature's own pooling, or its table's."""
+        """Return the feature's own pooling, or its table's."""
         return self.feature(feature_name).pooling or self.table_of(feature_name).pooling
 
 
@@ -267,7 +267,7 @@ class Manifest(Frozen):
         return self.delta_base or self.version, self.last_delta or 0
 
     def files(self) -> tuple[FileEntry, ...]:
-        """Returns every file of the snapshot but the manifest itself."""
+        """Return every file of the snapshot but the manifest itself."""
         entries: list[FileEntry | None] = []
         for table in self.tables:
             entries += (*table.rows, table.vocabulary, table.access_counts)
@@ -275,7 +275,7 @@ class Manifest(Frozen):
         return tuple(entry for entry in entries if entry is not None)
 
     def to_json(self) -> str:
-        """Returns the text of `manifest.json`."""
+        """Return the text of `manifest.json`."""
         return self.model_dump_json(indent=2) + "\n"
 
 
@@ -298,7 +298,7 @@ class SchemaError(NamedTuple):
 def schema_errors(
     error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
 ) -> Iterator[SchemaError]:
-    """Returns the mistakes in a document; an unknown key comes with those that are allowed there.
+    """Return the mistakes in a document; an unknown key comes with those that are allowed there.
 
     `schemas` are the model that was validated, or those of a union told apart by `kind`; `elsewhere` are fields of them
     that are no keys of the document.
@@ -325,7 +325,7 @@ def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
 
 
 def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
-    """Returns the keys of the object at `place`, in the order of its schema."""
+    """Return the keys of the object at `place`, in the order of its schema."""
     for part in place:
         if isinstance(part, int):
             continue
@@ -363,7 +363,7 @@ def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
 
 
 def snapshot_file(root: Path, relative_path: str) -> Path:
-    """Returns the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
+    """Return the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
     Raises SnapshotPathError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
     link that leaves the folder, SnapshotCorruptError if there is no such plain file.
@@ -395,13 +395,13 @@ _QUOTED_ERRORS = 5
 
 
 def manifest_texts(manifest: Manifest) -> dict[str, str]:
-    """Returns the two files' texts by name. The second is what `sha256sum --check` reads."""
+    """Return the two files' texts by name. The second is what `sha256sum --check` reads."""
     text = manifest.to_json()
     return {MANIFEST_NAME: text, CHECKSUM_NAME: _checksum_line(hashlib.sha256(text.encode()).hexdigest())}
 
 
 def read_manifest(root: Path) -> tuple[Manifest, str]:
-    """Reads the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
+    """Read the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
 
     The checksum beside it is left to `check_manifest_checksum`. Raises SnapshotError as `snapshot_file`,
     `parse_manifest`, or if it is too large.
@@ -412,7 +412,7 @@ def read_manifest(root: Path) -> tuple[Manifest, str]:
 
 
 def parse_manifest(where: str, content: bytes) -> Manifest:
-    """Returns the manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
+    """Return the manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
 
     Raises SnapshotFormatError if it is not JSON, has an unknown format version, or is not what the schema says.
     """
@@ -433,14 +433,14 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
 
 
 def check_manifest_checksum(root: Path, identity: str) -> None:
-    """Raises SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
+    """Raise SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
     stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
     if stated != _checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
 
 
 def quoted_errors(error: ValidationError) -> str:
-    """Returns the first errors of a document that does not fit its schema, each with its place, in bounded length."""
+    """Return the first errors of a document that does not fit its schema, each with its place, in bounded length."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     quoted = [
         f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]

@@ -32,7 +32,7 @@ Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 
 
 def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
-    """Makes the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
+    """Make the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
 
     Raises ExportError for a wrong type, a negative or too large an id, too many ids, a duplicate, or two strings whose
     fingerprints collide.
@@ -68,7 +68,7 @@ def id_type_is_string(table: TableSpec) -> bool:
 
 
 def check_vocabulary_header(path: Path, table: TableSpec, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
+    """Raise SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
     length = length_of(tensors, "ids")
     if "ids" in tensors and not 1 <= length <= table.num_embeddings:
         raise SnapshotCorruptError(f"{path}: {length} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
@@ -82,7 +82,7 @@ def check_vocabulary_header(path: Path, table: TableSpec, tensors: Mapping[str, 
 
 
 def check_vocabulary_ids(path: Path, ids: npt.NDArray[np.int64]) -> None:
-    """Raises SnapshotCorruptError if an id is negative or occurs twice."""
+    """Raise SnapshotCorruptError if an id is negative or occurs twice."""
     if ids.min() < 0:
         raise SnapshotCorruptError(f"{path}: id {ids.min()} at row {int(ids.argmin())} is negative")
     if (pair := _first_duplicate(ids)) is not None:
@@ -90,7 +90,7 @@ def check_vocabulary_ids(path: Path, ids: npt.NDArray[np.int64]) -> None:
 
 
 def decode_strings(path: Path, ids: npt.NDArray[np.int64], tensors: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-    """Decodes a vocabulary's strings, in row order. Raises SnapshotCorruptError if they are not the ids' strings."""
+    """Decode a vocabulary's strings, in row order. Raises SnapshotCorruptError if they are not the ids' strings."""
     blob, offsets = tensors["strings"].tobytes(), tensors["offsets"]
     if offsets[0] != 0 or offsets[-1] != len(blob) or (np.diff(offsets) < 0).any():
         raise SnapshotCorruptError(f"{path}: offsets do not ascend from 0 to the {len(blob)} bytes of strings")
@@ -141,7 +141,7 @@ ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
 
 
 def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.uint32]]:
-    """The tensors of a file of access counts: whole numbers [num_embeddings], each in [0, 2^32). Raises ExportError."""
+    """Make the tensors of a file of access counts: whole numbers [num_embeddings] in [0, 2^32). Raises ExportError."""
     array = np.asarray(counts)
     if array.dtype.kind not in "iu" or array.shape != (table.num_embeddings,):
         raise ExportError(
@@ -159,7 +159,7 @@ def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str
 
 
 def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any]]:
-    """Returns what `export_snapshot` takes as `access_counts` for a model, from disk. Raises ExportError.
+    """Return what `export_snapshot` takes as `access_counts` for a model, from disk. Raises ExportError.
 
     `path` is a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
     mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
@@ -210,7 +210,7 @@ def _read_file(path: Path, tables: Mapping[str, TableSpec]) -> dict[str, npt.NDA
 def _spread(
     path: Path, spec: TableSpec | None, table: str, rows: npt.NDArray[Any], counts: npt.NDArray[Any] | None
 ) -> npt.NDArray[np.uint32]:
-    """Returns uint32 [num_embeddings] from those that were seen."""
+    """Return uint32 [num_embeddings] from those that were seen."""
     if spec is None:
         raise ExportError(f"{path}: access counts of {cut(repr(table))}, which is no table of the model")
     fits = counts is not None and rows.ndim == 1 and counts.shape == rows.shape

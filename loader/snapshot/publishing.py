@@ -63,7 +63,7 @@ async def publish(
     threads: int = 2,
     progress: Progress = no_progress,
 ) -> Publication:
-    """Checks a snapshot in full, copies it into the store unless it lies there, and puts it on record.
+    """Check a snapshot in full, copy it into the store unless it lies there, and put it on record.
 
     May be repeated after any interruption, and for a version that is published already.
 
@@ -86,7 +86,7 @@ async def publish(
 async def register(
     fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float]
 ) -> tuple[PublishedVersion, bool]:
-    """Puts a snapshot that lies in the store on record, as it is, and tells whether it is new. Raises as `publish`."""
+    """Put a snapshot that lies in the store on record, as it is, and tell whether it is new. Raises as `publish`."""
     if (known := await _check_published(fleet, snapshot)) is not None:
         # A registry that lost its last writes may have the one without the other.
         if await fleet.spec(known.model, known.version) is None:
@@ -109,12 +109,12 @@ async def register(
 
 
 def rows_bytes_of(spec: ModelSpec) -> int:
-    """Returns the bytes of all rows of one copy."""
+    """Return the bytes of all rows of one copy."""
     return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.tables)
 
 
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
-    """Returns the last delta that is known of a stream; 0 if there is none.
+    """Return the last delta that is known of a stream; 0 if there is none.
 
     Nodes that applied deltas, and versions that contain them, outlive a registry that lost its streams.
     """
@@ -142,7 +142,7 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
 
 
 async def _check_lineage(fleet: FleetRegistry, manifest: Manifest) -> None:
-    """Raises DeltaError for a version that no replay could bring up to date."""
+    """Raise DeltaError for a version that no replay could bring up to date."""
     model = manifest.spec.model
     base, last_delta = manifest.delta_start
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
@@ -155,7 +155,7 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest) -> None:
 
 
 def _put_in_store(snapshot: Snapshot, store: Path, threads: int, progress: Progress) -> tuple[Path, bool]:
-    """Returns the folder in the store, and whether it had to be copied there. Raises as `publish`."""
+    """Return the folder in the store, and whether it had to be copied there. Raises as `publish`."""
     source, target = snapshot.path, store.resolve() / snapshot.spec.model / str(snapshot.version)
     if target.exists():
         _, identity = read_manifest(target)
@@ -203,7 +203,7 @@ def _copy(source: Path, target: Path, snapshot: Snapshot, progress: Progress) ->
 
 
 def _manifest_texts(source: Path, identity: str) -> dict[str, str]:
-    """The manifest and its checksum, byte for byte. Raises SnapshotCorruptError if it changed since it was read."""
+    """Read manifest and checksum, byte for byte. Raises SnapshotCorruptError if they changed since they were read."""
     try:
         texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
         if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
@@ -232,7 +232,7 @@ class Retained:
 
 
 async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Retained:
-    """Drops all published versions of a model but the `keep` highest and those that are in use. Idempotent.
+    """Drop all published versions of a model but the `keep` highest and those that are in use. Idempotent.
 
     Snapshots in the store that were never published are left alone. Deltas that every kept version contains are
     trimmed from their streams.
@@ -265,7 +265,7 @@ async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Re
 
 
 async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
-    """Returns the versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
+    """Return the versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
     on_record = await read_rollout(fleet, model)
     used = set() if on_record is None else set(on_record.rollout.named())
     if (wanted := await fleet.wanted_model(model)) is not None:
@@ -283,7 +283,7 @@ async def _staying(fleet: FleetRegistry, model: str, published: Iterable[Publish
 
 
 def _take_lock(folder: Path) -> IO[str]:
-    """Waits for other runs over the same folder; a lock ends with its process, or when it is closed."""
+    """Wait for other runs over the same folder; a lock ends with its process, or when it is closed."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".retention-lock").open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -291,7 +291,7 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 async def _drop(fleet: FleetRegistry, folder: Path, record: PublishedVersion) -> None:
-    """Takes a version out of sight and off the record; puts it back if somebody began to use it meanwhile."""
+    """Take a version out of sight and off the record; put it back if somebody began to use it meanwhile."""
     version = folder / str(record.version)
     trash = folder / f"{_TRASH_PREFIX}{record.version}"
     if version.exists():
@@ -306,7 +306,7 @@ async def _drop(fleet: FleetRegistry, folder: Path, record: PublishedVersion) ->
 
 
 def _end_what_was_begun(folder: Path, staying: Collection[int]) -> None:
-    """Deletes what is out of sight; what is to stay after all comes back into it."""
+    """Delete what is out of sight; what is to stay after all comes back into it."""
     # Those that a run has begun to delete are no snapshots any more.
     for gone in folder.glob(f"{_TRASH_PREFIX}*{_GONE_SUFFIX}"):
         shutil.rmtree(gone)

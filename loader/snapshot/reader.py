@@ -90,7 +90,7 @@ class Snapshot:
         threads: int = 2,
         progress: Progress = no_progress,
     ) -> Self:
-        """Opens a snapshot in `<store>/<model>/<version>`. Paths, sizes, dtypes and shapes are always checked.
+        """Open a snapshot in `<store>/<model>/<version>`. Paths, sizes, dtypes and shapes are always checked.
 
         Args:
             path: the folder.
@@ -134,7 +134,7 @@ class Snapshot:
     def check_content(
         self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
     ) -> None:
-        """Checks what `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
+        """Check what `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
         rows = {
             entry.path for tables in self.manifest.tables for entry in (*tables.rows, tables.access_counts) if entry
         }
@@ -165,7 +165,7 @@ class Snapshot:
         return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.tables)
 
     def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
-        """Returns the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
+        """Return the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
         Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
         be written to, pages that are written become memory of this process, and the file is never changed. Raises as
@@ -176,7 +176,7 @@ class Snapshot:
         return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
-        """Returns a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes]."""
+        """Return a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes]."""
         table_spec, rows_per_file = self._tables[table], self._files[table].rows_per_file
         last_row = first_row + num_rows
         if not 0 <= first_row <= last_row <= table_spec.num_embeddings:
@@ -193,12 +193,12 @@ class Snapshot:
         return rows
 
     def vocabulary(self, table: str) -> npt.NDArray[np.int64]:
-        """Maps the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
+        """Map the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
         entry = self._vocabulary_entry(table)
         return map_tensor(self.path / entry.path, self._headers[entry.path]["ids"], np.int64)
 
     def vocabulary_strings(self, table: str) -> list[str] | None:
-        """Reads the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
+        """Read the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
         entry = self._vocabulary_entry(table)
         if not id_type_is_string(self._tables[table]):
             return None
@@ -207,20 +207,20 @@ class Snapshot:
         return decode_strings(path, tensors["ids"], tensors)
 
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
-        """Maps how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known."""
+        """Map how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known."""
         entry = self._files[table].access_counts
         if entry is None:
             return None
         return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the dense model's tensors by name, in memory."""
+        """Return the dense model's tensors by name, in memory."""
         path = self.manifest.dense.path
         arrays = load_numpy(self.path / path, self._headers[path])
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def golden(self) -> GoldenRequests | None:
-        """Reads the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
+        """Read the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
         if self.manifest.golden is None:
             return None
         relative = self.manifest.golden.file.path
@@ -340,7 +340,7 @@ class VerifyReport(Frozen):
 
 
 def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = no_progress) -> VerifyReport:
-    """Checks a snapshot in full, every row included, and reports; a bad one raises nothing.
+    """Check a snapshot in full, every row included, and report; a bad one raises nothing.
 
     Raises SnapshotResourceError if file descriptors or memory ran out, which says nothing about the snapshot.
     """

@@ -53,13 +53,13 @@ class RowSource(ABC):
 
     @abstractmethod
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yields rows [first_row, first_row + max_rows), or up to the table's end, as blocks float32 [k, dim].
+        """Yield rows [first_row, first_row + max_rows), or up to the table's end, as blocks float32 [k, dim].
 
         A block is only valid until the next is taken. Memory is bounded by `max_rows` rows.
         """
 
     def fingerprint(self) -> str:
-        """Returns a text that is equal for the same rows and differs, as far as can be told cheaply, for others.
+        """Return a text that is equal for the same rows and differ, as far as can be told cheaply, for others.
 
         By it an interrupted export notices that it is run again with other rows; "" for a source that can't tell.
         """
@@ -70,7 +70,7 @@ class ArrayRows(RowSource):
     """Rows of a NumPy array or memmap [num_embeddings, dim] of floats."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
-        """Raises ExportError if the array is not two-dimensional or not of floats."""
+        """Raise ExportError if the array is not two-dimensional or not of floats."""
         if array.ndim != 2 or array.dtype.newbyteorder("=") not in _NUMPY_DTYPES:
             raise ExportError(
                 f"rows: expected a float16, float32 or float64 array [rows, dim], got {array.dtype} {list(array.shape)}"
@@ -79,7 +79,7 @@ class ArrayRows(RowSource):
         self._array = array
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yields one block: a view where the array is float32, else a converted copy of these rows."""
+        """Yield one block: a view where the array is float32, else a converted copy of these rows."""
         yield _to_float32(self._array[first_row : first_row + max_rows])
 
     def fingerprint(self) -> str:
@@ -93,7 +93,7 @@ class TensorRows(RowSource):
     """Rows of a torch tensor [num_embeddings, dim] of floats, on any device. `file` is what it is mapped from."""
 
     def __init__(self, tensor: torch.Tensor, file: Path | None = None) -> None:
-        """Raises ExportError if the tensor is not two-dimensional or not of floats."""
+        """Raise ExportError if the tensor is not two-dimensional or not of floats."""
         if tensor.ndim != 2 or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
             raise ExportError(
                 "rows: expected a dense float16, bfloat16, float32 or float64 tensor [rows, dim], "
@@ -104,7 +104,7 @@ class TensorRows(RowSource):
         self._file = file
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yields one block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
+        """Yield one block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
         block: Float32Array = self._tensor[first_row : first_row + max_rows].to("cpu", torch.float32).numpy()
         yield block
 
@@ -124,7 +124,7 @@ class SafetensorsRows(RowSource):
     """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
 
     def __init__(self, path: str | Path, name: str) -> None:
-        """Raises ExportError if the file can't be read, has no such tensor, or it is not a matrix of floats."""
+        """Raise ExportError if the file can't be read, ha no such tensor, or it is not a matrix of floats."""
         try:
             file: Any = safe_open(str(path), framework="pt")
             self._slice = file.get_slice(name)
@@ -137,7 +137,7 @@ class SafetensorsRows(RowSource):
         self._path, self._name = Path(path), name
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yields one block, read from the file."""
+        """Yield one block, read from the file."""
         last_row = min(first_row + max_rows, self.num_embeddings)
         block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
         yield block
@@ -160,7 +160,7 @@ class RowsFromBlocks(RowSource):
         self._block_first_row = 0
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yields the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+        """Yield the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
 
         Raises ExportError if they were already read, a block has the wrong dim, or there are too few or too many rows.
         """
@@ -196,7 +196,7 @@ class RowsFromBlocks(RowSource):
 
 
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
-    """Makes a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
+    """Make a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
     return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
 
 

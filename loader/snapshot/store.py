@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def fsync_path(path: Path) -> None:
-    """Makes a file's bytes, or a folder's entries, survive a loss of power."""
+    """Make a file's bytes, or a folder's entries, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -57,18 +57,18 @@ class Store:
     """Finds snapshots by model and version. Holds nothing open and caches nothing: each call looks at the folder."""
 
     def __init__(self, path: str | Path) -> None:
-        """Opens a store at `path`, which needs not exist yet."""
+        """Open a store at `path`, which needs not exist yet."""
         self.path = Path(path)
 
     def check_exists(self) -> None:
-        """Raises SnapshotNotFoundError if there is no such folder, or no version of any model in it."""
+        """Raise SnapshotNotFoundError if there is no such folder, or no version of any model in it."""
         if not self.path.is_dir():
             raise SnapshotNotFoundError(f"store {self.path}: there is no such folder")
         if not self.models():
             raise SnapshotNotFoundError(f"store {self.path} has no model{self._told_unfinished()}")
 
     def unfinished(self) -> list[tuple[str, int]]:
-        """Returns (model, version) of each export that was interrupted, or is still running."""
+        """Return (model, version) of each export that was interrupted, or is still running."""
         return [
             (model, int(version))
             for model in _folders(self.path)
@@ -78,18 +78,18 @@ class Store:
         ]
 
     def models(self) -> list[str]:
-        """Returns the names of the models that have at least one version, sorted."""
+        """Return the names of the models that have at least one version, sorted."""
         return [name for name in _folders(self.path) if _MODEL.fullmatch(name) and self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
-        """Lists a model's versions, ascending; empty if it has no such model. Unfinished exports do not count."""
+        """List a model's versions, ascending; empty if it has no such model. Unfinished exports do not count."""
         if not _MODEL.fullmatch(model):
             return []
         numbers = (int(name) for name in _folders(self.path / model) if _VERSION.fullmatch(name))
         return sorted(number for number in numbers if number < 2**63)
 
     def latest(self, model: str) -> int:
-        """Returns the highest version. Raises SnapshotNotFoundError if there is none."""
+        """Return the highest version. Raises SnapshotNotFoundError if there is none."""
         versions = self.versions(model)
         if not versions:
             self.check_exists()
@@ -99,11 +99,11 @@ class Store:
         return versions[-1]
 
     def next_version(self, model: str) -> int:
-        """Returns the first free version above all present ones; 1 for a new model."""
+        """Return the first free version above all present ones; 1 for a new model."""
         return max(self.versions(model), default=0) + 1
 
     def snapshot_path(self, model: str, version: int | None = None) -> Path:
-        """Returns the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
+        """Return the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
         latest = self.latest(model)
         if version is None:
             version = latest
@@ -114,7 +114,7 @@ class Store:
         return self.path / model / str(version)
 
     def _told_unfinished(self, model: str | None = None) -> str:
-        """Returns the end of a message about what is not there."""
+        """Return the end of a message about what is not there."""
         names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]
         if not names:
             return ""
@@ -126,7 +126,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """Returns the SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
+    """Return the SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
     digest = hashlib.sha256()
     buffer = bytearray(_HASH_CHUNK_BYTES)
     view = memoryview(buffer)
@@ -151,7 +151,7 @@ class ExportFolder:
         return relative_path in self._finished
 
     def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
-        """Makes a file that `produce` writes durable, and puts it on record; a finished one is kept as it is.
+        """Make a file that `produce` writes durable, and put it on record; a finished one is kept as it is.
 
         Raises SnapshotCorruptError if it is not what is `stated`; then it is not put on record.
         """
@@ -169,7 +169,7 @@ class ExportFolder:
         return entry
 
     def publish(self, texts: dict[str, str]) -> None:
-        """Writes these last small files and moves everything to its place, durably and at once.
+        """Write these last small files and move everything to its place, durably and at once.
 
         Raises SnapshotExistsError if the version appeared meanwhile.
         """
@@ -212,7 +212,7 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
 
 
 def make_folders(path: Path) -> None:
-    """Makes a folder and those above it that are missing, each durable before the next: a rename can't be without."""
+    """Make a folder and those above it that are missing, each durable before the next: a rename can't be without."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -223,7 +223,7 @@ def make_folders(path: Path) -> None:
 
 
 def _remove_leftovers(model_folder: Path) -> None:
-    """Removes the work folders of versions that exist: their exports died between the rename and the cleaning up."""
+    """Remove the work folders of versions that exist: their exports died between the rename and the cleaning up."""
     for work in model_folder.glob(f"{WORK_FOLDER_PREFIX}*"):
         if (model_folder / work.name.removeprefix(WORK_FOLDER_PREFIX)).exists():
             shutil.rmtree(work, ignore_errors=True)
@@ -250,7 +250,7 @@ def _lock(work: Path) -> Iterator[None]:
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:
-    """Returns the files of an interrupted export that can be kept; empties the folder if its inputs were others."""
+    """Return the files of an interrupted export that can be kept; empty the folder if its inputs were others."""
     journal = work / "export-state.jsonl"
     lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else []
     recorded = None
@@ -283,7 +283,7 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
 
 @contextmanager
 def _new_journal(work: Path, inputs_digest: str, finished: dict[str, FileEntry]) -> Iterator[IO[str]]:
-    """Yields a journal that starts with what is known, put in place of the old one in one step."""
+    """Yield a journal that starts with what is known, put in place of the old one in one step."""
     fresh = work / "export-state.jsonl.new"
     with fresh.open("w", encoding="utf-8") as journal:
         header = json.dumps({"inputs_sha256": inputs_digest})

@@ -43,7 +43,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name.
 
     Raises SnapshotCorruptError if the header is too long, not what the format allows, or does not fit the file's size.
     """
@@ -102,14 +102,14 @@ def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorI
 
 
 def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:
-    """Returns the first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
+    """Return the first dim of a tensor; 0 if there is no such tensor or it is a scalar."""
     return tensors[name].shape[0] if name in tensors and tensors[name].shape else 0
 
 
 def expect_tensors(
     path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Raises SnapshotCorruptError unless the file has exactly these tensors, each of its dtype and shape."""
+    """Raise SnapshotCorruptError unless the file has exactly these tensors, each of its dtype and shape."""
     for name, (dtype, shape) in expected.items():
         info = tensors.get(name)
         if info is None:
@@ -123,14 +123,14 @@ def expect_tensors(
 
 
 def expect_at_most(path: Path, tensors: Mapping[str, TensorInfo], max_bytes: int) -> None:
-    """Raises SnapshotCorruptError if a file that is read as a whole has more than `max_bytes` of tensors."""
+    """Raise SnapshotCorruptError if a file that is read as a whole has more than `max_bytes` of tensors."""
     size_bytes = sum(info.size_bytes for info in tensors.values())
     if size_bytes > max_bytes:
         raise SnapshotCorruptError(f"{path}: tensors of {size_bytes} bytes; at most {max_bytes} are read")
 
 
 def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
-    """Returns a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
+    """Return a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
 
     Raises SnapshotCorruptError if the file is not there any more, or shorter, SnapshotResourceError if no file
     descriptor, mapping or memory is left.
@@ -146,7 +146,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
 
 
 def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> dict[str, npt.NDArray[Any]]:
-    """Returns all tensors of a small file, copied into memory. `tensors` is its header, if it was read already.
+    """Return all tensors of a small file, copied into memory. `tensors` is its header, if it was read already.
 
     Raises as `map_tensor`; SnapshotCorruptError also if it has bfloat16 in it.
     """

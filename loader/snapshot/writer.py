@@ -82,7 +82,7 @@ class _Export:
     delta_base: int | None
 
     def rows_paths(self, table: TableSpec) -> list[str]:
-        """Returns where a table's row files lie in the snapshot, in order."""
+        """Return where a table's row files lie in the snapshot, in order."""
         num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
@@ -106,7 +106,7 @@ class _Export:
         return digest.hexdigest()
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
-        """Returns the manifest, given every file by its path."""
+        """Return the manifest, given every file by its path."""
         tables = tuple(
             TableFiles(
                 table=table.name,
@@ -136,7 +136,7 @@ class _Export:
         )
 
     def check_manifest(self) -> None:
-        """Raises ExportError if no reader would take the manifest, found out by a draft before rows are written."""
+        """Raise ExportError if no reader would take the manifest, found out by a draft before rows are written."""
         paths = [*self.files, *(path for table in self.spec.tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
@@ -187,7 +187,7 @@ def _small_files(
 
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
-    """Returns the given rows per file, checked, or the table's default."""
+    """Return the given rows per file, checked, or the table's default."""
     if rows_per_file is None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
         rows_per_file = default_rows_per_file(table.num_embeddings, row_bytes)
@@ -200,7 +200,7 @@ def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
 
 
 def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
+    """Return a contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
     if not name or name == "__metadata__":
         raise ExportError(f"dense tensor {name!r}: not a name that safetensors can hold")
     if tensor.ndim > MAX_TENSOR_DIMS:
@@ -242,7 +242,7 @@ def _save_rows(encode: Callable[[], ByteArray], path: Path) -> None:
 def _encode_file(
     table: TableSpec, source: RowSource, rows_per_file: int, file_index: int, progress: Progress
 ) -> ByteArray:
-    """Returns all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
+    """Return all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
     codec = codec_for(table.dtype, table.embedding_dim)
     first_row = file_index * rows_per_file
     num_rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
@@ -299,7 +299,7 @@ def export_snapshot(
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     progress: Progress = no_progress,
 ) -> Path:
-    """Writes the next version of a model into a store, and returns the snapshot's folder.
+    """Write the next version of a model into a store, and return the snapshot's folder.
 
     Run again after an interruption, the same export (all that shapes a file) goes on.
 
@@ -350,7 +350,7 @@ def export_snapshot(
 def _write_row_files(
     export: _Export, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
 ) -> dict[str, FileEntry]:
-    """Writes the row files that are not finished yet, one after the other, and gives all by path.
+    """Write the row files that are not finished yet, one after the other, and give all by path.
 
     Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
     """

@@ -171,7 +171,7 @@ def asking_arguments(
 
 
 def _divided(arm: ServedArm, config: CompareConfig, snapshot: Path) -> dict[str, object]:
-    """What every process of an arm must be told alike."""
+    """Return what every process of an arm must be told alike."""
     return {
         "snapshot": snapshot,
         "cards": arm.cards,

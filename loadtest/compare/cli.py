@@ -25,7 +25,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
     name = "numbers"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers, in their order."""
+        """Return the numbers, in their order."""
         if isinstance(value, tuple):
             return value
         parts = str(value).split(",")

@@ -184,7 +184,7 @@ def _why_failed(run: LoadResult) -> list[str]:
 
 
 def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements) -> dict[str, str]:
-    """What all arms have alike."""
+    """Return what all arms have alike."""
     rounds, agreed = measurements.rounds, measurements.agreed
     run = next(iter(rounds.values()))[0].warm
     budgets = config.budgets

@@ -145,12 +145,12 @@ async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Pr
 
 
 def _export(fleet: OracleFleet, golden: GoldenRequests | None = None) -> Path:
-    """The next version of the letter that is not live, exported but not published."""
+    """Return the next version of the letter that is not live, exported but not published."""
     return fleet.export_next(FIRST_VERSION, golden=golden, rows_per_file=ROWS_PER_FILE)
 
 
 async def _try(fleet: OracleFleet, folder: Path) -> tuple[Refusal, str]:
-    """Publishes a snapshot and, if that is not refused, rolls it out. Returns who refused it, and why."""
+    """Publish a snapshot and, if that is not refused, roll it out. Returns who refused it, and why."""
     try:
         published = await publish(fleet.registry, folder, fleet.store, clock=time.time)
     except (ShardrankError, OSError) as error:
@@ -164,7 +164,7 @@ async def _roll_out(fleet: OracleFleet, version: int) -> tuple[Refusal, str]:
 
 
 async def _full_disk(course: _Course, folder: Path) -> str:
-    """A copy into the store, and one whose last file does not fit. Returns how the disk was made full."""
+    """Return a copy into the store, and one whose last file does not fit. Returns how the disk was made full."""
     fleet = course.fleet
     snapshot = await asyncio.to_thread(_export, fleet)
     size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
@@ -255,7 +255,7 @@ async def _forged(course: _Course, what: str, forge: Callable[[Path], None]) -> 
 
 
 async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: Path) -> None:
-    """Makes the record of a version that of the snapshot which lies there now."""
+    """Make the record of a version that of the snapshot which lies there now."""
     await fleet.registry.drop_version(record.model, record.version)
     identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
     await fleet.registry.put_spec(record.model, record.version, fleet.writer.spec.model_dump_json())

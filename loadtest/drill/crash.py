@@ -288,7 +288,7 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
 
 
 async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
-    """Waits until the step is on record. Raises DrillError if the rollout ends without it."""
+    """Wait until the step is on record. Raises DrillError if the rollout ends without it."""
     deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
     aborted = case.course != "undo"
     while True:

@@ -59,7 +59,7 @@ def random_damages(folder: Path, kind: DamageKind, count: int, seed: int) -> lis
 
 @contextlib.contextmanager
 def damaged(folder: Path, damage: Damage) -> Iterator[None]:
-    """The damage is there while the block runs."""
+    """Return the damage is there while the block runs."""
     path = folder / damage.path
     with path.open("r+b") as file:
         file.seek(damage.offset)
@@ -89,18 +89,18 @@ def forge_nan_row(folder: Path, table: str, row_offset: int) -> None:
 
 
 def forge_nan_weight(folder: Path) -> None:
-    """Writes a NaN into the dense model's first weight, and makes the checksums right again."""
+    """Write a NaN into the dense model's first weight, and make the checksums right again."""
     document = _read_manifest(folder)
     _forge(folder, document, document["dense"]["path"], lambda content: _with_nan(content, 0))
 
 
 def delete_table(folder: Path, table: str) -> None:
-    """Deletes a table's files. The manifest still names them."""
+    """Delete a table's files. The manifest still names them."""
     shutil.rmtree(folder / "tables" / table)
 
 
 def forge_without_table(folder: Path, table: str) -> None:
-    """Deletes a table with its features from the files and from the manifest, and makes its checksum right again."""
+    """Delete a table with its features from the files and from the manifest, and make its checksum right again."""
     document = _read_manifest(folder)
     spec = document["spec"]
     gone = {name for one in spec["tables"] if one["name"] == table for name in one["feature_names"]}

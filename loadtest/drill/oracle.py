@@ -120,7 +120,7 @@ def patterns(table: TableSpec, rows: Int64Array) -> Float32Array:
 
 
 def logits(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """The logits that A and B give: float64 [2, N] from the ids per candidate and feature, [N, F]."""
+    """Return the logits that A and B give: float64 [2, N] from the ids per candidate and feature, [N, F]."""
     t = counts @ FEATURE_WEIGHTS / LOGIT_SCALE
     return np.stack([t + STAMPS[0], t + STAMPS[1]])
 
@@ -132,7 +132,7 @@ def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def dense_tensors(spec: ModelSpec, letter: int) -> dict[str, torch.Tensor]:
-    """The dense model's weights: w_f / (K factor) in the column of each feature's dimension 0, and the stamp."""
+    """Return the dense model's weights: w_f / (K factor) in the column of each feature's dimension 0, and the stamp."""
     dim = spec.tables[0].embedding_dim
     weight = torch.zeros(1, dim * len(spec.features))
     weight[0, ::dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE).float() / float(FACTORS[letter])
@@ -145,7 +145,7 @@ def table_rows(spec: ModelSpec, letter: int) -> dict[str, Float32Array]:
 
 
 def golden_requests(spec: ModelSpec, letter: int, num_requests: int = 16, seed: int = 1) -> GoldenRequests:
-    """Requests of 1 to 8 candidates with the scores of a version."""
+    """Return requests of 1 to 8 candidates with the scores of a version."""
     rng = np.random.default_rng(seed)
     num_candidates = rng.integers(1, 9, num_requests).astype(np.int32)
     candidates = int(num_candidates.sum())

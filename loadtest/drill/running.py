@@ -131,7 +131,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _check_writable(json_file: Path) -> None:
-    """Raises DrillError. An older report stays as it is until there is a new one."""
+    """Raise DrillError. An older report stays as it is until there is a new one."""
     try:
         with json_file.open("a"):
             pass

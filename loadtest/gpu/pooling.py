@@ -335,7 +335,7 @@ def measure_others(work: Work, cards: Cards, size: BenchSize) -> None:
 
 @contextmanager
 def _table(rows: RowsOnCard, dtype: OutDtype, most_bytes: int) -> Iterator[Others]:
-    """The first rows, dequantised, in memory of the card."""
+    """Return the first rows, dequantised, in memory of the card."""
     row_bytes = rows.embedding_dim * TORCH_DTYPES[dtype].itemsize
     # The gathered rows of the largest batch need room beside the table.
     room = min(most_bytes, rows.card.free_bytes() // 2)

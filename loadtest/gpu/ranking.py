@@ -348,7 +348,7 @@ def _throughput(served: InProcess, questions: list[ScoredRequest], seconds: floa
 
 
 def _answer(served: InProcess, questions: list[ScoredRequest], seconds: float) -> tuple[int, float, float]:
-    """Requests answered, at least one for each client; the seconds that it took; the largest difference."""
+    """Return requests answered, at least one for each client; the seconds that it took; the largest difference."""
     ended = threading.Event()
 
     def client(number: int) -> tuple[int, float]:

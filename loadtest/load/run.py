@@ -187,7 +187,7 @@ def sweep(
                 break
 
     def above() -> float:
-        """The lowest rate above the one that was kept to, which it is not known to keep to."""
+        """Return the lowest rate above the one that was kept to, which it is not known to keep to."""
         return min(found.get("failed", math.inf), found.get("invalid", math.inf))
 
     while "kept" in found and found["kept"] * (1 + tolerance) < above() < math.inf:

@@ -33,7 +33,7 @@ class _Measure:
 
 
 def _late(latency_ms: float | None) -> float:
-    """A percentile of requests of which so many had no answer at all is at least the time they were waited for."""
+    """Replace a percentile that failures reach by the time that they were waited for, which is the least it can be."""
     return OFFERED_TIMEOUT_MS if latency_ms is None else latency_ms
 
 
@@ -139,7 +139,7 @@ def _title(name: str) -> str:
 
 
 def _rates(config: PeersConfig, rounds: Sequence[PeerRound]) -> list[str]:
-    """What every server was offered, by hotness: a share of what the best peer had just answered."""
+    """Return what every server was offered, by hotness: a share of what the best peer had just answered."""
     share = f"{config.offered_share:.0%} of the best peer's throughput"
     found = []
     for hotness in config.hotness:

@@ -53,7 +53,7 @@ def _finite(values: npt.ArrayLike) -> Floats:
 
 
 def _nice_step(least: float) -> float:
-    """The first of 1, 2, 2.5, 5 and 10 times a power of ten that is at least so much."""
+    """Return the first of 1, 2, 2.5, 5 and 10 times a power of ten that is at least so much."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))
 

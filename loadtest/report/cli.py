@@ -55,7 +55,7 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
 
 
 def _name_and_path(text: str) -> tuple[str | None, Path]:
-    """A file's arm and where it is; None without a name."""
+    """Return a file's arm and where it is; None without a name."""
     name, equals, rest = text.partition("=")
     if not equals or Path(text).exists():
         return None, Path(text)
@@ -65,7 +65,7 @@ def _name_and_path(text: str) -> tuple[str | None, Path]:
 
 
 def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
-    """The runs of each name, in the order in which they were given."""
+    """Return the runs of each name, in the order in which they were given."""
     from loadtest.load.result import LoadResult
     from loadtest.report.errors import ComparisonError
     from loadtest.report.page import read_reported

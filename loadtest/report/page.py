@@ -374,7 +374,7 @@ def _sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
 
 
 def _drawn(sweep: SweepResult) -> list[tuple[str, list[LoadResult]]]:
-    """The steps whose percentiles are drawn: evenly chosen by rate, with the highest that kept and the next one."""
+    """Choose the steps whose percentiles are drawn: evenly by rate, with the highest that kept and the next one."""
     steps = [(index, step) for index, step in by_rate(sweep) if step.answered]
     best = _chosen_step(sweep)
     if len(steps) > MAX_CURVES:

@@ -20,7 +20,7 @@ WORKLOAD_HELP = (
 
 
 def same_option(function: Decorated) -> Decorated:
-    """`--same`: requests that are like one another, as load tests sent them before they were varied."""
+    """Add `--same`: requests that are like one another, as load tests sent them before they were varied."""
     return click.option(
         "--varied/--same",
         "varied",

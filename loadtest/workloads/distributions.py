@@ -192,7 +192,7 @@ class Zipf:
         return integral
 
     def _inverse(self, area: Float64Array) -> Float64Array:
-        """The x whose integral is `area`."""
+        """Return the x whose integral is `area`."""
         # Rounding may put it below -1, the limit for an infinite x.
         scaled = np.maximum((1.0 - self.exponent) * area, -1.0)
         with np.errstate(divide="ignore"):

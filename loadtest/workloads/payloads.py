@@ -174,7 +174,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def _encode_json(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """A candidate feature with one id each is a flat list, as a client would write it."""
+    """Return a candidate feature with one id each is a flat list, as a client would write it."""
     del model
     sparse: dict[bool, dict[str, Any]] = {True: {}, False: {}}
     weights: dict[bool, dict[str, Any]] = {True: {}, False: {}}
@@ -196,7 +196,7 @@ def _encode_json(workload: Workload, request: WorkloadRequest, model: str, timeo
 
 
 def _nested(items: list[Any], feature: FeatureBags) -> list[Any]:
-    """A list for each bag; the flat list for a context feature, and where every candidate has one."""
+    """Return a list for each bag; the flat list for a context feature, and where every candidate has one."""
     if feature.is_context or feature.is_single:
         return items
     ends = np.cumsum(feature.lengths).tolist()
@@ -204,7 +204,7 @@ def _nested(items: list[Any], feature: FeatureBags) -> list[Any]:
 
 
 def _shortest(values: Float32Array) -> list[Any]:
-    """The shortest decimals that read back as the same float32: what a client that has float32 writes."""
+    """Return the shortest decimals that read back as the same float32: what a client that has float32 writes."""
     numbers: list[Any] = values.astype("U32").astype(np.float64).tolist()
     return numbers if values.size else []
 
@@ -268,7 +268,7 @@ Tensor: TypeAlias = tuple[str, str, list[int], bytes]
 
 
 def _tensors(workload: Workload, request: WorkloadRequest) -> Iterator[Tensor]:
-    """The inputs of a request. A candidate feature is a matrix where all bags are of one length, else ragged."""
+    """Return the inputs of a request. A candidate feature is a matrix where all bags are of one length, else ragged."""
     for feature in features_of(workload.schema, request):
         count, longest = feature.lengths.size, int(feature.lengths.max())
         ragged = not feature.is_context and not (feature.lengths == longest).all()
@@ -288,7 +288,7 @@ def _tensors(workload: Workload, request: WorkloadRequest) -> Iterator[Tensor]:
 
 
 def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
-    """An infer request with binary tensors that asks for binary scores."""
+    """Return an infer request with binary tensors that asks for binary scores."""
     document: dict[str, Any] = {
         "inputs": [
             {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
@@ -308,7 +308,7 @@ def _encode_oip_http(workload: Workload, request: WorkloadRequest, model: str, t
 
 
 def _read_oip_http(answer: bytes) -> ScoreList:
-    """The JSON header says where the scores lie behind it, so its length is not needed."""
+    """Return the JSON header says where the scores lie behind it, so its length is not needed."""
     try:
         # One character is one byte in Latin-1; header names and numbers are ASCII.
         header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
@@ -322,7 +322,7 @@ def _read_oip_http(answer: bytes) -> ScoreList:
 
 
 def _encode_oip_grpc(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """A ModelInferRequest with raw contents that asks for the scores."""
+    """Return a ModelInferRequest with raw contents that asks for the scores."""
     message = open_inference_pb2.ModelInferRequest(model_name=model)
     for name, datatype, shape, data in _tensors(workload, request):
         message.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -373,7 +373,7 @@ def _read_flat(answer: bytes) -> ScoreList:
 
 
 def _encode_tensors(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """An infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request."""
+    """Return an infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request."""
     del workload, model, timeout_ms
     ids, lengths, dense = candidate_arrays(request)
     named: list[tuple[str, str, npt.NDArray[Any]]] = [

@@ -470,7 +470,7 @@ def server_metadata(service: RankingService, model: str = "", version: str = "")
 
 
 def model_metadata(service: RankingService, model: str, version: str) -> Document:
-    """Inputs and outputs of a model version; the live one for "".
+    """Return inputs and outputs of a model version; the live one for "".
 
     Raises ModelNotFoundError and NotReadyError as `RankingService.lease`, InvalidFieldError for a version that is no
     positive integer, and AmbiguousInputsError if the model can't be called by this protocol.
@@ -486,7 +486,7 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
 
 
 def model_config(service: RankingService, model: str, version: str) -> Document:
-    """The configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
+    """Return the configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
     inputs = _inputs(service, model, version)
     return {
         "name": model,
@@ -510,7 +510,7 @@ def model_is_ready(service: RankingService, model: str, version: str) -> bool:
 
 
 def model_statistics(service: RankingService, model: str, version: str) -> Document:
-    """Counts and times of versions since they are here, in this process; "" for all. Raises as `model_metadata`."""
+    """Count and times of versions since they are here, in this process; "" for all. Raises as `model_metadata`."""
     wanted = parse_version(version)
     chosen = [
         one for one in _generations(service) if model in ("", one.model) and (wanted is None or one.version == wanted)

@@ -242,7 +242,7 @@ class Front(abc.ABC, Generic[Made]):
 
     @abc.abstractmethod
     def idle_connections(self) -> Iterable[Made]:
-        """The first of those that may be ended for another to have their place."""
+        """Return the first of those that may be ended for another to have their place."""
 
     @abc.abstractmethod
     def note(self, kind: str) -> None:

@@ -388,7 +388,7 @@ class CapacityPlan(Frozen):
 
 
 def _fullest_shard(fleet: Plan) -> int:
-    """The shard with the most bytes of rows, as stored."""
+    """Return the shard with the most bytes of rows, as stored."""
     sizes = np.zeros(fleet.num_shards)
     for table, owners in zip(fleet.layout.tables, fleet.shard_of_bucket, strict=True):
         used = num_buckets_used(table)

@@ -41,7 +41,7 @@ _SCOPES = (
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
 @click.pass_context
 def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: Any) -> None:
-    """The whole path from one command: train, export, serve, rank.
+    """Go the whole path from one command: train, export, serve, rank.
 
     Trains a small ranking model on film ratings (MovieLens 100K with --movielens, else generated ones with planted
     tastes), exports it as an int8 snapshot, starts shard nodes and a serving process, ranks every held-out rating over

@@ -116,7 +116,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _system(options: Options) -> CardSystem:
-    """The named system, with what was given in place of its own bandwidths."""
+    """Return the named system, with what was given in place of its own bandwidths."""
     from shard_node.planning.cost_model import SYSTEMS
 
     system = SYSTEMS[options["system"]]

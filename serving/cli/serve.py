@@ -150,7 +150,7 @@ def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, node_t
 
 
 def _answer(options: Options, service: RankingService, config: ServerConfig, **steps: Callable[..., Any]) -> None:
-    """Serves until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
+    """Serve until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
     from serving.observe.profile import profiled
     from serving.server import serve_until_signalled
@@ -172,7 +172,7 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
 
 
 def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
-    """Raises as `open_card_set`, and AddressError."""
+    """Raise as `open_card_set`, and AddressError."""
     from serving.versions.loading import ModelSource
     from shard_node.wire.address import Address
 
@@ -193,7 +193,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
 
 
 def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
-    """Serves until SIGTERM or SIGINT; then leaves the fleet. A registry that does not answer is waited for."""
+    """Serve until SIGTERM or SIGINT; then leave the fleet. A registry that does not answer is waited for."""
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from loader.registry.fleet import FleetRegistry
     from loader.registry.opening import open_registry
@@ -262,7 +262,7 @@ def _node_id(text: str) -> str:
 
 
 def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
-    """Runs `--workers` processes of this command until SIGTERM or SIGINT."""
+    """Run `--workers` processes of this command until SIGTERM or SIGINT."""
     from loader.snapshot.reader import Snapshot
     from serving.fleet.local_fleet import REGISTRY_VARIABLE, held_ports, worker_specs
     from serving.fleet.supervisor import SupervisionConfig, supervised
@@ -377,7 +377,7 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _load(folder: Path, options: Options) -> ShardNode:
-    """A node with its rows loaded and live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
+    """Load a node's rows and make them live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
     from loader.snapshot.reader import Snapshot
     from shard_node.engine.loading import load_tables
     from shard_node.node import ShardNode
@@ -397,7 +397,7 @@ def _load(folder: Path, options: Options) -> ShardNode:
 
 
 def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
-    """Runs the node's program until SIGTERM or SIGINT, then closes the node."""
+    """Run the node's program until SIGTERM or SIGINT, then close the node."""
     import torch
     import uvloop
 
@@ -414,7 +414,7 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
 async def _listening(
     node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None, *, may_wait: bool
 ) -> AsyncIterator[NodeServer]:
-    """Listens while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
+    """Listen while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
     from shard_node.wire.server import NodeServer, ServerLimits
     from shard_node.wire.tls import server_context
 
@@ -489,7 +489,7 @@ class FleetMember:
 async def _serve_rows_in_fleet(
     member: FleetMember, node: ShardNode, card_set: CardSet | None, addresses: Sequence[Address], tls: TlsConfig | None
 ) -> None:
-    """Serves what the fleet wants until it is cancelled; then leaves the fleet and ends what is in flight.
+    """Serve what the fleet wants until it is cancelled; then leave the fleet and end what is in flight.
 
     Raises FleetMismatchError if it divides rows otherwise than its fleet, and CardError if the cards fail.
     """

@@ -131,7 +131,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
 def _match(
     path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
-    """The tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
+    """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
     from loader.checkpoints import match_checkpoint, open_checkpoint
     from loader.errors import CheckpointError
 
@@ -149,7 +149,7 @@ def _match(
 
 
 def _check_tables(flag: str, spec: ModelSpec, tables: Sequence[str]) -> None:
-    """Raises ExportError for a flag that names a table which the description does not have."""
+    """Raise ExportError for a flag that names a table which the description does not have."""
     from loader.errors import ExportError
 
     known = [table.name for table in spec.tables]
@@ -159,7 +159,7 @@ def _check_tables(flag: str, spec: ModelSpec, tables: Sequence[str]) -> None:
 
 
 def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
-    """The ids in a text file, one a line. Raises ExportError."""
+    """Return the ids in a text file, one a line. Raises ExportError."""
     import numpy as np
 
     from loader.errors import ExportError
@@ -181,7 +181,7 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
 
 
 def _read_golden(path: Path) -> GoldenRequests:
-    """Raises ExportError for a file that does not hold golden requests."""
+    """Raise ExportError for a file that does not hold golden requests."""
     from loader.errors import ExportError, SnapshotCorruptError
     from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.tensor_files import load_numpy
@@ -269,7 +269,7 @@ def inspect(as_json: bool, **named: Any) -> None:
 
 
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:
-    """What `--json` prints. `size_bytes` is that of a table's row files; `access_counts`, whether it has them."""
+    """Return what `--json` prints. `size_bytes` is of a table's row files; `access_counts`, whether it has them."""
     spec, manifest = snapshot.spec, snapshot.manifest
     shown = ("name", "num_embeddings", "embedding_dim", "dtype", "pooling")
     tables = [
@@ -375,7 +375,7 @@ def verify(ctx: click.Context, /, golden: bool, threads: int, as_json: bool, **n
 
 
 def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> tuple[VerifyReport, bool]:
-    """The loader's check of the files, then of the scores; with whether golden requests were scored. Raises nothing."""
+    """Check files, then scores; tell also whether golden requests were scored. Raises nothing."""
     from loader.errors import CheckpointError, ShardrankError, SnapshotError
     from loader.snapshot.reader import Snapshot, verify_snapshot
     from serving.rank.service import RankingService

@@ -146,18 +146,18 @@ class Answers:
     versions: set[int] = field(default_factory=set)
 
     def percentile_ms(self, percent: float) -> float | None:
-        """Returns a percentile of the latencies; None if nothing was answered."""
+        """Return a percentile of the latencies; None if nothing was answered."""
         return float(np.percentile(self.latencies_ms, percent)) if self.latencies_ms else None
 
     def failed(self, error: Exception) -> None:
-        """Counts a failed request."""
+        """Count a failed request."""
         self.errors += 1
         if len(self.error_examples) < MAX_ERROR_EXAMPLES:
             self.error_examples.append(str(error))
 
 
 def rank_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns the JSON form of a rank request into arguments of `Client.rank`. For models without weighted features."""
+    """Turn the JSON form of a rank request into arguments of `Client.rank`. For models without weighted features."""
     context, candidates = body["context"], body["candidates"]
     return {
         "context": context["sparse"],
@@ -230,7 +230,7 @@ class UsersFilms:
         return cls(dataset, user, history, unseen[:MAX_CANDIDATES])
 
     def body(self, most_ids: int | None = None) -> dict[str, Any]:
-        """Writes a rank request for the unseen films in its JSON form, with at most `most_ids` of a kind."""
+        """Write a rank request for the unseen films in its JSON form, with at most `most_ids` of a kind."""
         users, films = self.dataset.interactions.users, self.dataset.interactions.films
         unseen = self.unseen[:most_ids]
         context = {"user_id": [int(users.ids[self.user])], "history": films.ids[self.history[:most_ids]].tolist()}
@@ -248,7 +248,7 @@ class UsersFilms:
         return top
 
     def request_lines(self, host: str, http_port: int, grpc_port: int, model: str, timeout_ms: int) -> list[str]:
-        """Writes a short request as a `curl` and as a `grpcurl` command."""
+        """Write a short request as a `curl` and as a `grpcurl` command."""
         body = {**self.body(_PASTED_IDS), "timeout_ms": timeout_ms}
         message: dict[str, Any] = {"model": model, "timeout_ms": timeout_ms}
         for side in ("context", "candidates"):
@@ -278,7 +278,7 @@ class Ranked:
 
 
 def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
-    """Runs the demo. Returns the exit code: 0, or 1 if a request failed.
+    """Run the demo. Returns the exit code: 0, or 1 if a request failed.
 
     With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal.
 
@@ -332,12 +332,12 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
 
 
 def _lap(seconds: dict[str, float], began: float, stage: str) -> None:
-    """Notes how long a stage took; stages follow each other."""
+    """Note how long a stage took; stage follow each other."""
     seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
 
 
 def _check_writable(json_file: Path) -> None:
-    """Raises DemoError. An older report stays as it is until there is a new one."""
+    """Raise DemoError. An older report stays as it is until there is a new one."""
     try:
         with json_file.open("a"):
             pass
@@ -351,7 +351,7 @@ def _check_writable(json_file: Path) -> None:
 async def _serving(
     config: DemoConfig, ports: WorkerPorts, card_set: CardSet | None, folder: Path
 ) -> AsyncIterator[Listening]:
-    """Serves the snapshot while the block runs; the host is written as in a URL."""
+    """Serve the snapshot while the block runs; the host is written as in a URL."""
     async with AsyncExitStack() as stack:
         with progress_bars() as bars:
             if config.local:
@@ -396,7 +396,7 @@ async def _serving(
 
 
 async def _in_thread(work: Callable[[threading.Event], Ranked]) -> Ranked:
-    """Runs blocking work beside the loop, which keeps watching the fleet; a cancelled wait stops the work as well."""
+    """Run blocking work beside the loop, which keeps watching the fleet; a cancelled wait stops the work as well."""
     stop = threading.Event()
     running = asyncio.create_task(asyncio.to_thread(work, stop))
     try:
@@ -516,7 +516,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:
-    """Prints how to ask, and serves until a signal."""
+    """Print how to ask, and serve until a signal."""
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
     model = version.trained.spec.model
     for line in ranked.films.request_lines(at.host, at.http_port, at.grpc_port, model, TIMEOUT_MS):

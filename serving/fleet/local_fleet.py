@@ -161,7 +161,7 @@ async def begin(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[Beginning, ...]:
-    """Makes the registry ready for a fleet of this shape. Returns its models, in the order of `config.models`.
+    """Make the registry ready for a fleet of this shape. Returns its models, in the order of `config.models`.
 
     Raises:
         FleetError: a fleet with these nodes runs already, nodes of another shape do, or a version was asked for while
@@ -227,7 +227,7 @@ def _first_wanted(model: str, version: int, record: WantedModel | None) -> Wante
 
 
 async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord]) -> None:
-    """Puts the shape on record; one of a fleet that does not run any more is replaced."""
+    """Put the shape on record; one of a fleet that does not run any more is replaced."""
     record = FleetRecord(num_shards=config.shards, sharding=config.sharding, replicate_bytes=config.replicate_bytes)
     present = await fleet.join_fleet(record)
     if present == record:
@@ -241,7 +241,7 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
 
 
 async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int) -> None:
-    """Finds out from what a node announces whether it has the live version of each model; a `Probe` of `process_id`.
+    """Find out from what a node announces whether it has the live version of each model; a `Probe` of `process_id`.
 
     A model of which no version is live yet asks for nothing.
     """
@@ -254,7 +254,7 @@ async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], pr
 
 
 def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
-    """Raises NotYetError or RefusedError unless the node does what is wanted of it for one model."""
+    """Raise NotYetError or RefusedError unless the node does what is wanted of it for one model."""
     model, version = wanted.model, wanted.live
     if record.kind == "shard":
         held = wanted.held_by(record.node_id)
@@ -273,14 +273,14 @@ def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
 
 
 async def ask_lock(fleet: FleetRegistry, key: str, process_id: int) -> None:
-    """Finds out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
+    """Find out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
     if await fleet.registry.holder(key) is None:
         raise NotYetError(f"nobody holds {key} yet")
 
 
 @contextlib.contextmanager
 def shared_port(host: str, port: int) -> Iterator[int]:
-    """Holds a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
+    """Hold a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
 
     The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
     take the port, not even between the death of the last worker and its restart. Raises FleetError if it is taken.
@@ -303,7 +303,7 @@ def shared_port(host: str, port: int) -> Iterator[int]:
 
 
 def connectable_host(host: str) -> str:
-    """Returns the address at which a server that is bound to `host` answers on this machine."""
+    """Return the address at which a server that is bound to `host` answers on this machine."""
     return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
 
 
@@ -323,7 +323,7 @@ class WorkerPorts:
 
 @contextlib.contextmanager
 def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
-    """Holds the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
+    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http = held.enter_context(shared_port(host, http_port))
         grpc = held.enter_context(shared_port(host, grpc_port))
@@ -339,7 +339,7 @@ def worker_specs(
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
-    """Makes one child for each probe port; what several workers count is added up by files in `run_directory`.
+    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
 
     `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
     """
@@ -396,7 +396,7 @@ async def running_fleet(
     held: WorkerPorts | None = None,
     on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
-    """Starts a fleet, waits until all of it serves, and stops it when the block ends.
+    """Start a fleet, wait until all of it serves, and stop it when the block ends.
 
     `on_ready` is told each child that first serves, `on_begin` what will be live, before anything is started. The
     caller may hold the ports already.
@@ -425,7 +425,7 @@ async def running_fleet(
 def _node_specs(
     config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
 ) -> list[ChildSpec]:
-    """Makes the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
+    """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     command = partial(shardrank_command, "--log-level", config.log_level)
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     owner = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
@@ -442,7 +442,7 @@ def _node_specs(
 
 
 def socket_path(directory: Path, name: str) -> str:
-    """Returns the path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
+    """Return the path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
     path = str(directory / name)
     if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
         raise FleetError(

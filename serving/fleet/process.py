@@ -27,7 +27,7 @@ def run_until_signalled(
     on_second_signal: Callable[[], None] = lambda: None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Result:
-    """Runs an asyncio program; the first SIGINT or SIGTERM cancels it, so that its `finally` blocks clean up.
+    """Run an asyncio program; the first SIGINT or SIGTERM cancels it, so that its `finally` blocks clean up.
 
     For every further signal `on_second_signal` is called, to make the cleaning shorter.
 

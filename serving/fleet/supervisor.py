@@ -58,7 +58,7 @@ class ChildSpec:
 
 
 def shardrank_command(*arguments: str) -> tuple[str, ...]:
-    """Returns the argument list that runs this installation's command line in a new process."""
+    """Return the argument list that runs this installation's command line in a new process."""
     return (sys.executable, "-m", "serving.cli", *arguments)
 
 
@@ -82,7 +82,7 @@ class Child:
         return self.last_pid if self._process is not None and self._process.returncode is None else None
 
     async def spawn(self) -> None:
-        """Starts a process in its own session, its output appended to the log file. Raises OSError."""
+        """Start a process in its own session, its output appended to the log file. Raises OSError."""
         environment = {**os.environ, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
         # The file is the child's from here on; a pipe would make a stalled supervisor stall its children.
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -96,11 +96,11 @@ class Child:
         self.last_pid = self._process.pid
 
     async def wait(self) -> int:
-        """Waits for the process to end. Returns its exit code, or minus the number of the signal that killed it."""
+        """Wait for the process to end. Returns its exit code, or minus the number of the signal that killed it."""
         return 0 if self._process is None else await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
+        """Send SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
         if self._process is not None and self.pid is not None:
             self._process.terminate()
         try:
@@ -111,14 +111,14 @@ class Child:
             await self.wait()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process and everything it started."""
+        """Send SIGKILL to the process and everything it started."""
         if (pid := self.pid) is not None:
             # Its session was made for it alone, so the group is its own; it may be gone before we are told.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
     def failure(self, what: str) -> ChildFailedError:
-        """Makes the error for a child that does not serve, with the error that its log ends with, or its last lines."""
+        """Make the error for a child that does not serve, with the error that its log ends with, or its last lines."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             lines = log.read().decode("utf-8", "replace").splitlines()
@@ -181,7 +181,7 @@ class Supervisor:
         return {child.spec.name: child for group in self._groups for child in group}
 
     async def start(self, specs: Sequence[ChildSpec], on_ready: Callable[[str], None] = lambda name: None) -> None:
-        """Starts a group of children at once and waits until every one of them serves.
+        """Start a group of children at once and wait until every one of them serves.
 
         Raises:
             ChildFailedError: if one ends or is not ready within `ready_timeout_s`. The others are left for `stop`.
@@ -206,13 +206,13 @@ class Supervisor:
         self._watchers.extend(asyncio.create_task(self._watch(child)) for child in group)
 
     async def stop(self) -> None:
-        """Stops all children, the last group first. Never raises for a child that will not end: it is killed."""
+        """Stop all children, the last group first. Never raises for a child that will not end: it is killed."""
         await _cancelled(self._watchers)
         for group in reversed(self._groups):
             await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
 
     async def _until_ready(self, child: Child) -> None:
-        """Waits until a child that was just spawned serves.
+        """Wait until a child that was just spawned serves.
 
         One that was restarted and refuses is asked for as long as it does: it may serve other models, and can still be
         put right. Each reason is logged once. Raises ChildFailedError if it ends or is not ready in time.
@@ -284,7 +284,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """Makes a supervisor with a run directory, removed at the end unless the block fails: it has the logs."""
+    """Make a supervisor with a run directory, removed at the end unless the block fails: it has the logs."""
     run_directory = Path(tempfile.mkdtemp(prefix="shardrank-"))
     supervisor, is_kept = Supervisor(run_directory, config), False
     try:

@@ -71,7 +71,7 @@ class FeatureCounts:
             raise CountMismatchError(self._path(name), f"{given[key]} {unit}, expected {expected[key]}")
 
     def check_num_ids(self) -> None:
-        """Raises LimitExceededError for too many ids, before any is read."""
+        """Raise LimitExceededError for too many ids, before any is read."""
         total, allowed = sum(self.num_ids), self._schema.limits.max_ids_per_request
         if total > allowed:
             for key, count in zip(self.keys.tolist(), self.num_ids, strict=True):
@@ -235,7 +235,7 @@ def _lengths_path(schema: RequestSchema, keys: Int32Array, segment: int, *, look
 
 
 def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
-    """Raises CountMismatchError for none, LimitExceededError for too many."""
+    """Raise CountMismatchError for none, LimitExceededError for too many."""
     if num_candidates < 1:
         raise CountMismatchError("candidates", "0 candidates; a rank request needs at least 1")
     if num_candidates > limits.max_candidates:

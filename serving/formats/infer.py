@@ -99,7 +99,7 @@ class TensorParameters(msgspec.Struct, gc=False):
     classification: int | None = None
 
     def check(self, path: str) -> None:
-        """Raises UnsupportedExtensionError for what would change the answer."""
+        """Raise UnsupportedExtensionError for what would change the answer."""
         for name in ("shared_memory_region", "classification"):
             if getattr(self, name) not in (None, 0):
                 raise UnsupportedExtensionError(f"{path}.parameters.{name}", "it is not spoken here")
@@ -251,7 +251,7 @@ def parse_version(text: str) -> int | None:
 
 
 def _answer_id(answer: Answer) -> str:
-    """The request's own id, or 32 hex digits that no other answer has."""
+    """Return the request's own id, or 32 hex digits that no other answer has."""
     return answer.request_id or f"{_PREFIX}{next(_COUNT):016x}"
 
 
@@ -355,7 +355,7 @@ def _header_bytes(text: str, body_bytes: int) -> int:
 
 
 def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dict[str, Tensor]:
-    """Inputs by name; their binary data lie behind one another from `start` to the body's end."""
+    """Return inputs by name; their binary data lie behind one another from `start` to the body's end."""
     inputs: dict[str, Tensor] = {}
     total = len(body)
     for one in decoded:

@@ -335,7 +335,7 @@ class UnparsedJson:
             raise TypeError
 
     def _refusal(self) -> BadRequestError:
-        """The error for the first element of all lists that is not what it must be."""
+        """Return the error for the first element of all lists that is not what it must be."""
         lists: list[tuple[str, Any, _Kind, bool]] = []
         for found, weights, name, part, is_string in self._sources:
             is_nested = part != "context" and isinstance(found, simdjson.Array) and len(found) > 0
@@ -350,7 +350,7 @@ class UnparsedJson:
 
 
 def rank_document(answer: RankAnswer) -> dict[str, Any]:
-    """The JSON form of an answer. A float32 score is written with all digits, so it reads back as the same float32."""
+    """Write an answer as JSON. A float32 score has all its digits, so it reads back as the same float32."""
     document: dict[str, Any] = {
         "model": answer.model,
         "version": answer.version,
@@ -375,7 +375,7 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
 
 
 def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRequestError | None:
-    """The error for the first element of a list that is not what it must be."""
+    """Return the error for the first element of a list that is not what it must be."""
     text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else _ENCODER.encode(found)
     try:
         _DECODERS[kind][is_nested].decode(text)
@@ -403,7 +403,7 @@ def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> BadRequestEr
 
 
 def _keys(found: Any, *path: str) -> frozenset[str]:
-    """The keys of an object. Raises InvalidFieldError for what is none, for too many, or one that is there twice."""
+    """Return an object's keys. Raises InvalidFieldError for what is none, for too many, or one that is there twice."""
     if not isinstance(found, simdjson.Object):
         raise InvalidFieldError(".".join(filter(None, path)), f"{_shown(found)} is not an object")
     # They become Python objects, so there must be few.
@@ -422,7 +422,7 @@ def _unknown_key(path: Part, keys: frozenset[str], allowed: frozenset[str]) -> I
 
 
 def _shown(value: Any) -> str:
-    """A value as it looked in JSON, cut short."""
+    """Return a value as it looked in JSON, cut short."""
     if isinstance(value, simdjson.Array):
         return "a list"
     if isinstance(value, simdjson.Object):
@@ -467,7 +467,7 @@ def _float(digits: str) -> float | _NoNumber:
 
 
 def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
-    """The error for a text that the parser has a `problem` with; of a long one, where is told only if it is no JSON."""
+    """Make the error for a text that the parser has a `problem` with; a long one is searched only if it is no JSON."""
     steps: tuple[Any, ...] = ()
     try:
         if len(text) > MAX_SEARCHED_BYTES:
@@ -490,7 +490,7 @@ def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
 
 
 def _without_form(document: dict[str, Any] | list[Any]) -> tuple[Any, ...]:
-    """Steps to the first number or text that no array has a form for, and that itself; () if there is none."""
+    """Step to the first number or text that no array has a form for, and that itself; () if there is none."""
     for step, value in document.items() if isinstance(document, dict) else enumerate(document):
         if isinstance(value, dict | list):
             if steps := _without_form(value):

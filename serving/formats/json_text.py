@@ -75,7 +75,7 @@ def lookup_pieces(answer: LookupAnswer) -> Iterator[bytes]:
 
 
 def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any]:
-    """The JSON form of an error."""
+    """Return the JSON form of an error."""
     # Whatever the text holds, an error must not fail to be told.
     content: dict[str, Any] = {"kind": error.kind, "message": printable(str(error), MAX_MESSAGE_CHARS)}
     if field := getattr(error, "field", ""):

@@ -135,12 +135,12 @@ def tags_of(message: type[Generated]) -> dict[int, str]:
 
 
 def signed(value: int) -> int:
-    """An int64 from the unsigned integer that a varint gives."""
+    """Return an int64 from the unsigned integer that a varint gives."""
     return value - (1 << 64) if value & _INT64_SIGN else value
 
 
 def count_varints(packed: npt.NDArray[np.uint8]) -> int:
-    """The number of varints in a packed field, uint8 [n]: each ends with a byte whose top bit is clear."""
+    """Return the number of varints in a packed field, uint8 [n]: each ends with a byte whose top bit is clear."""
     return int(np.count_nonzero(packed < 128))
 
 
@@ -200,5 +200,5 @@ def encode_message(*contents: bytes | int) -> bytes:
 
 
 def packed_bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
-    """The content of a packed field of fixed-width numbers, such as `<f4`."""
+    """Return the content of a packed field of fixed-width numbers, such as `<f4`."""
     return values.astype(dtype, copy=False).tobytes()

@@ -128,11 +128,11 @@ class RequestSchema:
             yield TensorSpec(CANDIDATE_DENSE, "FP32", (VARIES, self.num_candidate_dense))
 
     def names_of(self, part: Part) -> tuple[str, ...]:
-        """The features that may stand in a part, in flat order."""
+        """Return the features that may stand in a part, in flat order."""
         return tuple(name for name in self.names if part in ("", self.part_of(name)))
 
     def part_of(self, name: str) -> Part:
-        """The part of a rank request that a feature stands in. Raises KeyError."""
+        """Return the part of a rank request that a feature stands in. Raises KeyError."""
         return PART_OF_SIDE[self.features.spec.feature(name).side]
 
     def bags_per_key(self, num_candidates: int) -> Int64Array:
@@ -157,7 +157,7 @@ class RequestSchema:
             )
 
     def unknown_feature(self, part: Part, name: str) -> UnknownFeatureError:
-        """The error for a feature that does not belong into a part."""
+        """Return the error for a feature that does not belong into a part."""
         name = name[:MAX_NAME_CHARS]
         path = part_path(part, f"sparse.{name}")
         if part and name in self.features.index:

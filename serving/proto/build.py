@@ -16,7 +16,7 @@ _OWN_POOL = {
 
 
 def build(output: Path) -> list[Path]:
-    """Writes the generated modules and their type stubs below `output`, as they lie in the repository.
+    """Write the generated modules and their type stubs below `output`, as they lie in the repository.
 
     Returns:
         The files, relative to `output`.

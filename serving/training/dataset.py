@@ -66,7 +66,7 @@ class FilmsOptions(Frozen):
 
 
 def films_spec(interactions: Interactions, options: FilmsOptions | None = None) -> ModelSpec:
-    """Describes a model for these users and films.
+    """Describe a model for these users and films.
 
     Every user and every film has a row. A user who came later gets the `default_row`, an unknown film is refused, an
     unknown genre left out.
@@ -123,7 +123,7 @@ def films_spec(interactions: Interactions, options: FilmsOptions | None = None) 
 
 
 def films_vocabularies(interactions: Interactions, spec: ModelSpec) -> dict[str, Vocabulary]:
-    """Lists the ids in row order of the model's tables with vocabulary mapping."""
+    """List the ids in row order of the model's tables with vocabulary mapping."""
     vocabularies: dict[str, Vocabulary] = {"users": interactions.users.ids}
     if any(table.name == "occupations" for table in spec.tables):
         vocabularies["occupations"] = sorted(set(interactions.users.occupations))
@@ -131,7 +131,7 @@ def films_vocabularies(interactions: Interactions, spec: ModelSpec) -> dict[str,
 
 
 def with_bucketing(spec: ModelSpec, bucketing: Bucketing) -> ModelSpec:
-    """Returns the same model with its rows stored in another order."""
+    """Return the same model with its rows stored in another order."""
     tables = tuple(table.model_copy(update={"bucketing": bucketing}) for table in spec.tables)
     return spec.model_copy(update={"tables": tables})
 
@@ -154,7 +154,7 @@ class FilmsDataset:
 
     @classmethod
     def split(cls, interactions: Interactions, *, seed: int) -> FilmsDataset:
-        """Splits at random, 80 to 20.
+        """Split at random, 80 to 20.
 
         Raises:
             TrainingError: if there are too few ratings, or one part has only liked or only disliked films.
@@ -177,7 +177,7 @@ class FilmsDataset:
         return cls(interactions, labels, train, test, fold)
 
     def histories(self, user_index: Int64Array, left_out: Int64Array, limit: int) -> tuple[Int64Array, Int64Array]:
-        """Finds the films that users, int64 [R], liked in the training part, latest first, at most `limit` each.
+        """Find the films that users, int64 [R], liked in the training part, latest first, at most `limit` each.
 
         `left_out` is the fold of each that may not be looked at, or `NO_FOLD`. Returns lengths int64 [R], and the
         films' positions, history by history.
@@ -226,12 +226,12 @@ class LabelledRequests:
 
 
 def training_requests(dataset: FilmsDataset, spec: ModelSpec) -> LabelledRequests:
-    """Makes one request for each user and fold: the films rated in the fold, with a history from the others."""
+    """Make one request for each user and fold: the films rated in the fold, with a history from the others."""
     return _grouped(dataset, spec, dataset.train, None)
 
 
 def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | None = None) -> LabelledRequests:
-    """Makes one request for each user of the test part (the first `limit` of them), with their films there."""
+    """Make one request for each user of the test part (the first `limit` of them), with their films there."""
     return _grouped(dataset, spec, dataset.test, limit)
 
 
@@ -272,12 +272,12 @@ def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit:
 
 
 def _zip_area(code: str) -> int:
-    """Returns the area of a US zip code (its first three digits), or `NOT_A_US_ZIP_CODE`."""
+    """Return the area of a US zip code (its first three digits), or `NOT_A_US_ZIP_CODE`."""
     return int(code[:3]) if code.isascii() and code[:5].isdigit() else NOT_A_US_ZIP_CODE
 
 
 def to_json(requests: GoldenRequests, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:
-    """Writes each request as the body of `POST /v1/models/{model}:rank`.
+    """Write each request as the body of `POST /v1/models/{model}:rank`.
 
     A candidate feature with one id for every candidate is a flat list, as the API allows. Occupations are strings, for
     which `vocabularies` are those of `films_vocabularies`.

@@ -73,12 +73,12 @@ class Films:
     def of_flags(
         cls, ids: Int64Array, titles: Sequence[str], flags: npt.NDArray[np.bool_], genre_names: tuple[str, ...]
     ) -> Films:
-        """Makes films of a matrix of genre flags, bool [F, genres]."""
+        """Make films of a matrix of genre flags, bool [F, genres]."""
         genre_ids = np.nonzero(flags)[1].astype(np.int64)
         return cls(ids, tuple(titles), offsets_of(flags.sum(axis=1)), genre_ids, genre_names)
 
     def genres_of(self, film: int) -> list[int]:
-        """Returns the genres of the film at a position."""
+        """Return the genres of the film at a position."""
         genres: list[int] = self.genre_ids[self.genre_offsets[film] : self.genre_offsets[film + 1]].tolist()
         return genres
 
@@ -97,14 +97,14 @@ class Interactions:
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> Int64Array:
-    """Returns int64 [B + 1], where each of the lists of lengths [B] begins in one flat array, and the end."""
+    """Return int64 [B + 1], where each of the lists of lengths [B] begins in one flat array, and the end."""
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Finds the elements of some lists, int64 [C], that lie in one flat array with `offsets` of `offsets_of`.
+    """Find the elements of some lists, int64 [C], that lie in one flat array with `offsets` of `offsets_of`.
 
     Returns:
         Lengths int64 [C] of the chosen lists, and int64 [lengths.sum()], the positions of their elements, list by list.
@@ -189,7 +189,7 @@ def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Gen
 
 
 def read_movielens(folder: str | Path) -> Interactions:
-    """Reads u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
+    """Read u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
 
     Raises:
         DatasetError: a file is missing, too large, empty or malformed; the message names file and line.
@@ -225,7 +225,7 @@ def read_movielens(folder: str | Path) -> Interactions:
 
 
 def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]]:
-    """Reads the columns of a file whose lines have these fields; empty lines are left out."""
+    """Read the columns of a file whose lines have these fields; empty lines are left out."""
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise DatasetError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")

@@ -105,7 +105,7 @@ class RequestBatches:
         self.num_requests = requests.num_requests
 
     def take(self, chosen: Int64Array) -> RowBatch:
-        """Returns the chosen requests, int64 [C], as a batch."""
+        """Return the chosen requests, int64 [C], as a batch."""
         counts, candidates = positions_in(self._offsets, chosen)
         bags = {}
         for name, side in self._sides.items():
@@ -136,19 +136,19 @@ class RankingNetwork(nn.Module):
 
     @classmethod
     def of(cls, trained: TrainedModel) -> Self:
-        """Makes a network with a trained model's numbers, to score with."""
+        """Make a network with a trained model's numbers, to score with."""
         network = cls(trained.spec)
         network.tables.load_state_dict({name: torch.from_numpy(rows) for name, rows in trained.tables.items()})
         network.ranking.load_state_dict(dict(trained.dense))
         return network.eval()
 
     def forward(self, batch: RowBatch) -> Tensor:
-        """Returns logits [N]."""
+        """Return logits [N]."""
         logits: Tensor = self.ranking(self.inputs(batch))
         return logits
 
     def inputs(self, batch: RowBatch) -> RankingInputs:
-        """Makes the ranking model's inputs."""
+        """Make the ranking model's inputs."""
         owner = batch.request_of_candidate
         pooled = []
         for name in self.shapes.features:
@@ -227,7 +227,7 @@ def train(
 
 
 def _make_some_unknown(spec: ModelSpec, batch: RowBatch) -> None:
-    """Gives some ids the default row, so that it learns what to expect of an id that nobody has seen."""
+    """Give some ids the default row, so that it learns what to expect of an id that nobody has seen."""
     for feature, (rows, _) in batch.bags.items():
         table = spec.table_of(feature)
         if isinstance(table.id_mapping, VocabularyMapping) and table.unknown_id == "default_row":

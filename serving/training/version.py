@@ -57,7 +57,7 @@ class Expectation:
 
 
 def read_interactions(movielens: Path | None, ratings: int, seed: int) -> Interactions:
-    """Reads MovieLens from a folder, or generates ratings. Raises DatasetError."""
+    """Read MovieLens from a folder, or generate ratings. Raises DatasetError."""
     return generate_interactions(ratings, seed=seed) if movielens is None else read_movielens(movielens)
 
 
@@ -98,7 +98,7 @@ def export_trained(
     metadata: Mapping[str, str] | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Writes the next version of a model into a store; returns the snapshot's folder.
+    """Write the next version of a model into a store; return the snapshot's folder.
 
     Its golden requests are the first of the test part with the scores of the float32 model, and the scores that a
     server gives may differ by as much as its coarsest row format needs.
@@ -136,7 +136,7 @@ def film_mean_scores(dataset: FilmsDataset, samples: Int64Array) -> Float32Array
 
 
 def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:
-    """Returns the share of pairs of a label above 0.5 and another in which the first scores higher; a tie counts half.
+    """Return the share of pairs of a label above 0.5 and another in which the first scores higher; a tie counts half.
 
     Raises:
         TrainingError: if a score is not finite, or one of the two classes is not there.

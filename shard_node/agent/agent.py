@@ -54,7 +54,7 @@ class Remembered:
         self.wanted: dict[str, WantedModel] = {}
 
     async def refresh(self) -> None:
-        """Reads what is wanted; writes back what is missing, or older than what is known. Raises RegistryError."""
+        """Read what is wanted; write back what is missing, or older than what is known. Raises RegistryError."""
         found = await self._fleet.wanted()
         for model, record in found.items():
             known = self.wanted.get(model)
@@ -132,18 +132,18 @@ class Actions(Protocol):
     """What an agent can have done. Everything runs on the agent's event loop and must not block it."""
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """Returns the versions that this process shall hold, the one to be staged first at the beginning.
+        """Return the versions that this process shall hold, the one to be staged first at the beginning.
 
         What is held and not named is retired: name what still answers requests, too.
         """
         ...
 
     def held(self) -> Collection[tuple[str, int]]:
-        """Returns (model, version) of all that is staged here in full and not withdrawn."""
+        """Return (model, version) of all that is staged here in full and not withdrawn."""
         ...
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads, checks and warms a version; it is held afterwards.
+        """Load, check and warm a version; it is held afterwards.
 
         Args:
             model: of the version.
@@ -158,7 +158,7 @@ class Actions(Protocol):
         ...
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Sets pointers and followers as far as versions are held; repeatable. True if all of `wanted` is in effect."""
+        """Set pointers and followers as far as versions are held; repeatable. True if all of `wanted` is in effect."""
         ...
 
     async def retire(self, model: str, version: int) -> None:
@@ -166,11 +166,11 @@ class Actions(Protocol):
         ...
 
     def reports(self) -> Sequence[VersionReport]:
-        """Reports each version that is held, in state `ready`."""
+        """Report each version that is held, in state `ready`."""
         ...
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
-        """Returns what is to be announced."""
+        """Return what is to be announced."""
         ...
 
 
@@ -243,7 +243,7 @@ class Agent:
         return self._remembered.wanted
 
     def problems(self) -> list[str]:
-        """What goes wrong now; empty if nothing does."""
+        """Return what goes wrong now; empty if nothing does."""
         return [f"{what}: {reason}" for what, reason in sorted(self._problems.items())]
 
     async def run(self) -> None:
@@ -262,7 +262,7 @@ class Agent:
             await self.close()
 
     async def round(self) -> None:
-        """Reads what is wanted, begins what is missing, sets pointers, withdraws, announces."""
+        """Read what is wanted, begin what is missing, set pointers, withdraw, announce."""
         await self._tried("registry", self._remembered.refresh())
         if not self._leaving:
             for wanted in self.wanted.values():
@@ -290,7 +290,7 @@ class Agent:
                 await self._tried("withdrawing", self._fleet.withdraw_node(self._node_id))
 
     async def close(self) -> None:
-        """Cancels stagings and waits until they have let go; what is being retired is waited for. Idempotent."""
+        """Cancel stagings and wait until they have let go; what is being retired is waited for. Idempotent."""
         await self._stagings.close()
         if tasks := [going.task for going in self._going.values() if going.task is not None]:
             await asyncio.wait(tasks)

@@ -108,7 +108,7 @@ class DeltaFollower:
             executor.shutdown(wait=False)
 
     def apply(self, entries: Sequence[StreamEntry]) -> None:
-        """Applies what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
+        """Apply what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
 
         Raises:
             DeltaGapError: the one that comes next is not there. Those before it are applied.
@@ -132,7 +132,7 @@ class DeltaFollower:
             self._position.applied(batch.sequence, batch.published_at, written, self._clock())
 
     def _check(self, batch: DeltaBatch, sequence: int) -> int:
-        """Returns the number of the table that it is for."""
+        """Return the number of the table that it is for."""
         if (batch.model, batch.delta_base) != (self._model, self._delta_base):
             raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
         if batch.sequence != sequence:
@@ -145,7 +145,7 @@ class DeltaFollower:
         return table
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
-        """Looks at the stream once. Returns the pause after it, in seconds."""
+        """Look at the stream once. Returns the pause after it, in seconds."""
         config = self._config
         try:
             if not await self._look_at_end():
@@ -173,7 +173,7 @@ class DeltaFollower:
         return (time.perf_counter() - began) * (1 / config.busy_share - 1)
 
     async def _look_at_end(self) -> bool:
-        """Compares, once in a while, where the stream begins and ends. False if it is not the one that was applied."""
+        """Compare, once in a while, where the stream begins and ends. False if it is not the one that was applied."""
         now = self._clock()
         if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.look_at_end_s:
             return True
@@ -216,7 +216,7 @@ async def catch_up(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     limit_s: float = CATCH_UP_LIMIT_S,
 ) -> None:
-    """Applies what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
+    """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
     What can't be applied, or not within `limit_s`, is logged and left to whoever follows the stream from then on: old
     rows are better than none.
@@ -288,7 +288,7 @@ class Followers:
         return "" if following is None else following.gap
 
     async def stop(self, model: str, version: int) -> None:
-        """Stops a follower, if there is one: nothing writes rows of the version any more afterwards."""
+        """Stop a follower, if there is one: nothing writes rows of the version any more afterwards."""
         following = self._following.get((model, version))
         if following is None:
             return
@@ -299,7 +299,7 @@ class Followers:
             del self._following[model, version]
 
     async def close(self) -> None:
-        """Stops all."""
+        """Stop all."""
         for model, version in list(self._following):
             await self.stop(model, version)
 

@@ -61,7 +61,7 @@ def stage_tables(
     pace: Pace | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
-    """Loads what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
+    """Load what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
 
     Nothing is taken on trust. Checked are: that it is the version that was published; sizes, headers, shapes and
     SHA-256 of its row files; that it has every table of its spec; that each row here decodes to finite values.
@@ -110,7 +110,7 @@ def stage_tables(
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:
-    """Makes the progress of `stage_tables` one number, 0 to 1: half of it is checking, half is loading."""
+    """Make the progress of `stage_tables` one number, 0 to 1: half of it is checking, half is loading."""
     begins = {"checking SHA-256": 0.0, "load": 0.5}
 
     def told(what: str, done: int, total: int) -> None:
@@ -147,7 +147,7 @@ class NodeConfig(Frozen):
 
 
 async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
-    """Makes sure that a node divides rows as its fleet does. Raises FleetMismatchError, RegistryUnavailableError."""
+    """Make sure that a node divides rows as its fleet does. Raises FleetMismatchError, RegistryUnavailableError."""
     there = await fleet.join_fleet(record)
     if there != record:
         raise FleetMismatchError(
@@ -192,7 +192,7 @@ class NodeActions:
         return set(self._held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Loads this shard's rows in a thread of its own; one that is followed catches up on deltas.
+        """Load this shard's rows in a thread of its own; one that is followed catches up on deltas.
 
         Raises as `stage_tables`.
         """
@@ -272,7 +272,7 @@ class NodeActions:
         )
 
     async def close(self) -> None:
-        """Stops all followers. Idempotent."""
+        """Stop all followers. Idempotent."""
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:

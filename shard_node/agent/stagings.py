@@ -90,7 +90,7 @@ class Stagings:
         self._attempts: dict[str, dict[int, _Attempt]] = {}
 
     def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
-        """Takes in which versions of a model are missing. Begins with the first that is due; ends what is not missing.
+        """Take in which versions of a model are missing. Begins with the first that is due; ends what is not missing.
 
         Args:
             wanted: what is wanted now.
@@ -120,7 +120,7 @@ class Stagings:
                 return
 
     def reports(self) -> Iterator[VersionReport]:
-        """Reports each version that is not held, but is to be."""
+        """Report each version that is not held, but is to be."""
         for model, attempts in self._attempts.items():
             for version, attempt in attempts.items():
                 yield VersionReport(
@@ -139,7 +139,7 @@ class Stagings:
                     attempt.state, attempt.due, attempt.reason = "waiting", self._clock(), "published anew"
 
     async def close(self) -> None:
-        """Cancels all and waits until they have let go."""
+        """Cancel all and wait until they have let go."""
         tasks = [one.task for attempts in self._attempts.values() for one in attempts.values() if one.task is not None]
         for task in tasks:
             task.cancel()
@@ -191,7 +191,7 @@ class Stagings:
 
     @contextlib.asynccontextmanager
     async def _place(self, model: str) -> AsyncIterator[None]:
-        """Keeps one of the fleet's places until the block ends. Raises StagingBusyError if all are taken."""
+        """Keep one of the fleet's places until the block ends. Raises StagingBusyError if all are taken."""
         registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
         owner = f"{self._owner}:{model}"
         numbers = list(range(self._config.fleet_limit))

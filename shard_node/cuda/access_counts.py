@@ -52,7 +52,7 @@ class _Sketch:
         self._shift = np.uint64(65 - self._lines.shape[1].bit_length())
 
     def add(self, table: Int64Array, rows: Int64Array, amount: int) -> None:
-        """Adds to rows, int64 [n], of tables, int64 [n]."""
+        """Add to rows, int64 [n], of tables, int64 [n]."""
         at = (rows % _LINE_ROWS).astype(np.uint64)
         for counters, line in zip(self.counters, self._hashes(_lines_of(table, rows // _LINE_ROWS)), strict=True):
             # By one index: `add.at` is several times slower by two.
@@ -189,7 +189,7 @@ class AccessCounts:
         return found
 
     def save(self, path: Path) -> None:
-        """Writes the rows that were seen, as `shardrank export --access-counts` reads them; whole or not at all.
+        """Write the rows that were seen, as `shardrank export --access-counts` reads them; whole or not at all.
 
         Raises:
             OSError: the file can't be written.
@@ -245,7 +245,7 @@ def _zeros(*shape: int) -> UInt32Array:
 
 
 def _seen(counts: RowCounts) -> tuple[UInt32Array, UInt32Array]:
-    """The rows, uint32 [n], whose counts, uint32 [n], are not 0."""
+    """Return the rows, uint32 [n], whose counts, uint32 [n], are not 0."""
     rows, seen = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
     for first in range(0, counts.shape[0], _PIECE_ROWS):
         piece = counts[first : first + _PIECE_ROWS]

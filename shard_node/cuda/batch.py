@@ -277,13 +277,13 @@ class BatchViews:
         self.extra: ByteArray = _view(array, layout.extra_at, layout.extra_bytes)
 
     def write_constant(self, runs: RunTable) -> None:
-        """Writes what never changes of the runs, and no bags. Once is enough, if `pack` is for the same runs."""
+        """Write what never changes of the runs, and no bags. Once is enough, if `pack` is for the same runs."""
         self.runs[:] = runs.constant
         for target in self.blocks:
             target[:, 0] = NO_RUN
 
     def pack(self, bags: KeyedBags, blocks: Blocks) -> None:
-        """Writes what changes from batch to batch. The batch is known to fit."""
+        """Write what changes from batch to batch. The batch is known to fit."""
         num_values, num_offsets = bags.num_values, bags.offsets.size
         np.copyto(self.values[:num_values], bags.values, casting="unsafe")
         np.copyto(self.offsets[:num_offsets], bags.offsets, casting="unsafe")
@@ -306,7 +306,7 @@ def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:
 
 
 def check_runs(layout: TableLayout, runs: OutputRuns, size: BatchSize) -> None:
-    """Checks that nothing of the largest batch is written outside the output.
+    """Check that nothing of the largest batch is written outside the output.
 
     Raises:
         InvalidBagsError: naming the array or the key, and what is allowed.
@@ -343,7 +343,7 @@ def _check_range(name: str, numbers: Int64Array, limit: int) -> None:
 
 
 def check_fits(bags: KeyedBags, size: BatchSize) -> None:
-    """Raises InvalidBagsError, with the numbers, for a batch that is larger than a size."""
+    """Raise InvalidBagsError, with the numbers, for a batch that is larger than a size."""
     if bags.num_values > size.num_values:
         raise InvalidBagsError(f"the batch has {bags.num_values} values, but there is room for {size.num_values}")
     over = bags.bags_per_key > size.bags_per_key
@@ -374,7 +374,7 @@ class RowChecks:
         self._shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables], np.int64)
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
-        """Checks a batch, as `TableLayout.check`, and that each row is on this node.
+        """Check a batch, as `TableLayout.check`, and that each row is on this node.
 
         Raises:
             InvalidBagsError: naming what is wrong, with table and row.

@@ -98,7 +98,7 @@ class CardEngine:
         return blocks
 
     def lane(self, card: int) -> Lane:
-        """Makes a lane of a card for a ranking replica, which closes it before the engine is closed."""
+        """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""
         return Lane(self._rows, card)
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
@@ -143,12 +143,12 @@ class CardEngine:
         return self._counters.read()
 
     def cards(self) -> CardsUse | None:
-        """What they are, and what they counted. Blocks for what it takes to read a few bytes."""
+        """Return what they are, and what they counted. Blocks for what it takes to read a few bytes."""
         cards = self.card_set.cards
         return CardsUse(cards.name, len(cards.cards), cards.peer_access, *self.counters())
 
     def close(self) -> None:
-        """Waits for the cards and frees everything. No call may be running, and no lane be in use. Idempotent."""
+        """Wait for the cards and free everything. No call may be running, and no lane be in use. Idempotent."""
         for reader in self._rows.order.readers():
             reader.stream.synchronize()
         self._free_buffers()
@@ -192,7 +192,7 @@ class CardCounters:
         self.memories: tuple[Memory, ...] = tuple(memories)
 
     def read(self) -> tuple[int, int]:
-        """Returns the sums over all cards. Blocks until a few bytes are read; after `free`, what was read last."""
+        """Return the sums over all cards. Blocks until a few bytes are read; after `free`, what was read last."""
         with self._lock:
             if self.memories:
                 for card, memory, stream in zip(self._cards, self.memories, self._streams, strict=True):
@@ -205,7 +205,7 @@ class CardCounters:
             return self._last
 
     def free(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Give the memory back. Idempotent."""
         with self._lock:
             self.memories = ()
             self._held.close()

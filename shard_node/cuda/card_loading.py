@@ -53,7 +53,7 @@ class TablesClaim:
         self.staging.give_back()
 
     def give_back(self) -> None:
-        """Ends all of it. Idempotent."""
+        """End all of it. Idempotent."""
         self.staging.give_back()
         self.ram.give_back()
         self.cards.give_back()
@@ -171,7 +171,7 @@ def _budget(card_set: CardSet, memory_budget_bytes: int | None) -> CardBudget:
 
 
 def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) -> Hotness:
-    """The snapshot's access counts if it has any, else what was observed, else tables by their lookups per byte.
+    """Return the snapshot's access counts if it has any, else what was observed, else tables by their lookups per byte.
 
     Not both: they were counted over other batches, and would not compare.
     """
@@ -227,7 +227,7 @@ class CardFill:
             raise
 
     def arena(self, arena: ArenaOnCards) -> None:
-        """Sends all places and rows of an arena's tables. They may still be on their way when it returns.
+        """Send all places and rows of an arena's tables. They may still be on their way when it returns.
 
         Raises:
             SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
@@ -236,13 +236,13 @@ class CardFill:
             self._table(arena, number)
 
     def finish(self) -> None:
-        """Waits until everything that was sent is in place."""
+        """Wait until everything that was sent is in place."""
         for stream in self._streams:
             stream.synchronize()
         self._tell()
 
     def close(self) -> None:
-        """Waits until no card works on anything of this, and frees the buffers. Idempotent."""
+        """Wait until no card works on anything of this, and free the buffers. Idempotent."""
         uploads, self._uploads = self._uploads, []
         try:
             for stream in self._streams:
@@ -335,7 +335,7 @@ class CardFill:
             upload.used(card)
 
     def _keepers(self, owner: int) -> Sequence[int]:
-        """The cards that write an owner's rows."""
+        """Return the cards that write an owner's rows."""
         if owner < self._num_cards:
             return (owner,)
         return range(self._num_cards) if owner == self._num_cards else (0,)
@@ -360,7 +360,7 @@ def _spans_of_buckets(table: TableSpec, files: TableFiles, index: int, buckets: 
 
 
 def _pieces(spans: Spans, num_rows: int) -> Iterator[Spans]:
-    """The spans, joined and cut so that each piece has at most num_rows rows."""
+    """Return the spans, joined and cut so that each piece has at most num_rows rows."""
     piece: Spans = []
     left = num_rows
     for first, end in spans:

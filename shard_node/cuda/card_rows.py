@@ -86,13 +86,13 @@ class ArenaOnCards:
             self._held = held.pop_all()
 
     def places_address(self, card: int, table: int, first_row: int = 0) -> int:
-        """Returns the address, on a card, of the place (uint32) of a row; those of its table's later rows follow."""
+        """Return the address, on a card, of the place (uint32) of a row; those of its table's later rows follow."""
         return int(self.params[card].places) + 4 * (int(self._first_place[table]) + first_row)
 
     def write(
         self, card: int, table: int, numbers: int, stored: int, num_rows: int, stream: Stream, *, writes_host: bool
     ) -> None:
-        """Puts on the stream: of these rows, write those that this card owns, its copies of hot ones, and pinned ones.
+        """Put on the stream: of these rows, write those that this card owns, its copies of hot ones, and pinned ones.
 
         Used by loading and by row updates. Rows of other owners are passed over, so all cards may be given all rows; of
         several cards that are, exactly one writes the pinned rows.
@@ -114,7 +114,7 @@ class ArenaOnCards:
         self._cards[card].launch(WRITE_KERNEL, grid, (self.params[card], params), stream)
 
     def free(self) -> None:
-        """Gives all memory back. Nothing that uses it may be under way. Idempotent."""
+        """Give all memory back. Nothing that uses it may be under way. Idempotent."""
         self._held.close()
 
     def _params(self, places: int, finders: int, rows: Sequence[int]) -> ArenaParams:
@@ -149,7 +149,7 @@ class ArenaOnCards:
 
 
 def finder_bytes(num_tables: int, num_cards: int) -> int:
-    """What an arena takes of each card beside rows and places: where each table's begin."""
+    """Return what an arena takes of each card beside rows and places: where each table's begin."""
     return num_tables * (ctypes.sizeof(TableParams) + 8 * (num_cards + 2))
 
 
@@ -181,14 +181,14 @@ class WriteOrder:
         self._last_write: CardEvent | None = None
 
     def reader(self, stream: Stream) -> Reader:
-        """Makes a reader, which writes wait for from now on."""
+        """Make a reader, which writes wait for from now on."""
         reader = Reader(stream)
         with self._readers_lock:
             self._readers[id(reader)] = reader
         return reader
 
     def forget(self, reader: Reader) -> None:
-        """Ends a reader; all that it has launched must be done. Idempotent."""
+        """End a reader; all that it has launched must be done. Idempotent."""
         with self._readers_lock:
             self._readers.pop(id(reader), None)
 
@@ -198,7 +198,7 @@ class WriteOrder:
             return tuple(self._readers.values())
 
     def read(self, reader: Reader, work: Callable[[], None]) -> None:
-        """Runs `work`, which puts lookups on the reader's stream: all of them before, or all after, any write."""
+        """Run `work`, which puts lookups on the reader's stream: all of them before, or all after, any write."""
         self._lock.begin_read()
         try:
             write = self._last_write
@@ -214,7 +214,7 @@ class WriteOrder:
             self._lock.end_read()
 
     def write(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which puts writes of rows on `streams`."""
+        """Run `work`, which puts writes of rows on `streams`."""
         self._lock.begin_write()
         try:
             head, *others = self.streams
@@ -253,7 +253,7 @@ class LookupCounts:
         self._lock = threading.Lock()
 
     def add(self, tables: Int64Array, bags: KeyedBags) -> None:
-        """Adds a checked batch, whose keys are tables [S], which may name a table twice."""
+        """Add a checked batch, whose keys are tables [S], which may name a table twice."""
         values_per_key = bags.values_per_key()
         with self._lock:
             np.add.at(self._counts, tables, values_per_key)

@@ -101,7 +101,7 @@ class CardSet:
 
     @classmethod
     def open(cls, device: str, num_cards: int, options: CardOptions | None = None) -> CardSet | None:
-        """Opens the cards that `device` chooses; None for the CPU. Raises as `DeviceChoice.parse` and `open_cards`."""
+        """Open the cards that `device` chooses; None for the CPU. Raises as `DeviceChoice.parse` and `open_cards`."""
         cards = open_cards(DeviceChoice.parse(device), num_cards)
         return None if cards is None else cls(cards, options)
 
@@ -118,7 +118,7 @@ class CardClaim:
         self.is_filling = False
 
     def give_back(self) -> None:
-        """Ends it. Idempotent."""
+        """End it. Idempotent."""
         self.is_filling = self.is_held = False
 
 
@@ -219,7 +219,7 @@ class DeviceChoice:
 
     @classmethod
     def parse(cls, text: str) -> DeviceChoice:
-        """Reads `cpu`, `auto`, `cuda`, `cuda:I` or `cuda:I,J,...`.
+        """Read `cpu`, `auto`, `cuda`, `cuda:I` or `cuda:I,J,...`.
 
         Raises:
             DeviceChoiceError: naming the text and what is allowed.
@@ -242,7 +242,7 @@ class DeviceChoice:
 
 
 def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: int) -> tuple[int, ...]:
-    """The device of every card.
+    """Return the device of every card.
 
     Named devices take the cards in turn, so that one may hold several (logical cards). Without names there is one
     card on each device, as many as asked for from device 0 on.
@@ -279,7 +279,7 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
 
 
 def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
-    """Opens the cards that were chosen; None for the CPU.
+    """Open the cards that were chosen; None for the CPU.
 
     Raises:
         CardsUnavailableError: if `cuda` was chosen and this process can't use a GPU.
@@ -304,7 +304,7 @@ def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | No
 
 
 def _shim() -> ModuleType:
-    """What opens cards: imported only when it is asked for, as it takes CuPy."""
+    """Return what opens cards: imported only when it is asked for, as it takes CuPy."""
     try:
         return importlib.import_module("shard_node.cuda.cupy_cards")
     except ImportError as error:

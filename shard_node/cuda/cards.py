@@ -29,7 +29,7 @@ class Memory(Protocol):
     size_bytes: int
 
     def free(self) -> None:
-        """Gives it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself."""
+        """Give it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself."""
 
 
 class PinnedMemory(Memory, Protocol):
@@ -62,7 +62,7 @@ class Stream(Protocol):
         """Blocks until all of it is done, without the interpreter lock."""
 
     def record(self) -> CardEvent:
-        """Returns the moment when all that was put on it is done."""
+        """Return the moment when all that was put on it is done."""
 
     def wait(self, event: CardEvent) -> None:
         """Has what comes after wait for the event, of any card."""
@@ -72,7 +72,7 @@ class Graph(Protocol):
     """Recorded work that is launched as one. It knows addresses, and keeps none of the memory that lies there."""
 
     def replay(self, stream: Stream) -> None:
-        """Puts it on the stream, which is the one it was captured on: graphs of one stream share torch's memory."""
+        """Put it on the stream, which is the one it was captured on: graphs of one stream share torch's memory."""
 
 
 class Card(Protocol):
@@ -93,40 +93,40 @@ class Card(Protocol):
         """Memory of the device."""
 
     def free_bytes(self) -> int:
-        """Returns what can still be allocated; logical cards of one device see the same."""
+        """Return what can still be allocated; logical cards of one device see the same."""
 
     def give_back_unused(self) -> None:
         """Frees what is only kept for later, of torch's memory on its device. May wait for the device."""
 
     def allocate(self, size_bytes: int) -> Memory:
-        """Raises MemoryBudgetError, with the numbers, if the device has not as much."""
+        """Raise MemoryBudgetError, with the numbers, if the device has not as much."""
 
     def stream(self, *, low_priority: bool = False) -> Stream:
-        """Makes one, which does not wait for the default stream; `low_priority` gives way to all that are not."""
+        """Make one, which does not wait for the default stream; `low_priority` gives way to all that are not."""
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
-        """Launches `grid` blocks of THREADS_PER_BLOCK threads, at least one. The structures are copied at once."""
+        """Launch `grid` blocks of THREADS_PER_BLOCK threads, at least one. The structures are copied at once."""
 
     def copy_to_card(self, target: int, source: PinnedMemory, first: int, size_bytes: int, stream: Stream) -> None:
-        """Copies source.array[first : first + size_bytes] to the address `target`."""
+        """Copy source.array[first : first + size_bytes] to the address `target`."""
 
     def copy_to_host(self, target: PinnedMemory, first: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Copies from the address `source` to target.array[first : first + size_bytes]."""
+        """Copy from the address `source` to target.array[first : first + size_bytes]."""
 
     def zero(self, target: int, size_bytes: int, stream: Stream) -> None:
-        """Fills bytes from the address `target` on with zeros."""
+        """Fill bytes from the address `target` on with zeros."""
 
     def tensor(self, memory: Memory, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a contiguous view of memory from byte `first` on; it does not keep the memory alive."""
+        """Return a contiguous view of memory from byte `first` on; it does not keep the memory alive."""
 
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Sends this thread's torch operations to the stream, within it.
+        """Send this thread's torch operations to the stream, within it.
 
         None may wait for the whole device (`torch.cuda.synchronize`) while a stream of it is captured anywhere.
         """
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        """Records what `work` puts on the stream, which must be no allocation of this class and no synchronisation.
+        """Record what `work` puts on the stream, which must be no allocation of this class and no synchronisation.
 
         `work` has run once outside before, so that nothing is compiled or chosen during the capture. Addresses and
         launch shapes are fixed by it; only what lies in memory may change between replays.
@@ -149,4 +149,4 @@ class Cards(Protocol):
         """What they are, for people: `8 x NVIDIA H100 80GB HBM3`."""
 
     def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
-        """Raises MemoryBudgetError if the host has not as much."""
+        """Raise MemoryBudgetError if the host has not as much."""

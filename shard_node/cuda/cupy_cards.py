@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def usable_devices() -> int:
-    """Returns how many devices this process sees, at least 1. Their compute capability is not looked at.
+    """Return how many devices this process sees, at least 1. Their compute capability is not looked at.
 
     Raises:
         CardsUnavailableError: naming what is missing.
@@ -79,7 +79,7 @@ def usable_devices() -> int:
 
 
 def open_cupy_cards(devices: Sequence[int]) -> Cards:
-    """Opens a card on each of these devices, which may be named several times: contexts, kernels, peer access.
+    """Open a card on each of these devices, which may be named several times: contexts, kernels, peer access.
 
     Raises:
         CardsUnavailableError: this process can't use a GPU, or one is too old.
@@ -274,7 +274,7 @@ class _Device:
         weakref.finalize(self, _destroy_spares, index, self.spare_events, self.spare_streams).atexit = False
 
     def current(self, action: str) -> _Current:
-        """A context within which the device is current; `action` is for the message of CardError."""
+        """Return a context within which the device is current; `action` is for the message of CardError."""
         return _Current(self.index, action)
 
     def allocate(self, size_bytes: int) -> _CupyMemory:
@@ -313,7 +313,7 @@ class _Device:
         return _CupyPinnedMemory(_free_pinned, self, address, size_bytes)
 
     def free_bytes(self) -> int:
-        """What torch's allocator keeps for later counts as used."""
+        """Return what torch's allocator keeps for later counts as used."""
         with self.current("asking for its memory"):
             return int(runtime.memGetInfo()[0])
 
@@ -327,7 +327,7 @@ class _Device:
 
 
 def _compiled(device: int) -> dict[str, Any]:
-    """The kernels for the current device: compiled, or taken from CuPy's cache on disk; objects with a CUfunction."""
+    """Compile the kernels for the current device, or take them from CuPy's cache on disk: objects with a CUfunction."""
     module = cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",), backend="nvrtc")
     try:
         return {name: module.get_function(name).kernel for name in _KERNELS}
@@ -359,7 +359,7 @@ class _CupyMemory:
         return not self._release.alive
 
     def free(self) -> None:
-        """Waits for the device, as cudaFree and cudaFreeHost do."""
+        """Wait for the device, as cudaFree and cudaFreeHost do."""
         self._release()
 
 
@@ -391,7 +391,7 @@ def _free_pinned(device: _Device, address: int, size_bytes: int) -> None:
 
 
 def _address_within(memory: Memory, first: int, size_bytes: int) -> int:
-    """The address of byte `first` of memory that has size_bytes from there on. Raises CardError if it has not."""
+    """Return the address of byte `first` of memory with size_bytes from there on. Raises CardError if it has not."""
     memory = _made_here(memory, _CupyMemory)
     if memory.freed or not 0 <= first <= first + size_bytes <= memory.size_bytes:
         state = "that was given back" if memory.freed else f"of {memory.size_bytes} bytes"
@@ -467,7 +467,7 @@ class _CupyStream:
         self._give_back.detach()
 
     def synchronize(self) -> None:
-        """Raises CardError if work on it failed."""
+        """Raise CardError if work on it failed."""
         with self._device.current("waiting for a stream"):
             runtime.streamSynchronize(self.pointer)
 
@@ -506,7 +506,7 @@ class _CupyGraph:
 
 
 def _capture(on: _CupyStream, work: Callable[[], None]) -> _CupyGraph:
-    """Records what `work` puts on the stream. There is one capture at a time in a process: others wait for it.
+    """Record what `work` puts on the stream. There is one capture at a time in a process: others wait for it.
 
     Raises:
         CardError: `work` did what can't be captured.

@@ -148,7 +148,7 @@ class WriteParams(ctypes.Structure):
 
 
 def pointers_to(params: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns what `cuLaunchKernel` takes: the addresses of the structures, which must live until it has returned."""
+    """Return what `cuLaunchKernel` takes: the addresses of the structures, which must live until it has returned."""
     return (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
 
 
@@ -159,27 +159,27 @@ def pointers_to(params: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.c_voi
 
 
 def owner_bits(num_cards: int) -> int:
-    """Returns how many low bits of a place say the owner: the smallest b with 2^b >= num_cards + 3."""
+    """Return how many low bits of a place say the owner: the smallest b with 2^b >= num_cards + 3."""
     return (num_cards + 2).bit_length()
 
 
 def max_slots(num_cards: int) -> int:
-    """Returns how many slots one table can have at one owner."""
+    """Return how many slots one table can have at one owner."""
     return (1 << (32 - owner_bits(num_cards))) - 1
 
 
 def hot_owner(num_cards: int) -> int:
-    """Returns the owner of rows that every card has a copy of."""
+    """Return the owner of rows that every card has a copy of."""
     return num_cards
 
 
 def pinned_owner(num_cards: int) -> int:
-    """Returns the owner of rows in the host's pinned memory."""
+    """Return the owner of rows in the host's pinned memory."""
     return num_cards + 1
 
 
 def encode_places(owners: npt.NDArray[np.integer], slots: npt.NDArray[np.integer], num_cards: int) -> UInt32Array:
-    """Returns places uint32 [n] of owners [n] and slots [n], both in range."""
+    """Return places uint32 [n] of owners [n] and slots [n], both in range."""
     places: UInt32Array = slots.astype(np.uint32)
     places <<= np.uint32(owner_bits(num_cards))
     places |= owners.astype(np.uint32)
@@ -187,14 +187,14 @@ def encode_places(owners: npt.NDArray[np.integer], slots: npt.NDArray[np.integer
 
 
 def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
-    """Returns the owner uint8 [n] of each place; num_cards + 2 for `NOT_HERE`."""
+    """Return the owner uint8 [n] of each place; num_cards + 2 for `NOT_HERE`."""
     owners = (places & np.uint32((1 << owner_bits(num_cards)) - 1)).astype(np.uint8)
     owners[places == NOT_HERE] = num_cards + 2
     return owners
 
 
 def slots_of(places: UInt32Array, num_cards: int) -> UInt32Array:
-    """Returns the slot uint32 [n] of each place that is not `NOT_HERE`."""
+    """Return the slot uint32 [n] of each place that is not `NOT_HERE`."""
     slots: UInt32Array = places >> np.uint32(owner_bits(num_cards))
     return slots
 
@@ -240,7 +240,7 @@ class RowFormat:
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, dtype: RowDtype, embedding_dim: int) -> Self:
-        """The format of rows of `embedding_dim` elements stored as `dtype`."""
+        """Return the format of rows of `embedding_dim` elements stored as `dtype`."""
         row_bytes = codec_for(dtype, embedding_dim).row_bytes
         tail_bytes = _TAIL_BYTES[dtype]
         code_bytes = row_bytes - tail_bytes
@@ -282,7 +282,7 @@ class RowFormat:
 
 
 def round_up(size: int, multiple: int = CHUNK_BYTES) -> int:
-    """Returns the next multiple, of 16 if nothing is said, from `size` on."""
+    """Return the next multiple, of 16 if nothing is said, from `size` on."""
     return -(-size // multiple) * multiple
 
 

@@ -50,7 +50,7 @@ class Lane:
         self._reader = rows.order.reader(self.stream)
 
     def prepare(self, runs: OutputRuns, size: BatchSize) -> Slot:
-        """Takes memory for batches up to a size.
+        """Take memory for batches up to a size.
 
         Args:
             runs: where the bags of each key go.
@@ -66,7 +66,7 @@ class Lane:
         return slot
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work`, in which lookups are put on the stream: `Slot.enqueue`, or a graph's replay.
+        """Run `work`, in which lookups are put on the stream: `Slot.enqueue`, or a graph's replay.
 
         All that one `work` looks up sees every row write whole or not at all. It holds row writes up only while it
         runs, not while the card does what it was told.
@@ -79,7 +79,7 @@ class Lane:
             self._reader.last_launch.synchronize()
 
     def launches(self, layout: BatchLayout, address: int, out: int, out_dtype: OutDtype) -> list[Launch]:
-        """Makes the launches, one for each arena with bags, that pool the batch at `address` into `out`."""
+        """Make the launches, one for each arena with bags, that pool the batch at `address` into `out`."""
         number, num_cards = self.card.number, len(self.rows.cards.cards)
         launches: list[Launch] = []
         for arena, shape, blocks_at, num_blocks in zip(
@@ -104,16 +104,16 @@ class Lane:
         return launches
 
     def put(self, launches: Sequence[Launch]) -> None:
-        """Puts launches on the stream."""
+        """Put launches on the stream."""
         for kernel, grid, params in launches:
             self.card.launch(kernel, grid, params, self.stream)
 
     def forget(self, slot: Slot) -> None:
-        """Called by `Slot.close`."""
+        """Take a slot back; called by `Slot.close`."""
         self._slots.discard(slot)
 
     def close(self) -> None:
-        """Waits for all that is on the stream, and gives back what the lane and its slots hold. Idempotent."""
+        """Wait for all that is on the stream, and give back what the lane and its slots hold. Idempotent."""
         self.stream.synchronize()
         for slot in tuple(self._slots):
             slot.close()
@@ -178,12 +178,12 @@ class Slot:
         self._lane.rows.lookups.add(tables, bags)
 
     def enqueue(self) -> None:
-        """Puts the copy up and the launches on the stream. Within `Lane.launch`, or while a graph is captured."""
+        """Put the copy up and the launches on the stream. Within `Lane.launch`, or while a graph is captured."""
         self._lane.card.copy_to_card(self.batch.address, self._pinned, 0, self._size_bytes, self._lane.stream)
         self._lane.put(self._launches)
 
     def close(self) -> None:
-        """Waits for the lane, and gives the memory back. Graphs that were captured of it end before. Idempotent."""
+        """Wait for the lane, and give the memory back. Graphs that were captured of it end before. Idempotent."""
         self._lane.stream.synchronize()
         self._lane.forget(self)
         for memory in (self.out, self.batch, self._pinned):
@@ -251,14 +251,14 @@ class HostPool:
             down.free()
 
     def close(self) -> None:
-        """Waits for the lane, and gives everything back. Idempotent."""
+        """Wait for the lane, and give everything back. Idempotent."""
         self._lane.close()
         self._upload.free()
         self._free_outputs()
 
 
 def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
-    """Runs that write one block [bags of the group, embedding_dim] for each group, all behind one another.
+    """Run that write one block [bags of the group, embedding_dim] for each group, all behind one another.
 
     Returns:
         The runs, and for each group the elements [first, end) of its block; blocks are aligned to 16 bytes.

@@ -49,7 +49,7 @@ class Placer:
         return places
 
     def pieces(self, table: int, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, UInt32Array]]:
-        """The same in row order, a piece at a time: (first row, uint32 [rows of the piece])."""
+        """Return the same in row order, a piece at a time: (first row, uint32 [rows of the piece])."""
         num_rows = self.plan.layout.tables[table].num_embeddings
         owner = self._only_owner(table)
         walk = None if owner is not None else _Walk(self.plan, table)
@@ -80,7 +80,7 @@ class Placer:
         return sizes
 
     def _only_owner(self, table: int) -> int | None:
-        """The owner that has all rows of a table, if there is one: its slots are then the row numbers."""
+        """Return the owner that has all rows of a table, if there is one: its slots are then the row numbers."""
         slots = self.plan.slots[table]
         owner = int(slots.argmax())
         return owner if int(slots[owner]) == self.plan.layout.tables[table].num_embeddings else None

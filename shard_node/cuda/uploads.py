@@ -19,7 +19,7 @@ NUM_UPLOADS = 2
 
 
 def capacity_for(size_bytes: int) -> int:
-    """Returns the power of two that a size is rounded up to, so that buffers grow a few times and then never again."""
+    """Return the power of two that a size is rounded up to, so that buffers grow a few times and then never again."""
     return max(SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length())
 
 
@@ -45,7 +45,7 @@ class Upload:
             self._allocate(capacity_bytes)
 
     def reserve(self, size_bytes: int) -> ByteArray:
-        """Waits, without the interpreter lock, until what was sent before has been used, and gives room for the next.
+        """Wait, without the interpreter lock, until what was sent before has been used, and give room for the next.
 
         Returns:
             uint8 [size_bytes], pinned.
@@ -61,7 +61,7 @@ class Upload:
         return pinned.array[:size_bytes]
 
     def send(self, number: int, first: int, size_bytes: int, target: int | None = None) -> int:
-        """Sends bytes of what was reserved to a card, on its stream.
+        """Send bytes of what was reserved to a card, on its stream.
 
         Args:
             number: of the card, among those of this.
@@ -86,7 +86,7 @@ class Upload:
         self._events.append(self._on[number][1].record())
 
     def free(self) -> None:
-        """Waits, and gives the memory back. Idempotent."""
+        """Wait, and give the memory back. Idempotent."""
         self._wait()
         self._release()
 
@@ -152,7 +152,7 @@ class RowWriter:
         return rows.size
 
     def free(self) -> None:
-        """Waits for what is under way, and gives the buffers back. Idempotent."""
+        """Wait for what is under way, and give the buffers back. Idempotent."""
         uploads, self._uploads = self._uploads, []
         for upload in uploads:
             upload.free()

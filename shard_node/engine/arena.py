@@ -68,7 +68,7 @@ class Arena:
         self._rows = tensor
 
     def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
-        """Sums the rows of each bag, float32 [b, embedding_dim].
+        """Sum the rows of each bag, float32 [b, embedding_dim].
 
         Args:
             slots: int64 [n], positions in this arena; the caller has checked them.
@@ -99,11 +99,11 @@ class Arena:
                 edge[slots] = edge[slots]
 
     def write(self, slots: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
-        """Replaces the rows at int64 [n] slots by uint8 [n, row_bytes], contiguous. Nobody may pool meanwhile."""
+        """Replace the rows at int64 [n] slots by uint8 [n, row_bytes], contiguous. Nobody may pool meanwhile."""
         self._items[slots] = stored.view(self._items.dtype).reshape(-1)
 
     def free(self) -> None:
-        """Gives the rows' memory back, a piece at a time and without the interpreter lock. Nobody may need them."""
+        """Give the rows' memory back, a piece at a time and without the interpreter lock. Nobody may need them."""
         if self.tier == "ram" and self._bytes.nbytes >= HUGE_PAGE_BYTES:
             give_back(self._bytes)
 
@@ -235,7 +235,7 @@ class Placement:
         return bool(self._whole[first_table:end_table].all())
 
     def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """Finds the slots (int64 [n]) of rows whose tables lie whole in their group's arena."""
+        """Find the slots (int64 [n]) of rows whose tables lie whole in their group's arena."""
         if self._whole_tables_begin_at_0:
             return bags.values
         base = self._whole_base[bags.keys]
@@ -244,7 +244,7 @@ class Placement:
         return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
 
     def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
-        """Finds each row's arena (uint16 [n]) and slot (int64 [n]). Raises InvalidBagsError if it is not here."""
+        """Find each row's arena (uint16 [n]) and slot (int64 [n]). Raises InvalidBagsError if it is not here."""
         rows = bags.values
         cell = self._cells(bags, values_per_key)
         arena = self._cell_arena.take(cell)
@@ -256,7 +256,7 @@ class Placement:
         return arena, slots
 
     def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """Finds the slots as `locate`, where one arena has all rows that these tables have here."""
+        """Find the slots as `locate`, where one arena has all rows that these tables have here."""
         slots = self._base_or_far.take(self._cells(bags, values_per_key))
         slots += bags.values >> self._per_value(self._slot_shift, bags, values_per_key)
         if slots.size and np.minimum.reduce(slots) < 0:
@@ -279,7 +279,7 @@ class Placement:
         return InvalidBagsError(f"row {int(bags.values[position])} of table {table!r} is not on this node")
 
     def locate_rows(self, table: int, rows: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
-        """Finds the arena (uint16 [n], `NOT_HERE` for another node's) and slot (int64 [n]) of rows of one table."""
+        """Find the arena (uint16 [n], `NOT_HERE` for another node's) and slot (int64 [n]) of rows of one table."""
         cell = (rows >> self._bucket_shift[table]) & 255
         if self._file_shift[table] < NO_FILES_SHIFT:
             cell += (rows >> self._file_shift[table]) << 8

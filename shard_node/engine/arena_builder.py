@@ -129,7 +129,7 @@ class ArenaBuilder:
         return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts - (np.arange(NUM_BUCKETS, dtype=np.int64) << shift))
 
     def _copy_in_row_order(self, table: TableSpec, target: ByteArray) -> None:
-        """Copies a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ..."""
+        """Copy a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ..."""
         rows_per_file = self._files[table.name].rows_per_file
         for run in self._runs(table, range(NUM_BUCKETS)):
             part = target[run.file * rows_per_file :][: run.source.shape[0]]
@@ -165,7 +165,7 @@ class ArenaBuilder:
         return TablePlace(file_shift, shift, slot_shift, arena.reshape(-1), base.reshape(-1))
 
     def _bring_in(self, table: TableSpec, index: int, source: ByteArray, here: list[int]) -> None:
-        """Checks rows that stay in a mapped file, and brings their pages into memory, as far as that holds them."""
+        """Check rows that stay in a mapped file, and bring their pages into memory, as far as that holds them."""
         files = self._files[table.name]
         for first, end in runs_of(here):
             begin = bucket_start_in_file(table, files.rows_per_file, index, first)
@@ -181,7 +181,7 @@ class ArenaBuilder:
                 self._progress("bring in mapped rows", self._populated_bytes, self._mapped_bytes)
 
     def _runs(self, table: TableSpec, here: Iterable[int]) -> Iterator[_Run]:
-        """The buckets' runs of each row file; a small file is checked at once, as its runs are too short for that."""
+        """Find the buckets' runs of each row file; a small file is checked at once: its runs are too short."""
         files = self._files[table.name]
         for index in range(len(files.rows)):
             source = self._snapshot.rows_file(table.name, index)
@@ -216,7 +216,7 @@ class ArenaBuilder:
 
 
 def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
-    """Returns the layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
+    """Return the layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
     layout = TableLayout.of(snapshot.spec)
     if partition.card_of_bucket.shape[0] != len(layout.tables):
         raise InvalidBagsError(
@@ -226,7 +226,7 @@ def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
 
 
 def rows_of_buckets(table: TableSpec) -> Int64Array:
-    """Counts the rows of a table in each bucket, int64 [256]."""
+    """Count the rows of a table in each bucket, int64 [256]."""
     rows = table.num_embeddings
     buckets = np.arange(NUM_BUCKETS + 1, dtype=np.int64)
     if table.bucketing == "hash":
@@ -237,7 +237,7 @@ def rows_of_buckets(table: TableSpec) -> Int64Array:
 
 
 def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> SnapshotCorruptError:
-    """Makes the error that says which row, in which file, decodes to NaN or inf."""
+    """Make the error that says which row, in which file, decode to NaN or inf."""
     return SnapshotCorruptError(f"{snapshot.path / entry.path}: table {table!r}, row {row}: decodes to NaN or inf")
 
 
@@ -248,7 +248,7 @@ def _pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def runs_of(buckets: list[int]) -> Iterator[tuple[int, int]]:
-    """Gives ascending numbers as [first, end) of what follows one another."""
+    """Give ascending numbers as [first, end) of what follows one another."""
     edges = np.flatnonzero(np.diff(buckets) != 1) + 1 if buckets else np.zeros(0, np.int64)
     for part in np.split(np.array(buckets, np.int64), edges):
         if part.size:

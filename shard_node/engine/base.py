@@ -60,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
-        """Sums the rows of each bag. Keys are tables, values are rows that this engine holds.
+        """Sum the rows of each bag. Keys are tables, values are rows that this engine holds.
 
         Returns:
             One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
-        """Replaces rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
+        """Replace rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
 
         Pooling waits for it, so hand over as few rows as can be copied in a millisecond.
 
@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def cards(self) -> CardsUse | None:
-        """The cards that its rows lie on; None if it pools on the CPU."""
+        """Return the cards that its rows lie on; None if it pools on the CPU."""
         ...
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ class CpuEngine:
         )
 
     def cards(self) -> CardsUse | None:
-        """Returns None: it pools on the CPU."""
+        """Return None: it pools on the CPU."""
         return None
 
     def close(self) -> None:

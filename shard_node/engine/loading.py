@@ -25,7 +25,7 @@ class PreparedLoad(Protocol):
         ...
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """Loads, once. Raises SnapshotCorruptError.
+        """Load, once. Raises SnapshotCorruptError.
 
         `claim` is what `take` gave; it belongs to the tables, and is given back if there will be none.
         """
@@ -70,7 +70,7 @@ def prepare_load(
     card_set: CardSet | None = None,
     observed: ObservedCounts | None = None,
 ) -> PreparedLoad:
-    """Prepares the load of a partition, onto cards if there are any.
+    """Prepare the load of a partition, onto cards if there are any.
 
     Args:
         snapshot: the opened snapshot.
@@ -102,7 +102,7 @@ def load_tables(
     card_set: CardSet | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
-    """Loads a partition, as `prepare_load` and `PreparedLoad` say, with nobody else taking memory."""
+    """Load a partition, as `prepare_load` and `PreparedLoad` say, with nobody else taking memory."""
     load = prepare_load(snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set)
     return load.run(load.take(RowMemory()), progress)
 

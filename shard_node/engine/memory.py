@@ -78,7 +78,7 @@ class Claim(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Ends it. Idempotent."""
+        """End it. Idempotent."""
         ...
 
 

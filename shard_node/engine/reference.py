@@ -93,5 +93,5 @@ class ReferenceEngine:
         return None
 
     def close(self) -> None:
-        """Drops the tables."""
+        """Drop the tables."""
         self._tables = []

@@ -144,7 +144,7 @@ class CardPlan:
         return int(self.slots[:, self.num_cards + 1] @ self.strides)
 
     def bytes(self, card: int) -> CardBytes:
-        """What one card holds."""
+        """Return what one card holds."""
         hot, own = self.slots[:, self.num_cards], self.slots[:, card]
         return CardBytes(int(hot @ self.strides), int(own @ self.strides), self.places_bytes)
 
@@ -215,7 +215,7 @@ class _Filling:
         return within
 
     def _give(self, tier: int, taken: Int64Array) -> int:
-        """Moves rows, int64 [entries, cards], to a tier; tells their bytes."""
+        """Move rows, int64 [entries, cards], to a tier; tell their bytes."""
         np.add.at(self._tiers[:, :, tier], self._table, taken)
         self._left -= taken
         return int(taken.sum(axis=1) @ self._stride)

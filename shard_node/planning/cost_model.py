@@ -52,7 +52,7 @@ class Link(Frozen):
     latency_us: float = Field(ge=0)
 
     def copied_bytes(self, size_bytes: float) -> float:
-        """What a copy of so many bytes in one piece takes on the line."""
+        """Return what a copy of so many bytes in one piece takes on the line."""
         return size_bytes * (1 + self.header_bytes / self.packet_bytes)
 
 
@@ -137,7 +137,7 @@ class BagLoad(NamedTuple):
 
 
 def table_sizes(num_rows: int, embedding_dim: int, dtype: RowDtype) -> TableSizes:
-    """What so many rows take."""
+    """Return what so many rows take."""
     one = RowFormat.of(dtype, embedding_dim)
     return TableSizes(
         num_rows * one.code_bytes, num_rows * one.row_bytes, num_rows * one.stride, num_rows * PLACE_BYTES
@@ -324,7 +324,7 @@ class BatchTime(Frozen):
 
 
 def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
-    """The time that traffic takes on a system.
+    """Return the time that traffic takes on a system.
 
     A card's memory serves its own batch and, with all cards busy, what its peers read of it. A link's two directions
     are separate, so the busier of them counts. The host's memory is shared by all cards.

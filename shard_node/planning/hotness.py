@@ -47,7 +47,7 @@ class RowCounts(Protocol):
         """uint32."""
 
     def __getitem__(self, rows: slice, /) -> UInt32Array:
-        """Returns uint32 [n], of a slice with step 1."""
+        """Return uint32 [n], of a slice with step 1."""
 
 
 ObservedCounts: TypeAlias = Mapping[str, RowCounts]
@@ -171,7 +171,7 @@ class Hotness:
     zipf: float = 0.0
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
-        """Returns the levels of each table, in layout order.
+        """Return the levels of each table, in layout order.
 
         Raises:
             InvalidBagsError: counts of another dtype or shape, or a number that is negative or not finite.
@@ -200,7 +200,7 @@ class Hotness:
 
 
 def power_law_sums(ranks: Int64Array, exponent: float) -> Float64Array:
-    """Sums of k ** -exponent over k = 1 .. r, for each r of `ranks`, int64 [n] and not negative: float64 [n].
+    """Sum of k ** -exponent over k = 1 .. r, for each r of `ranks`, int64 [n] and not negative: float64 [n].
 
     The first 4,096 terms are added; beyond them the sum is the integral between half ranks (the midpoint rule), which
     is within 1e-8 of each term's share.
@@ -226,7 +226,7 @@ def _rank_edges(num_rows: int) -> Int64Array:
 
 
 def _count_of_key(keys: Int64Array) -> Float64Array:
-    """The mean of the whole numbers that share a key: float64 [n]; 0 for key 0."""
+    """Return the mean of the whole numbers that share a key: float64 [n]; 0 for key 0."""
     bits = ((keys + (_KEY_OF_ONE - 1)) << _DROPPED_BITS).astype(np.uint32)
     next_bits = ((keys + _KEY_OF_ONE) << _DROPPED_BITS).astype(np.uint32)
     low, high = bits.view(np.float32).astype(np.float64), next_bits.view(np.float32).astype(np.float64)

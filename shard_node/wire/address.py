@@ -40,7 +40,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Reads `tcp://host:port`, `host:port`, `unix:/path` or `unix:///path`; an IPv6 host stands in brackets.
+        """Read `tcp://host:port`, `host:port`, `unix:/path` or `unix:///path`; an IPv6 host stands in brackets.
 
         Raises:
             AddressError: naming the text and what is allowed.
@@ -110,7 +110,7 @@ class Listener:
             self._watch(sock)
 
     def close(self) -> None:
-        """Stops accepting, ends handshakes, and removes the socket's file. Connections stay. Idempotent."""
+        """Stop accepting, end handshakes, and remove the socket's file. Connections stay. Idempotent."""
         sockets, self._sockets = self._sockets, ()
         for sock in sockets:
             self._loop.remove_reader(sock)
@@ -205,7 +205,7 @@ def _bind_unix(address: Address) -> socket.socket:
 
 
 def _remove_stale(address: Address) -> None:
-    """Removes the socket's file that a process which died has left; refuses one that somebody listens on."""
+    """Remove the socket's file that a process which died has left; refuse one that somebody listens on."""
     try:
         mode = os.lstat(address.path).st_mode
     except FileNotFoundError:

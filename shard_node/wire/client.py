@@ -93,12 +93,12 @@ class ClientConnection(FrameConnection):
         return self.is_open and not self._is_going_away
 
     def next_request_id(self) -> int:
-        """A number for the next request."""
+        """Return a number for the next request."""
         self._last_request_id += 1
         return self._last_request_id
 
     async def writable(self, timeout_s: float) -> None:
-        """Waits until the node has read enough of what was sent before. Raises DeadlineExceededError."""
+        """Wait until the node has read enough of what was sent before. Raises DeadlineExceededError."""
         if self._writable is None:
             return
         done, _ = await asyncio.wait({self._writable}, timeout=max(timeout_s, 0.0))
@@ -106,7 +106,7 @@ class ClientConnection(FrameConnection):
             raise DeadlineExceededError(f"{self._address}: deadline passed before the request could be sent")
 
     async def exchange(self, request_id: int, buffers: Sequence[Buffer], timeout_s: float) -> Frame:
-        """Sends a request and waits for its answer. Raises DeadlineExceededError, NodeUnavailableError."""
+        """Send a request and wait for its answer. Raises DeadlineExceededError, NodeUnavailableError."""
         answer: asyncio.Future[Frame] = self._loop.create_future()
         self._waiting[request_id] = answer
         timer = self._loop.call_later(timeout_s, self._expire, request_id)
@@ -120,7 +120,7 @@ class ClientConnection(FrameConnection):
             self._close_if_done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sets the socket up."""
+        """Set the socket up."""
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -147,7 +147,7 @@ class ClientConnection(FrameConnection):
             self.stream_broken(WireError(f"frame type {frame.header.frame_type} without a request id"), 0)
 
     def stream_broken(self, error: WireError, request_id: int) -> None:
-        """Ends the connection: an answer that is too long fails its own request, everything else fails all."""
+        """End the connection: an answer that is too long fails its own request, everything else fails all."""
         logger.warning("closing the connection to %s: %s", self._address, error)
         answer = self._waiting.get(request_id)
         if isinstance(error, FrameTooLargeError) and answer is not None and not answer.done():
@@ -271,7 +271,7 @@ class ShardClient:
         return blocks
 
     async def info(self) -> NodeInfo:
-        """What the node serves. Raises as `pool`."""
+        """Return what the node serves. Raises as `pool`."""
         deadline = self._clock() + self._limits.info_timeout_ms / 1e3
         frame = await self._ask(lambda request_id, _: encode_info(request_id), FrameType.INFO_ANSWER, deadline)
         try:
@@ -333,7 +333,7 @@ class ShardClient:
         return connection if connection is not None and connection.is_usable else None
 
     async def _connect(self, timeout_s: float) -> ClientConnection:
-        """Waits for the connection if it is being made for the first time since it last worked."""
+        """Wait for the connection if it is being made for the first time since it last worked."""
         if self._connecting is None and self._connection is None:
             self._start()
         try:
@@ -348,7 +348,7 @@ class ShardClient:
         return connection
 
     def _undecided(self) -> asyncio.Future[None] | None:
-        """What has to end before it is known whether there is a connection."""
+        """Return what has to end before it is known whether there is a connection."""
         if self._connection is not None and not self._connection.is_usable:
             return self._connection.closed
         return self._first_attempt
@@ -378,7 +378,7 @@ class ShardClient:
             self._end_first_attempt()
 
     async def _attempt(self) -> ClientConnection | None:
-        """Makes one attempt; None and the reason in `_failure` if it fails."""
+        """Make one attempt; None and the reason in `_failure` if it fails."""
         loop = asyncio.get_running_loop()
         made: ClientConnection | None = None
         connection: ClientConnection | None = None
@@ -420,7 +420,7 @@ class ShardClient:
         return None
 
     def _going_away(self, connection: ClientConnection) -> None:
-        """The node drains: the connection lives until its answers are there, but takes no new requests."""
+        """Keep the connection of a node that drains until its answers are there, for no new requests."""
         if self._connection is connection:
             self._connection = None
             self._note_failure("the node is draining")

@@ -37,15 +37,15 @@ class FrameConnection(asyncio.BufferedProtocol):
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
     def frame_received(self, frame: Frame) -> None:
-        """Handles a whole frame."""
+        """Handle a whole frame."""
         raise NotImplementedError
 
     def stream_broken(self, error: WireError, request_id: int) -> None:
-        """Handles a stream that can't be followed any more; `request_id` is 0 if it could not be read."""
+        """Handle a stream that can't be followed any more; `request_id` is 0 if it could not be read."""
         raise NotImplementedError
 
     def connection_ended(self, error: Exception | None) -> None:
-        """Handles the end of the connection; called once."""
+        """Handle the end of the connection; called once."""
         raise NotImplementedError
 
     @property
@@ -65,14 +65,14 @@ class FrameConnection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing() and not self.is_discarding
 
     def send(self, buffers: Sequence[Buffer]) -> bool:
-        """Writes one frame; False if the connection is gone."""
+        """Write one frame; False if the connection is gone."""
         if self._transport is None or not self.is_open:
             return False
         self._transport.writelines(buffers)
         return True
 
     def refuse(self, buffers: Sequence[Buffer]) -> None:
-        """Writes one last frame, then throws away what still comes until the peer has closed or a second is over."""
+        """Write one last frame, then throw away what still comes until the peer has closed or a second is over."""
         if self._transport is None or not self.send(buffers):
             return
         self.is_discarding = True
@@ -84,23 +84,23 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Closes when what was written is out. Idempotent."""
+        """Close when what was written is out. Idempotent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Closes at once. Idempotent."""
+        """Close at once. Idempotent."""
         if self._transport is not None:
             self._transport.abort()
 
     def hold_reading(self) -> None:
-        """Takes no more frames, from this moment on, until `release_reading`."""
+        """Take no more frames, from this moment on, until `release_reading`."""
         if self._transport is not None and self.is_open and not self.is_reading_held:
             self.is_reading_held = True
             self._transport.pause_reading()
 
     def release_reading(self) -> None:
-        """Takes the frames that came before `hold_reading` stopped the reading, and reads on."""
+        """Take the frames that came before `hold_reading` stopped the reading, and read on."""
         if self._transport is None or not self.is_reading_held:
             return
         self.is_reading_held = False
@@ -122,7 +122,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             self.frame_received(frame)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sets the socket up."""
+        """Set the socket up."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(self._max_unsent_bytes, self._max_unsent_bytes // 4)
         sock = self._transport.get_extra_info("socket")
@@ -145,7 +145,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             self.take_frames()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The transport has closed."""
+        """Tell who waits that the transport has closed."""
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         self.connection_ended(exc)

@@ -74,7 +74,7 @@ def pack_header(frame_type: FrameType, request_id: int, body_bytes: int, budget_
 
 
 def unpack_header(data: memoryview) -> FrameHeader:
-    """Reads a header from the first 24 bytes. Raises WireError if they do not begin with the magic."""
+    """Read a header from the first 24 bytes. Raises WireError if they do not begin with the magic."""
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
         told = "; it is a TLS handshake, and this address speaks plain text" if magic[:2] == TLS_HANDSHAKE else ""
@@ -113,7 +113,7 @@ class FrameReceiver:
         return 0 if self._header is None else self._header.request_id
 
     def get_buffer(self) -> memoryview:
-        """Gives writable bytes for the next read; never empty once `next_frame` has given None."""
+        """Give writable bytes for the next read; never empty once `next_frame` has given None."""
         if self._header is not None:
             return self._body.data[self._body_filled :]
         if self._start:
@@ -124,18 +124,18 @@ class FrameReceiver:
         return self._chunk_view[self._end :]
 
     def get_discard_buffer(self) -> memoryview:
-        """Gives writable bytes for reads that nobody looks at; no frame may be taken afterwards."""
+        """Give writable bytes for reads that nobody looks at; no frame may be taken afterwards."""
         return self._chunk_view
 
     def received(self, num_bytes: int) -> None:
-        """Counts in what was read into the buffer that `get_buffer` gave last."""
+        """Count in what was read into the buffer that `get_buffer` gave last."""
         if self._header is not None:
             self._body_filled += num_bytes
         else:
             self._end += num_bytes
 
     def next_frame(self) -> Frame | None:
-        """Returns the next whole frame, or None until more bytes come.
+        """Return the next whole frame, or None until more bytes come.
 
         Raises:
             WireError: the header is not one, or is of another protocol version.

@@ -75,7 +75,7 @@ class PoolRequest:
     weights: Float32Array | None
 
     def bags(self) -> KeyedBags:
-        """Returns the bags, narrow arrays widened to int64 and the others as they lie; they are not checked."""
+        """Return the bags, narrow arrays widened to int64 and the others as they lie; they are not checked."""
         return KeyedBags(
             self.keys,
             self.bags_per_key.astype(np.int64, copy=False),
@@ -86,7 +86,7 @@ class PoolRequest:
 
 
 def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags) -> list[Buffer]:
-    """Encodes a POOL frame as buffers to be written one after the other.
+    """Encode a POOL frame as buffers to be written one after the other.
 
     They look into the bags: don't change those.
 
@@ -114,7 +114,7 @@ def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags:
 
 
 def decode_pool(frame: Frame) -> PoolRequest:
-    """Reads a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
+    """Read a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
     fields, arrays = _decode(frame.body, "POOL")
     if len(fields) < _POOL_FIELDS.size:
         raise WireError(f"POOL fields have {len(fields)} bytes, at least {_POOL_FIELDS.size} are needed")
@@ -137,12 +137,12 @@ def decode_pool(frame: Frame) -> PoolRequest:
 
 
 def encode_pooled(request_id: int, blocks: Sequence[Float32Array]) -> list[Buffer]:
-    """Encodes a POOLED frame: one block [rows, dim] per group. The buffers look into them: don't change those."""
+    """Encode a POOLED frame: one block [rows, dim] per group. The buffers look into them: don't change those."""
     return _encode(FrameType.POOLED, request_id, b"", [np.ascontiguousarray(block, _FLOAT32) for block in blocks])
 
 
 def decode_pooled(frame: Frame) -> list[Float32Array]:
-    """Reads the blocks of a POOLED frame, float32 [rows, dim] each, as views into the frame."""
+    """Read the blocks of a POOLED frame, float32 [rows, dim] each, as views into the frame."""
     fields, arrays = _decode(frame.body, "POOLED")
     if len(fields):
         raise WireError(f"POOLED fields have {len(fields)} bytes, none are allowed")
@@ -153,17 +153,17 @@ def decode_pooled(frame: Frame) -> list[Float32Array]:
 
 
 def encode_info(request_id: int) -> list[Buffer]:
-    """Encodes an INFO frame: asks what the node serves."""
+    """Encode an INFO frame: asks what the node serves."""
     return [pack_header(FrameType.INFO, request_id, 0)]
 
 
 def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
-    """Encodes an INFO_ANSWER frame: `NodeInfo` as JSON."""
+    """Encode an INFO_ANSWER frame: `NodeInfo` as JSON."""
     return _encode(FrameType.INFO_ANSWER, request_id, info.model_dump_json().encode(), [])
 
 
 def decode_info_answer(frame: Frame) -> NodeInfo:
-    """Reads an INFO_ANSWER frame."""
+    """Read an INFO_ANSWER frame."""
     fields, arrays = _decode(frame.body, "INFO_ANSWER")
     if arrays:
         raise WireError(f"INFO_ANSWER num_arrays is {len(arrays)}, none are allowed")
@@ -174,12 +174,12 @@ def decode_info_answer(frame: Frame) -> NodeInfo:
 
 
 def encode_goaway() -> list[Buffer]:
-    """Encodes a GOAWAY frame: the node takes no new requests on this connection, and answers those in flight."""
+    """Encode a GOAWAY frame: the node takes no new requests on this connection, and answers those in flight."""
     return [pack_header(FrameType.GOAWAY, 0, 0)]
 
 
 def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
-    """Encodes an ERROR frame. A message of more than 4096 bytes is cut."""
+    """Encode an ERROR frame. A message of more than 4096 bytes is cut."""
     kind, grpc_status = error.kind.encode(), error.grpc_status.encode()
     message = str(error).encode(errors="replace")[:MAX_ERROR_MESSAGE_BYTES]
     fields = _ERROR_FIELDS.pack(error.http_status, len(kind), len(grpc_status), 0) + kind + grpc_status + message
@@ -187,7 +187,7 @@ def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
 
 
 def decode_error(frame: Frame) -> ShardNodeError:
-    """Reads the error that an ERROR frame carries, as the class of its kind.
+    """Read the error that an ERROR frame carries, as the class of its kind.
 
     A kind that this release does not know becomes a RemoteError that names the kind.
     """

@@ -102,7 +102,7 @@ class SpareTime:
         return self._saved_s > 0
 
     def spend(self, seconds: float) -> None:
-        """Counts what work took. It may be more than was left: then the next has to wait for longer."""
+        """Count what work took. It may be more than was left: then the next has to wait for longer."""
         self._saved_s -= seconds
 
 
@@ -152,7 +152,7 @@ class RequestHandler:
             answer(_failure(request_id, error))
 
     async def close(self) -> None:
-        """Waits for the pooling that has begun, and drops what has not. Idempotent."""
+        """Wait for the pooling that has begun, and drop what has not. Idempotent."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
 
     def _handle_pool(
@@ -196,7 +196,7 @@ class RequestHandler:
             future.add_done_callback(finished)
 
     def _admit(self, size_bytes: int) -> None:
-        """Counts a request that goes to a thread. Raises NodeOverloadedError."""
+        """Count a request that goes to a thread. Raises NodeOverloadedError."""
         limits = self._limits
         if self.in_flight >= limits.max_in_flight:
             raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {limits.max_in_flight} are taken")
@@ -236,7 +236,7 @@ class RequestHandler:
 
 
 def _failure(request_id: int, error: Exception) -> Answer:
-    """The ERROR frame for whatever was raised. What nobody raised on purpose is logged, and is a RemoteError."""
+    """Return the ERROR frame for whatever was raised. What nobody raised on purpose is logged, and is a RemoteError."""
     if isinstance(error, ShardrankError):
         return encode_error(request_id, error)
     logger.error("request %d failed", request_id, exc_info=error)
@@ -275,7 +275,7 @@ class ServerConnection(FrameConnection):
         self._server.opened(self)
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Takes frames, and starts the time limit of one that is not whole yet."""
+        """Take frames, and start the time limit of one that is not whole yet."""
         if self._receive_timer is None:
             self._frame_begun_at = self._clock()
         super().buffer_updated(nbytes)
@@ -297,13 +297,13 @@ class ServerConnection(FrameConnection):
         self.refuse(encode_error(request_id, error))
 
     def pause_writing(self) -> None:
-        """Takes nothing more from a peer that does not read."""
+        """Take nothing more from a peer that does not read."""
         self._stop_receive_timer()
         self.hold_reading()
         self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
 
     def resume_writing(self) -> None:
-        """Takes requests again."""
+        """Take requests again."""
         self._stop_send_timer()
         self._frame_begun_at = self._clock()
         self.release_reading()
@@ -388,7 +388,7 @@ class NodeServer:
         return len(self._connections)
 
     async def start(self, addresses: Sequence[Address]) -> None:
-        """Listens on every address, or on none. Raises AddressError."""
+        """Listen on every address, or on none. Raises AddressError."""
         try:
             for address in addresses:
                 self._listeners.append(await listen(address, self._make_connection, tls=self._tls))
@@ -397,7 +397,7 @@ class NodeServer:
             raise
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stops accepting, asks every peer to go elsewhere, and waits until all have their answers and are gone.
+        """Stop accepting, ask every peer to go elsewhere, and wait until all have their answers and are gone.
 
         Requests that cross the wire with the GOAWAY frame are still answered. Returns whether all connections ended
         within the time; `close` ends the others.
@@ -419,7 +419,7 @@ class NodeServer:
         return True
 
     async def close(self) -> None:
-        """Stops at once: connections are cut, what is being pooled is waited for and dropped. Idempotent."""
+        """Stop at once: connections are cut, what is being pooled is waited for and dropped. Idempotent."""
         self._is_draining = True
         self._stop_listening()
         ended = [connection.closed for connection in self._connections]
@@ -430,7 +430,7 @@ class NodeServer:
             await asyncio.wait(ended)
 
     def opened(self, connection: ServerConnection) -> None:
-        """Takes in a connection, or refuses it (called by it)."""
+        """Take in a connection, or refuse it (called by it)."""
         self._connections.add(connection)
         if len(self._connections) > self._limits.max_connections:
             error = NodeOverloadedError(f"at most {self._limits.max_connections} connections are taken")

@@ -120,7 +120,7 @@ class Refusals:
         self._lines = 0
 
     def add(self, address: str, error: TlsHandshakeError) -> None:
-        """Counts one; `address` is empty if it is not known."""
+        """Count one; `address` is empty if it is not known."""
         self.counts[error.kind] += 1
         now, source = self._clock(), (address, error.kind)
         if now - self._logged_at.get(source, -LOG_AGAIN_S) < LOG_AGAIN_S:
@@ -219,7 +219,7 @@ def server_context(
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
 ) -> ReloadingContext:
-    """A server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
+    """Return a server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
 
     The files are looked at no more often than every `interval_s`. Raises TlsConfigError, naming a file that can't be
     read or does not fit.
@@ -251,7 +251,7 @@ def client_context(
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
 ) -> ReloadingContext:
-    """A client's context, as `server_context`: servers are verified, their host names too."""
+    """Return a client's context, as `server_context`: servers are verified, their host names too."""
 
     def make() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -269,7 +269,7 @@ def client_context(
 
 
 def tls_error(error: ssl.SSLError) -> TlsHandshakeError:
-    """What a failed handshake, or the alert that ended a connection, means, as the class of its kind."""
+    """Return what a failed handshake, or the alert that ended a connection, means, as the class of its kind."""
     if isinstance(error, ssl.SSLCertVerificationError):
         expired = error.verify_code in _OUTSIDE_ITS_TIME
         kind = ExpiredCertificateError if expired else UntrustedCertificateError
@@ -289,7 +289,7 @@ def tls_error(error: ssl.SSLError) -> TlsHandshakeError:
 
 
 def connection_failure(error: BaseException) -> tuple[type[NodeUnavailableError], str]:
-    """What ended a connection, or kept it from being made: the class of the error for callers, and the reason."""
+    """Tell what ended a connection, or kept it from being made: the error's class for callers, and the reason."""
     if isinstance(error, ssl.SSLError):
         told = tls_error(error)
         return type(told), str(told)

@@ -89,13 +89,13 @@ def insert(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None
 
 
 def delete(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """A range goes."""
+    """Delete a range."""
     at = rng.randrange(len(data))
     del data[at : at + rng.randint(1, max(1, len(data) // 8))]
 
 
 def repeat(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """A range comes a few times."""
+    """Repeat a range a few times."""
     at = rng.randrange(len(data))
     data[at:at] = data[at : at + rng.randint(1, _MAX_REPEATED)] * rng.randint(1, 4)
 
@@ -107,12 +107,12 @@ def splice(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None
 
 
 def truncate(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Ends early."""
+    """End early."""
     del data[rng.randrange(len(data)) :]
 
 
 def lie(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """A number of one, two, four or eight bytes, which may be a length, becomes an edge."""
+    """Replace one, two, four or eight bytes, which may be a length, by an edge value."""
     size = rng.choice((1, 2, 4, 8))
     at = rng.randrange(len(data))
     value = rng.choice(EDGES) & (1 << 8 * size) - 1
@@ -120,13 +120,13 @@ def lie(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
 
 
 def lie_varint(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """A byte becomes a varint of up to ten bytes."""
+    """Replace a byte by a varint of up to ten bytes."""
     at = rng.randrange(len(data))
     data[at : at + 1] = b"\xff" * rng.randint(1, 10) + rng.choice((b"\x01", b"\x7f", b"\x00"))
 
 
 def lie_in_text(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """A number in digits becomes an edge, negative at times."""
+    """Replace a number in digits by an edge value, negative at times."""
     at = rng.randrange(len(data))
     if (found := _DIGITS.search(data, at)) is not None:
         data[found.start() : found.end()] = rng.choice((b"%d", b"-%d", b"%d.5", b"%de9")) % rng.choice(EDGES)
@@ -377,7 +377,7 @@ class FuzzTally(BaseModel):
 
 
 def small(shape: BenchShape) -> SyntheticWorkload:
-    """Requests of 1 to 3 candidates with 0 to 2 ids a bag."""
+    """Return requests of 1 to 3 candidates with 0 to 2 ids a bag."""
     return bench_workload(shape.model_copy(update={"candidates": "1-3:2"}), "mlp", 1)
 
 
@@ -423,7 +423,7 @@ def pool_frames(shape: BenchShape, model: str) -> list[bytes]:
 
 
 def channels(config: FuzzConfig) -> Callable[[], Channel]:
-    """Makes a channel for each new connection; all of them draw from the same mutators."""
+    """Make a channel for each new connection; all of them draw from the same mutators."""
     model, shape, surface = config.attack.model, config.shape, config.surface
     seed = f"{config.attack.seed} {surface}"
     if surface == "json":

@@ -39,18 +39,18 @@ STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def header(name: bytes, value: bytes, *, indexed: bool = False) -> bytes:
-    """A literal header, as it is; `indexed` asks the server to remember it."""
+    """Return a literal header, as it is; `indexed` asks the server to remember it."""
     first = b"\x40" if indexed else b"\x00"
     return first + encode_integer(len(name), 7) + name + encode_integer(len(value), 7) + value
 
 
 def block(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A header block of literals that nobody remembers."""
+    """Return a header block of literals that nobody remembers."""
     return b"".join(header(*pair) for pair in pairs)
 
 
 def call_headers(path: str, extra: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
-    """The header block of a gRPC call."""
+    """Return the header block of a gRPC call."""
     pairs = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -63,7 +63,7 @@ def call_headers(path: str, extra: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
 
 
 def message(body: bytes, *, compressed: bool = False) -> bytes:
-    """A gRPC message with its prefix of five bytes."""
+    """Return a gRPC message with its prefix of five bytes."""
     return struct.pack(">BI", compressed, len(body)) + body
 
 
@@ -119,13 +119,13 @@ class Http2Peer:
         self._block = b""
 
     def begin(self) -> bytes:
-        """The preface, with windows as large as they may be unless answers shall not be taken."""
+        """Return the preface, with windows as large as they may be unless answers shall not be taken."""
         if not self._opens_window:
             return PREFACE + settings({INITIAL_WINDOW_SIZE: 0})
         return PREFACE + settings({INITIAL_WINDOW_SIZE: MAX_WINDOW}) + window_update(0, MAX_WINDOW - DEFAULT_WINDOW)
 
     def open(self, *, watched: bool = True) -> int:
-        """The number of a new stream."""
+        """Return the number of a new stream."""
         self.last_stream += 2
         if watched:
             self.replies[self.last_stream] = Reply()
@@ -149,14 +149,14 @@ class Http2Peer:
         return min(self.window, self.stream_windows.get(stream, self.initial_window), DEFAULT_FRAME_SIZE)
 
     def data(self, stream: int, body: bytes | memoryview, *, last: bool) -> bytes:
-        """A DATA frame, counted against the windows."""
+        """Return a DATA frame, counted against the windows."""
         self.window -= len(body)
         if stream in self.stream_windows:
             self.stream_windows[stream] -= len(body)
         return frame(DATA, END_STREAM if last else 0, stream, bytes(body))
 
     def feed(self, data: bytes) -> None:
-        """Takes bytes of the server. Raises ValueError if they are not HTTP/2."""
+        """Take bytes of the server. Raises ValueError if they are not HTTP/2."""
         self._in += data
         while len(self._in) >= HEAD_BYTES:
             high, low, kind, flags, stream = FRAME_HEAD.unpack_from(self._in)

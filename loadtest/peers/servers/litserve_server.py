@@ -26,7 +26,7 @@ class LitServeRanking(litserve.LitAPI):
         return self._scorer.answers(bodies) if isinstance(bodies, list) else self._scorer.answer(bodies)
 
     def encode_response(self, output: bytes) -> Response:
-        """The scores."""
+        """Return the scores."""
         return Response(output, media_type="application/octet-stream")
 
 

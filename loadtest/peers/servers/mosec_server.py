@@ -23,7 +23,7 @@ class MosecRanking(Worker):
         return data
 
     def serialize(self, data: bytes) -> bytes:
-        """The scores are bytes already."""
+        """Return the scores are bytes already."""
         return data
 
     def forward(self, data: list[bytes] | bytes) -> list[bytes] | bytes:

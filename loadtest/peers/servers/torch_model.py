@@ -94,7 +94,7 @@ class Scorer:
 
 
 def arrays(body: bytes) -> Parts:
-    """A request's arrays, copied since torch wants memory that may be written.
+    """Return a request's arrays, copied since torch wants memory that may be written.
 
     Raises:
         ValueError: the body has another size than its header says.

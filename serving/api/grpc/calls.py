@@ -131,7 +131,7 @@ OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
 def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
-    """The header block that ends a call; `http_status` is None where it was sent before, `kind` "" without an error."""
+    """Encode the headers that end a call; `http_status` is None where it was sent before, `kind` "" for no error."""
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
         trailers.append((b"grpc-message", grpc_message(details).encode()))
@@ -214,7 +214,7 @@ class MessageReader:
 async def plain_message(
     flag: int, message: bytes, coding: str, max_bytes: int, spent: Callable[[float], object]
 ) -> bytes:
-    """A message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
+    """Return a message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
     if not flag:
         return message
     if flag > 1:
@@ -247,7 +247,7 @@ class GrpcMethod:
 def streamed(
     answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None
 ) -> GrpcMethod:
-    """A method that turns messages into messages, until the client, its deadline or the server's end ends the call."""
+    """Make a method that turns messages into messages, until the client, its deadline or the server's end ends it."""
 
     async def answer(call: GrpcCall) -> None:
         try:
@@ -276,7 +276,7 @@ class GrpcMethods:
     takes_streamed: bool = True
 
     def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
-        """The call of a new stream."""
+        """Return the call of a new stream."""
         return GrpcCall(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
@@ -390,7 +390,7 @@ class GrpcCall:
         return None if timeout_s is None else max(0.0, timeout_s - (self._connection.clock() - self._began))
 
     async def receive(self) -> bytes:
-        """The message of a call that has one. Raises ShardrankError if none comes in time, or it can't be read."""
+        """Await the message of a call. Raises ShardrankError if none comes in time, or it can't be read."""
         if not self._messages:
             timeout_s = self._methods.receive_timeout_s
             try:
@@ -463,7 +463,7 @@ class GrpcCall:
         self._connection.send(self._stream_id, b"", b"", block)
 
     async def _plain(self) -> bytes:
-        """The next message as it was before it was compressed, or the error that stands in its place."""
+        """Return the next message as it was before it was compressed, or the error that stands in its place."""
         if isinstance(self._messages[0], ShardrankError):
             # No variable of this frame may hold it.
             raise self._messages.popleft()  # type: ignore[misc]  # it is one

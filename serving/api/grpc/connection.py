@@ -151,7 +151,7 @@ class Connection:
             self.fail(error.with_traceback(None))
 
     def take(self) -> bytes:
-        """The bytes to send since the last time."""
+        """Return the bytes to send since the last time."""
         out, self._out = self._out, []
         return out[0] if len(out) == 1 else b"".join(out)
 

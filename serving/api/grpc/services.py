@@ -241,7 +241,7 @@ def reflection_methods() -> dict[bytes, GrpcMethod]:
 
 
 def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
-    """The same file in another package."""
+    """Return the same file in another package."""
     text = text_format.MessageToString(file).replace(file.package, package)
     moved = text_format.Parse(text, FileDescriptorProto())
     moved.name = f"{package.replace('.', '/')}/reflection.proto"
@@ -262,7 +262,7 @@ def _document(
     tell: Callable[[Call, _Read], bytes],
     scope: Scope | None = "describe",
 ) -> GrpcMethod:
-    """A method that tells what is known; without a scope it is a probe, which is answered under any load."""
+    """Return a method that tells what is known; without a scope it is a probe, which is answered under any load."""
 
     async def document(call: GrpcCall) -> bytes:
         with service.call(api, "model") as counted:

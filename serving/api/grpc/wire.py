@@ -127,18 +127,18 @@ class ConnectionLimits:
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """A frame."""
+    """Return a frame."""
     size = len(payload)
     return _pack_head(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
 
 
 def settings(values: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Return a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """The settings of a frame. Raises Http2Error for values that RFC 9113, section 6.5.2, does not allow."""
+    """Return the settings of a frame. Raises Http2Error for values that RFC 9113, section 6.5.2, does not allow."""
     if len(payload) % _SETTING.size:
         raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes; it must be a multiple of 6")
     found = list(_SETTING.iter_unpack(payload))
@@ -150,23 +150,23 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame; stream 0 is the connection."""
+    """Return a WINDOW_UPDATE frame; stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4, "big"))
 
 
 def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
-    """A RST_STREAM frame."""
+    """Return a RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big"))
 
 
 def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
-    """A GOAWAY frame: streams after the last one were not and will not be processed. A long message is cut."""
+    """Return a GOAWAY frame: streams after the last one were not and will not be processed. A long message is cut."""
     said = message.encode("utf-8", "replace")[:MAX_GOAWAY_BYTES]
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + said)
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """The payload of a HEADERS frame without padding and priority. Raises Http2Error if they do not fit in it."""
+    """Cut padding and priority from a HEADERS frame's payload. Raises Http2Error if they do not fit in it."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
@@ -207,7 +207,7 @@ def _entry(name: bytes, value: bytes) -> _Entry:
 
 
 def _problem(name: bytes, value: bytes) -> str | None:
-    """What is wrong with a header by itself. Looked at once for each literal, not each time the table names it."""
+    """Return what is wrong with a header by itself. Called for each literal, not each time the table names it."""
     if _NAME.fullmatch(name) is None:
         return f"the name of the header {_shown(name)} has a character that is not allowed"
     if _WRONG_IN_VALUE.search(value) is not None:
@@ -308,7 +308,7 @@ class HeaderDecoder:
 
 
 def _request_problem(headers: list[Header]) -> str | None:
-    """What makes a request with these headers malformed: proxies route by them too, so all must read them alike."""
+    """Return what makes a request's headers malformed: proxies route by them too, so all must read them alike."""
     seen: dict[bytes, bytes] = {}
     has_others = False
     for name, value in headers:
@@ -325,7 +325,7 @@ def _request_problem(headers: list[Header]) -> str | None:
 
 
 def header_block(headers: Iterable[Header], *, status: int | None) -> bytes:
-    """A block of literals that leaves the peer's table as it is, after `:status` if there is one."""
+    """Return a block of literals that leaves the peer's table as it is, after `:status` if there is one."""
     first = b""
     if status is not None:
         first = _STATUS_200 if status == 200 else _STATUS + _literal(str(status).encode())
@@ -333,7 +333,7 @@ def header_block(headers: Iterable[Header], *, status: int | None) -> bytes:
 
 
 def _integer(block: bytes, at: int, value: int) -> tuple[int, int]:
-    """The rest of an integer that its prefix could not hold (RFC 7541, section 5.1), and where it ends."""
+    """Return the rest of an integer that its prefix could not hold (RFC 7541, section 5.1), and where it ends."""
     shift = 0
     while True:
         digit = block[at]
