@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec as ModelSpec
     from loader.snapshot.manifest import TableSpec as TableSpec
     from loader.snapshot.manifest import VocabularyMapping as VocabularyMapping
+    from loader.snapshot.reader import Snapshot as Snapshot
     from loader.snapshot.reader import verify_snapshot as verify_snapshot
     from loader.snapshot.row_source import ArrayRows as ArrayRows
     from loader.snapshot.row_source import RowsFromBlocks as RowsFromBlocks
@@ -77,7 +78,7 @@ _NAMES = {
         "DenseInputs DenseModelSpec FeatureSpec HashMapping IdentityMapping ModelSpec TableSpec VocabularyMapping"
     ),
     "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows TensorRows",
-    "loader.snapshot.reader": "verify_snapshot",
+    "loader.snapshot.reader": "Snapshot verify_snapshot",
     "loader.snapshot.writer": "export_snapshot",
     "router.id_mapping": "hashed_rows",
     "serving.client.client": "AsyncClient Client RetryPolicy",
