@@ -55,3 +55,9 @@ def test_documents_import_from_the_public_module_only(page: Path):
 
 def test_importing_all_of_it_warns_of_nothing():
     run("import shardrank\nfor name in shardrank.__all__: getattr(shardrank, name)\nimport serving.cli", "-W", "error")
+
+
+def test_the_page_of_python_names_has_each_of_them():
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`(\w+)`", page) if not name.islower() or "_" in name}
+    assert named - {"http_status", "grpc_status"} == set(shardrank.__all__)
