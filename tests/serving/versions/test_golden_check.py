@@ -92,7 +92,6 @@ def load_with_changed_rows(model, dtype: str, applied_deltas: bool) -> ServedMod
         stored = codec_for("int8", 8).encode(np.full((FILMS, 8), 3.0, np.float32))
         tables.engine.write_rows(table, np.arange(FILMS, dtype=np.int64), stored)
         if applied_deltas:
-            tables.deltas.begin(snapshot.version, 0)
             tables.deltas.applied(1, 1.0, FILMS, 1.0)
     return ServedModel.load(snapshot, plan, local_shards([node]), dtype=dtype, on_close=node.close)
 
