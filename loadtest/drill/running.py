@@ -15,11 +15,12 @@ from pydantic import BaseModel, ValidationError
 from loader.progress import Progress
 from loader.snapshot.manifest import Frozen, schema_errors
 from loadtest.drill.errors import DrillError
-from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console
+from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console, table_of
 from serving.fleet.process import StopRequestedError, run_until_signalled
 
 INTERRUPTED = 130
 _UNIT = re.compile(r"_(ms|s|mb)(?:_|$)")
+_TEXT_CHARS = 9
 
 Config = TypeVar("Config", bound=Frozen)
 
@@ -90,7 +91,11 @@ def show_report(report: Report) -> None:
                 [*(str(key) for _ in keys), *(_cell(column, one[column]) for column in columns)]
                 for key, one in records.items()
             ]
-            print_table(name, [column.replace("_", "\n") for column in (*keys, *columns)], rows)
+            table = table_of(name, [column.replace("_", "\n") for column in (*keys, *columns)], rows, no_wrap=True)
+            for column, cells in zip(table.columns, zip(*rows, strict=True), strict=True):
+                # Long texts are cut, so that numbers are seen whole; `--json` has all of them.
+                column.max_width = _TEXT_CHARS if max(map(len, cells)) > 2 * _TEXT_CHARS else None
+            stdout_console().print(table)
     facts = {name: getattr(report, name) for name in type(report).model_fields}
     print_table("", ("", ""), [(name, _cell(name, value)) for name, value in facts.items() if _is_shown(value)])
 
