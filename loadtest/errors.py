@@ -5,105 +5,61 @@ from __future__ import annotations
 from loader.errors import ShardrankError
 
 
-class WorkloadError(ShardrankError):
+class WorkloadError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="workload"):
     """A workload, a distribution or an API that there is not. The message says what is allowed."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "workload"
 
-
-class PrepareError(WorkloadError):
+class PrepareError(WorkloadError, http_status=500, grpc_status="INTERNAL", kind="workload_prepare"):
     """A workload's snapshot that can't be written into a store."""
 
-    http_status = 500
-    grpc_status = "INTERNAL"
-    kind = "workload_prepare"
 
-
-class AnswerError(WorkloadError):
+class AnswerError(WorkloadError, http_status=500, grpc_status="INTERNAL", kind="workload_answer"):
     """An answer that arrived with success but holds no scores. The message says what is wrong with it."""
 
-    http_status = 500
-    grpc_status = "INTERNAL"
-    kind = "workload_answer"
 
-
-class LoadError(ShardrankError):
+class LoadError(ShardrankError, kind="load"):
     """A measurement can't be run to its end. Requests of an open loop that fail are no error but its result."""
 
-    kind = "load"
 
-
-class LoadConfigError(LoadError):
+class LoadConfigError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="load_config"):
     """A target, a rate, a workload or a file of marks that can't be used. The message names the option."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "load_config"
 
-
-class ResultFileError(LoadError):
+class ResultFileError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="load_result"):
     """A result's file that is not there, can't be read or written, or holds something else."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "load_result"
 
-
-class GeneratorError(LoadError):
+class GeneratorError(LoadError, kind="load_generator"):
     """A process of the measurement ended by itself, or did not answer in time."""
 
-    kind = "load_generator"
 
-
-class RequestFailedError(LoadError):
+class RequestFailedError(LoadError, kind="load_request"):
     """A request failed while a server was kept busy: its cost would be that of errors."""
 
-    kind = "load_request"
 
-
-class LateAnswerError(RequestFailedError):
+class LateAnswerError(RequestFailedError, kind="load_late"):
     """A request's deadline passed before it was answered: more is asked of the server than it can do in that time."""
 
-    kind = "load_late"
 
-
-class ServerFailedError(LoadError):
+class ServerFailedError(LoadError, kind="load_server"):
     """A measured server ended by itself, or was not ready in time. The message has the end of its log."""
 
-    kind = "load_server"
 
-
-class ScoresDifferError(LoadError):
+class ScoresDifferError(LoadError, kind="load_scores"):
     """A server's scores are not the expected ones. A figure of wrong answers says nothing."""
 
-    kind = "load_scores"
 
-
-class HostsError(LoadError):
+class HostsError(LoadError, kind="compare_hosts"):
     """A network namespace, or its link, can't be made or removed: not as this user, or not with this kernel."""
 
-    kind = "compare_hosts"
 
-
-class NoNetemError(HostsError):
+class NoNetemError(HostsError, http_status=501, grpc_status="UNIMPLEMENTED", kind="compare_netem"):
     """The kernel has no netem, so packets can't be delayed."""
 
-    http_status = 501
-    grpc_status = "UNIMPLEMENTED"
-    kind = "compare_netem"
 
-
-class CompareStoreError(LoadError):
+class CompareStoreError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="compare_store"):
     """A store's model has other tables or features than the workload's."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "compare_store"
 
-
-class PeerEnvironmentError(LoadError):
+class PeerEnvironmentError(LoadError, kind="peers_environment"):
     """A peer's virtual environment is not there, or pip could not make it."""
-
-    kind = "peers_environment"

@@ -9,171 +9,93 @@ class ShardNodeError(ShardrankError):
     """Something a shard node or its client refused or failed at."""
 
 
-class AddressError(ShardNodeError):
+class AddressError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="address"):
     """An address that can't be read, or that this process can't listen on."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "address"
 
-
-class InvalidBagsError(ShardNodeError):
+class InvalidBagsError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="invalid_bags"):
     """Flat arrays that do not describe bags, or a row number outside its table."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "invalid_bags"
 
-
-class TlsConfigError(ShardNodeError):
+class TlsConfigError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="tls_config"):
     """A certificate, key or CA that can't be read or does not fit. The message names the file."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "tls_config"
 
-
-class WireError(ShardNodeError):
+class WireError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="wire"):
     """A frame that breaks the protocol: bad magic, version, type, array header or length."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "wire"
 
-
-class FrameTooLargeError(WireError):
+class FrameTooLargeError(WireError, http_status=413, grpc_status="RESOURCE_EXHAUSTED", kind="frame_too_large"):
     """A frame longer than the configured limit, refused from its header before its body is read."""
 
-    http_status = 413
-    grpc_status = "RESOURCE_EXHAUSTED"
-    kind = "frame_too_large"
 
-
-class GenerationNotFoundError(ShardNodeError):
+class GenerationNotFoundError(ShardNodeError, http_status=404, grpc_status="NOT_FOUND", kind="generation_not_found"):
     """The model or version is not servable here."""
 
-    http_status = 404
-    grpc_status = "NOT_FOUND"
-    kind = "generation_not_found"
 
-
-class GenerationStateError(ShardNodeError):
+class GenerationStateError(ShardNodeError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="generation_state"):
     """A stage, flip or retire that the generation's state does not allow."""
 
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-    kind = "generation_state"
 
-
-class NodeUnavailableError(ShardNodeError):
+class NodeUnavailableError(ShardNodeError, http_status=503, grpc_status="UNAVAILABLE", kind="node_unavailable"):
     """No connection to the node, or it was lost before the answer came."""
 
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    kind = "node_unavailable"
 
-
-class TlsHandshakeError(NodeUnavailableError):
+class TlsHandshakeError(NodeUnavailableError, kind="tls_handshake"):
     """Two sides could not agree on a TLS connection. Whoever notices it raises it, or counts it under this kind."""
 
-    kind = "tls_handshake"
 
-
-class PlainTextError(TlsHandshakeError):
+class PlainTextError(TlsHandshakeError, kind="tls_plain_text"):
     """The other side does not speak TLS."""
 
-    kind = "tls_plain_text"
 
-
-class UntrustedCertificateError(TlsHandshakeError):
+class UntrustedCertificateError(TlsHandshakeError, kind="tls_untrusted_certificate"):
     """A certificate that none of the trusted CAs has issued, or that is for another host."""
 
-    kind = "tls_untrusted_certificate"
 
-
-class ExpiredCertificateError(TlsHandshakeError):
+class ExpiredCertificateError(TlsHandshakeError, kind="tls_expired_certificate"):
     """A certificate that is not valid any more, or not yet."""
 
-    kind = "tls_expired_certificate"
 
-
-class MissingCertificateError(TlsHandshakeError):
+class MissingCertificateError(TlsHandshakeError, kind="tls_missing_certificate"):
     """A client that shows no certificate to a server that asks for one."""
 
-    kind = "tls_missing_certificate"
 
-
-class NodeOverloadedError(ShardNodeError):
+class NodeOverloadedError(ShardNodeError, http_status=503, grpc_status="RESOURCE_EXHAUSTED", kind="node_overloaded"):
     """The node's queue is full; the request was not started."""
 
-    http_status = 503
-    grpc_status = "RESOURCE_EXHAUSTED"
-    kind = "node_overloaded"
 
-
-class StagingBusyError(ShardNodeError):
+class StagingBusyError(ShardNodeError, http_status=503, grpc_status="UNAVAILABLE", kind="staging_busy"):
     """As many of the fleet's processes stage a version as may at a time."""
 
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    kind = "staging_busy"
 
-
-class DeadlineExceededError(ShardNodeError):
+class DeadlineExceededError(ShardNodeError, http_status=504, grpc_status="DEADLINE_EXCEEDED", kind="deadline_exceeded"):
     """The deadline passed before the answer was complete."""
 
-    http_status = 504
-    grpc_status = "DEADLINE_EXCEEDED"
-    kind = "deadline_exceeded"
 
-
-class FleetMismatchError(ShardNodeError):
+class FleetMismatchError(ShardNodeError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="fleet_mismatch"):
     """A node whose number of shards, sharding or replicated bytes are not those of its fleet."""
 
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-    kind = "fleet_mismatch"
 
-
-class MemoryBudgetError(ShardNodeError):
+class MemoryBudgetError(ShardNodeError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="memory_budget"):
     """The rows do not fit the memory they were given. The message carries the numbers."""
 
-    http_status = 507
-    grpc_status = "RESOURCE_EXHAUSTED"
-    kind = "memory_budget"
 
-
-class PeerAccessError(ShardNodeError):
+class PeerAccessError(ShardNodeError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="peer_access"):
     """Cards that can't read each other's memory, where that is required."""
 
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-    kind = "peer_access"
 
-
-class DeviceChoiceError(ShardNodeError):
+class DeviceChoiceError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="device_choice"):
     """Devices that can't be read, that are not there, or that do not fit the number of cards."""
 
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "device_choice"
 
-
-class CardsUnavailableError(ShardNodeError):
+class CardsUnavailableError(ShardNodeError, http_status=503, grpc_status="UNAVAILABLE", kind="cards_unavailable"):
     """This process can't use a GPU. The message names what is missing and how to get it."""
 
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    kind = "cards_unavailable"
 
-
-class CardError(ShardNodeError):
+class CardError(ShardNodeError, kind="card"):
     """CUDA refused or failed at something. The message names the call, the device and CUDA's own error."""
 
-    kind = "card"
 
-
-class RemoteError(ShardNodeError):
+class RemoteError(ShardNodeError, kind="remote"):
     """The node failed while answering; its own message is carried."""
-
-    kind = "remote"

@@ -5,19 +5,13 @@ from __future__ import annotations
 from loader.errors import ShardrankError
 
 
-class DrillError(ShardrankError):
+class DrillError(ShardrankError, kind="drill"):
     """A drill can't be run to its end."""
 
-    kind = "drill"
 
-
-class LoadProcessError(DrillError):
+class LoadProcessError(DrillError, kind="drill_load"):
     """A process of the drill has ended by itself, or did not begin in time."""
 
-    kind = "drill_load"
 
-
-class RolloutTimeoutError(DrillError):
+class RolloutTimeoutError(DrillError, kind="drill_rollout_timeout"):
     """A rollout did not end in the time it was given. The message has its state and who lags."""
-
-    kind = "drill_rollout_timeout"
