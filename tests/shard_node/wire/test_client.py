@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 
 import numpy as np
@@ -23,9 +22,9 @@ from shard_node.wire.messages import encode_error, encode_info, encode_pooled
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.nodes import (
     MODEL,
-    NEVER_S,
+    SLOW_ROW,
     VERSION,
-    HookedEngine,
+    Gate,
     RawPeer,
     connected,
     film_bags,
@@ -34,32 +33,11 @@ from shardrank_testing.nodes import (
     on_every_loop,
     reference_engine,
     serving,
-    small_node,
+    soon,
     until,
 )
 
-SLOW_ROW = 42
 EXPECTED = reference_engine().pool(film_bags([7]))[1]
-
-
-def soon() -> float:
-    return time.monotonic() + NEVER_S
-
-
-class Gate:
-    """Holds pooling of SLOW_ROW until opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.entered = threading.Semaphore(0)
-        self.node = small_node(HookedEngine({SLOW_ROW: self._wait}))
-
-    def _wait(self) -> None:
-        self.entered.release()
-        assert self.opened.wait(NEVER_S)
-
-    async def wait_entered(self) -> None:
-        assert await asyncio.to_thread(self.entered.acquire, timeout=NEVER_S)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.nodes import (
     MODEL,
     NEVER_S,
+    SLOW_ROW,
     VERSION,
     HookedEngine,
     RawPeer,
@@ -25,14 +25,9 @@ from shardrank_testing.nodes import (
     reference_engine,
     serving,
     small_node,
+    soon,
     until,
 )
-
-SLOW_ROW = 42
-
-
-def soon() -> float:
-    return time.monotonic() + NEVER_S
 
 
 def replica_address(place, folder, name) -> Address:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -26,8 +24,9 @@ from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
     EVERY_PLACE,
     MODEL,
-    NEVER_S,
+    SLOW_ROW,
     VERSION,
+    Gate,
     HookedEngine,
     RawPeer,
     connected,
@@ -37,31 +36,11 @@ from shardrank_testing.nodes import (
     reference_engine,
     serving,
     small_node,
+    soon,
     until,
 )
 
-SLOW_ROW = 42
 NO_INLINE = ServerLimits(max_inline_bytes=0, threads=2)
-
-
-def soon() -> float:
-    return time.monotonic() + NEVER_S
-
-
-class Gate:
-    """Holds pooling of SLOW_ROW until opened; `entered` counts who waits at it."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.entered = threading.Semaphore(0)
-        self.engine = HookedEngine({SLOW_ROW: self._wait})
-
-    def _wait(self) -> None:
-        self.entered.release()
-        assert self.opened.wait(NEVER_S)
-
-    async def wait_entered(self) -> None:
-        assert await asyncio.to_thread(self.entered.acquire, timeout=NEVER_S)
 
 
 @in_every_place

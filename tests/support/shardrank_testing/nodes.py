@@ -7,8 +7,11 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +36,12 @@ VERSION = 7
 # Layout order is by (dim, dtype, name): genre 0, film 1, user 2; two groups, of dim 4 and dim 8.
 SIZES = {"genre": (30, 4), "film": (500, 8), "user": (1000, 8)}
 NEVER_S = 30.0
+SLOW_ROW = 42
+
+
+def soon() -> float:
+    """A deadline that no test reaches."""
+    return time.monotonic() + NEVER_S
 
 
 def small_spec() -> ModelSpec:
@@ -82,6 +91,26 @@ class HookedEngine:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class Gate:
+    """Holds pooling of SLOW_ROW until opened; `entered` counts who waits at it."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.engine = HookedEngine({SLOW_ROW: self._wait})
+
+    @cached_property
+    def node(self) -> ShardNode:
+        return small_node(self.engine)
+
+    def _wait(self) -> None:
+        self.entered.release()
+        assert self.opened.wait(NEVER_S)
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.acquire, timeout=NEVER_S)
 
 
 def small_node(engine: HookedEngine | ReferenceEngine | None = None) -> ShardNode:
