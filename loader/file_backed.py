@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeVar
 
 from loader.errors import ShardrankError
 
@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 LOOK_INTERVAL_S: Final = 1.0
 """How often files are looked at, at most: what was written is in use this long after it at the latest."""
-
-_Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 class FileBacked(Generic[T]):

@@ -306,11 +306,6 @@ def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, 
     return changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
 
 
-def given_up(rollout: Rollout, now: float, reason: str) -> Rollout:
-    """End where it is, since somebody else has taken over what is wanted."""
-    return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=cut_reason(reason))
-
-
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
     """Turn back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
 
