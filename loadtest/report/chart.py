@@ -7,9 +7,8 @@ that no chart is told by colour alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,32 +18,24 @@ from loadtest.report.numbers import compact, percentile_name
 
 Floats = npt.NDArray[np.float64]
 _CLOSE = 4.0
+_LEAST = 1e-300
+"""Stands for 0 where there is no logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Name a value of an axis."""
+class Scale:
+    """An axis from `low` to `high`, with a name for each value that has a tick; `bend` makes equal steps of lengths."""
 
-    value: float
-    label: str
-
-
-class Scale(Protocol):
-    """An axis."""
-
-    @property
-    def low(self) -> float:
-        """Value at the low end."""
-
-    @property
-    def high(self) -> float:
-        """Value at the high end."""
+    low: float
+    high: float
+    ticks: dict[float, str]
+    bend: Callable[[Floats], Floats] = np.asarray
 
     def place(self, values: npt.ArrayLike) -> Floats:
-        """Where values stand: 0 at the low end, 1 at the high one; NaN stays, others are held within."""
-
-    def ticks(self) -> list[Tick]:
-        """From low to high."""
+        """Find where values stand: 0 at the low end, 1 at the high one; NaN stays, others are held within."""
+        low, high = self.bend(np.array([self.low, self.high]))
+        places: Floats = (self.bend(np.asarray(values, np.float64)) - low) / (high - low)
+        return np.clip(places, 0.0, 1.0)
 
 
 def _finite(values: npt.ArrayLike) -> Floats:
@@ -52,101 +43,72 @@ def _finite(values: npt.ArrayLike) -> Floats:
     return array[np.isfinite(array)]
 
 
-def _nice_step(least: float) -> float:
-    """Return the first of 1, 2, 2.5, 5 and 10 times a power of ten that is at least so much."""
+def nice_step(least: float) -> float:
+    """Find the first of 1, 2, 2.5, 5 and 10 times a power of ten that is at least so much."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _multiples(step: float, low: float, high: float) -> list[Tick]:
+def _named(values: Iterable[float]) -> dict[float, str]:
+    return {value: compact(value) for value in values}
+
+
+def _multiples(step: float, low: float, high: float) -> dict[float, str]:
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [Tick(value, compact(value)) for value in (index * step for index in range(first, last + 1))]
+    return _named(index * step for index in range(first, last + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Equal steps of 1, 2, 2.5 or 5 times a power of ten; without a step it has no ticks."""
-
-    low: float
-    high: float
-    step: float | None = None
-
-    @classmethod
-    def around(cls, values: npt.ArrayLike, steps: int = 5, *, whole: bool = False) -> Linear:
-        """Reach from 0 to the first step at or above all values, in about as many steps as asked for.
-
-        Args:
-            values: none may be below 0.
-            steps: more or less.
-            whole: whether steps are whole numbers, as counts are.
-        """
-        highest = max(_finite(values).max(initial=0.0), 0.0) or 1.0
-        step = _nice_step(highest / steps)
-        if whole and not step.is_integer():
-            step = float(math.ceil(step)) if step < 1 else 5.0
-        return cls(0.0, step * math.ceil(highest / step - 1e-9), step)
-
-    @classmethod
-    def between(cls, low: float, high: float, steps: int = 8) -> Linear:
-        """Reach from `low` to `high` exactly; ticks are the multiples of a step in between."""
-        return cls(low, high if high > low else low + 1.0, _nice_step(max(high - low, 1e-9) / steps))
-
-    def place(self, values: npt.ArrayLike) -> Floats:
-        """See `Scale`."""
-        return np.clip((np.asarray(values, np.float64) - self.low) / (self.high - self.low), 0.0, 1.0)
-
-    def ticks(self) -> list[Tick]:
-        """See `Scale`."""
-        return [] if self.step is None else _multiples(self.step, self.low, self.high)
+def linear(low: float, high: float, step: float | None = None) -> Scale:
+    """Make an axis with ticks at the multiples of a step; without one it has none."""
+    return Scale(low, high, {} if step is None else _multiples(step, low, high))
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Equal ratios: ticks at powers of ten, at 2 and 5 times each where there is room; at equal steps if close.
+def linear_around(values: npt.ArrayLike, steps: int = 5, *, whole: bool = False) -> Scale:
+    """Reach from 0 to the first step at or above all values, in about as many steps as asked for.
 
-    Attributes:
-        step: between ticks; None for powers of ten.
+    Args:
+        values: none may be below 0.
+        steps: more or less, of 1, 2, 2.5 or 5 times a power of ten.
+        whole: whether steps are whole numbers, as counts are.
     """
+    highest = max(_finite(values).max(initial=0.0), 0.0) or 1.0
+    step = nice_step(highest / steps)
+    if whole and not step.is_integer():
+        step = float(math.ceil(step)) if step < 1 else 5.0
+    return linear(0.0, step * math.ceil(highest / step - 1e-9), step)
 
-    low: float
-    high: float
-    step: float | None = None
 
-    @classmethod
-    def around(cls, values: npt.ArrayLike) -> Log:
-        """Reach from the last of 1, 2, 5, 10, ... at or below all values above 0 to the first at or above them.
+def _log(values: Floats) -> Floats:
+    return np.log(np.maximum(values, _LEAST))
 
-        Where the highest is at most 4 times the lowest, from and to multiples of a step.
-        """
-        array = _finite(values)
-        array = array[array > 0]
-        if not len(array):
-            return cls(1.0, 10.0)
-        low, high = float(array.min()), float(array.max())
-        if high > _CLOSE * low:
-            below = [one for one in _around_power(low) if one <= low * (1 + 1e-9)]
-            return cls(max(below), min(one for one in _around_power(high) if one >= high * (1 - 1e-9)))
-        if high <= low * 1.001:
-            low, high = low * 0.99, high * 1.01
-        # The step is at most a quarter of the span, so at most three quarters of `low`: 0 is not reached.
-        step = _nice_step((high - low) / 8)
-        return cls(step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9), step)
 
-    def place(self, values: npt.ArrayLike) -> Floats:
-        """See `Scale`; what is 0 or below stands at the low end."""
-        array = np.asarray(values, np.float64)
-        logs = np.log(np.where(array <= 0, self.low, array) / self.low) / math.log(self.high / self.low)
-        return np.clip(logs, 0.0, 1.0)
+def log_around(values: npt.ArrayLike) -> Scale:
+    """Make a logarithmic axis around all values above 0; what is 0 or below stands at its low end.
 
-    def ticks(self) -> list[Tick]:
-        """See `Scale`."""
-        if self.step is not None:
-            return _multiples(self.step, self.low, self.high)
-        powers = range(math.floor(math.log10(self.low) + 1e-9), math.ceil(math.log10(self.high) - 1e-9) + 1)
-        factors: Sequence[int] = (1, 2, 5) if len(powers) <= 5 else (1,)
-        values = [_of_ten(factor, power) for power in powers for factor in factors]
-        inside = [value for value in values if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]
-        return [Tick(value, compact(value)) for value in inside]
+    It reaches from one of 1, 2, 5, 10, ... to another, with ticks at powers of ten, and at 2 and 5 times each where
+    there is room. Where the highest value is at most 4 times the lowest, it has equal steps instead.
+    """
+    array = _finite(values)
+    array = array[array > 0]
+    if not len(array):
+        return _decades(1.0, 10.0)
+    low, high = float(array.min()), float(array.max())
+    if high > _CLOSE * low:
+        below = [one for one in _around_power(low) if one <= low * (1 + 1e-9)]
+        return _decades(max(below), min(one for one in _around_power(high) if one >= high * (1 - 1e-9)))
+    if high <= low * 1.001:
+        low, high = low * 0.99, high * 1.01
+    # The step is at most a quarter of the span, so at most three quarters of `low`: 0 is not reached.
+    step = nice_step((high - low) / 8)
+    low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
+    return Scale(low, high, _multiples(step, low, high), _log)
+
+
+def _decades(low: float, high: float) -> Scale:
+    powers = range(math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9) + 1)
+    factors: Sequence[int] = (1, 2, 5) if len(powers) <= 5 else (1,)
+    values = (_of_ten(factor, power) for power in powers for factor in factors)
+    return Scale(low, high, _named(one for one in values if low * (1 - 1e-9) <= one <= high * (1 + 1e-9)), _log)
 
 
 def _around_power(value: float) -> list[float]:
@@ -158,46 +120,16 @@ def _of_ten(factor: float, power: int) -> float:
     return factor * 10.0**power if power >= 0 else factor / 10.0**-power
 
 
-@dataclass(frozen=True, slots=True)
-class Nines:
-    """Percentiles, as far apart as the nines they have: 0, 90%, 99% and 99.9% stand at equal distances.
+def percentile_scale(count: int) -> Scale:
+    """Reach as far as `count` values have percentiles: the largest one of n stands at 1 - 1 / (2 n).
 
-    A percentile q (0 to 1) stands at log10(1 / (1 - q)), as in the plots of HdrHistogram.
-
-    Attributes:
-        nines: at the high end; 3 is 99.9%.
+    0, 90%, 99% and 99.9% stand at equal distances: a percentile q (0 to 1) at log10(1 / (1 - q)), as in the plots of
+    HdrHistogram.
     """
-
-    nines: float
-
-    @classmethod
-    def of(cls, count: int) -> Nines:
-        """Reach as far as `count` values have percentiles: the largest one of n stands at 1 - 1 / (2 n)."""
-        return cls(max(1.0, math.log10(2.0 * max(count, 1))))
-
-    @property
-    def low(self) -> float:
-        """0."""
-        return 0.0
-
-    @property
-    def high(self) -> float:
-        """Below 1."""
-        return 1.0 - math.pow(10.0, -self.nines)
-
-    def place(self, values: npt.ArrayLike) -> Floats:
-        """See `Scale`."""
-        rest = np.maximum(1.0 - np.asarray(values, np.float64), 1e-300)
-        return np.clip(-np.log10(rest) / self.nines, 0.0, 1.0)
-
-    def at(self, places: npt.ArrayLike) -> Floats:
-        """Find the percentiles at places between 0 and 1."""
-        return 1.0 - 10.0 ** (-np.asarray(places, np.float64) * self.nines)
-
-    def ticks(self) -> list[Tick]:
-        """Name 0, 50%, and each further nine."""
-        nines = [1.0 - 10.0**-count for count in range(1, math.floor(self.nines + 1e-9) + 1)]
-        return [Tick(value, percentile_name(value)) for value in (0.0, 0.5, *nines)]
+    nines = max(1.0, math.log10(2.0 * max(count, 1)))
+    ticks = [0.0, 0.5, *(1.0 - 10.0**-number for number in range(1, math.floor(nines + 1e-9) + 1))]
+    named = {value: percentile_name(value) for value in ticks}
+    return Scale(0.0, 1.0 - math.pow(10.0, -nines), named, lambda values: -np.log10(np.maximum(1.0 - values, _LEAST)))
 
 
 LETTER = 6.3
@@ -248,11 +180,11 @@ class Panel:
         self.group = element("g", class_="panel")
         parent.append(self.group)
 
-    def across(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def across(self, values: npt.ArrayLike) -> Floats:
         """Place values of the x axis."""
         return self.box.left + self.box.width * self.x.place(values)
 
-    def up(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def up(self, values: npt.ArrayLike) -> Floats:
         """Place values of the y axis."""
         return self.box.bottom - self.box.height * self.y.place(values)
 
@@ -261,16 +193,16 @@ class Panel:
         box = self.box
         grid = element("g", class_="grid")
         names = element("g", class_="ticks")
-        for tick in self.y.ticks():
-            at = float(self.up(tick.value))
+        for value, name in self.y.ticks.items():
+            at = float(self.up(value))
             grid.append(element("line", x1=box.left, x2=box.right, y1=at, y2=at))
-            names.append(element("text", tick.label, x=box.left - 6, y=at + 4, text_anchor="end", class_="y"))
+            names.append(element("text", name, x=box.left - 6, y=at + 4, text_anchor="end", class_="y"))
         last = -1e9
-        for tick in self.x.ticks():
-            at = float(self.across(tick.value))
+        for value, name in self.x.ticks.items():
+            at = float(self.across(value))
             grid.append(element("line", x1=at, x2=at, y1=box.top, y2=box.bottom))
-            if x_names and at - last >= LETTER * (len(tick.label) + 1):
-                names.append(element("text", tick.label, x=at, y=box.bottom + 16, text_anchor="middle", class_="x"))
+            if x_names and at - last >= LETTER * (len(name) + 1):
+                names.append(element("text", name, x=at, y=box.bottom + 16, text_anchor="middle", class_="x"))
                 last = at
         self.add(grid, names)
         self.add(written_at(box.left - 44, box.top - 12, y_label, "axis"))
@@ -328,32 +260,22 @@ class Panel:
         bottom, top = self.up(below).tolist(), self.up(below + values).tolist()
         for index in np.flatnonzero(values > 0).tolist():
             height = max(bottom[index] - top[index], 1.0)
-            width = max(x[index + 1] - x[index] - gap, 0.5)
-            title = element("title", titles[index])
-            self.add(
-                element(
-                    "rect", title, x=x[index], y=bottom[index] - height, width=width, height=height,
-                    class_=f"bar {series}",
-                )
-            )  # fmt: skip
+            place = {"x": x[index], "y": bottom[index] - height, "width": max(x[index + 1] - x[index] - gap, 0.5)}
+            self.add(element("rect", element("title", titles[index]), **place, height=height, class_=f"bar {series}"))
 
     def vertical(self, at: float, kind: str, title: str = "") -> float:
         """Draw a line from top to bottom; returns where it stands."""
         x = float(self.across(at))
-        self.add(
-            element(
-                "line", *([element("title", title)] if title else []),
-                x1=x, x2=x, y1=self.box.top, y2=self.box.bottom, class_=kind,
-            )
-        )  # fmt: skip
+        titles = [element("title", title)] if title else []
+        self.add(element("line", *titles, x1=x, x2=x, y1=self.box.top, y2=self.box.bottom, class_=kind))
         return x
 
-    def horizontal(self, at: float, kind: str, label: str, *, left: bool = True) -> None:
-        """Draw a line from left to right, with its name above one of its ends."""
-        y = float(self.up(at))
-        self.add(element("line", x1=self.box.left, x2=self.box.right, y1=y, y2=y, class_=kind))
-        x = self.box.left + 6 if left else self.box.right - 4
-        self.add(written_at(x, y - 4, label, f"label {kind}", "start" if left else "end"))
+    def deadline(self, slo_ms: float, *, left: bool = True) -> None:
+        """Draw a line at the deadline of goodput, its name at the end where there is more room."""
+        y = float(self.up(slo_ms))
+        self.add(element("line", x1=self.box.left, x2=self.box.right, y1=y, y2=y, class_="deadline"))
+        x, anchor = (self.box.left + 6, "start") if left else (self.box.right - 4, "end")
+        self.add(written_at(x, y - 4, f"deadline {compact(slo_ms)} ms", "label deadline", anchor))
 
     def shade(self, low: float, high: float, label: str) -> None:
         """Set a part of the x axis apart."""
@@ -366,31 +288,22 @@ class Panel:
                 self.add(written_at(left + 4, self.box.top + 12, label, "label"))
 
 
-def deadline(panel: Panel, slo_ms: float, *, left: bool = True) -> None:
-    """Draw a line at the deadline of goodput, its name at the end where there is more room."""
-    panel.horizontal(slo_ms, "deadline", f"deadline {compact(slo_ms)} ms", left=left)
+Names = Sequence[tuple[str, str]]
+"""Of a legend: `(series, name)`, or `(bar series, name)` for bars."""
 
 
-def half_chart(label: str, x: Scale, y: Scale, y_name: str, x_name: str) -> tuple[Element, Panel]:
-    """Begin a chart of half the page's width: the picture, and its one panel with axes."""
+def half_chart(label: str, x: Scale, y: Scale, y_name: str, x_name: str, names: Names = ()) -> tuple[Element, Panel]:
+    """Begin a chart of half the page's width: the picture, its one panel with axes, and a legend if there are names."""
     drawn = picture(WIDTH, HEIGHT, label)
     panel = Panel(drawn, FRAME, x, y)
     panel.axes(y_name, x_name)
+    if names:
+        legend(drawn, FRAME.left, 16, names)
     return drawn, panel
 
 
-def legend(
-    parent: Element, left: float, top: float, names: Sequence[tuple[str, str]], right: float = WIDTH - 8
-) -> None:
-    """Write the series' names with their strokes, in a row, or in several if they would pass `right`.
-
-    Args:
-        parent: the picture.
-        left: where each row begins.
-        top: base line of the first row's text.
-        names: `(series, name)`, or `(bar series, name)` for bars.
-        right: no row goes further.
-    """
+def legend(parent: Element, left: float, top: float, names: Names, right: float = WIDTH - 8) -> None:
+    """Write the series' names with their strokes, in a row, or in several if they would pass `right`."""
     group = element("g", class_="legend")
     at = left
     for series, name in names:

@@ -13,19 +13,20 @@ import numpy.typing as npt
 from hdrh.codec import HdrCookieException, HdrLengthException
 from hdrh.histogram import HdrHistogram
 
-from loadtest.load.result import EncodedHistogram, LoadResult, Mark, Percentiles, Second, SweepResult
+from loadtest.load.result import EncodedHistogram, LoadResult, Mark, Percentiles, SweepResult
 from loadtest.report import numbers
 from loadtest.report.chart import (
-    FRAME,
     LETTER,
     Box,
-    Linear,
-    Log,
-    Nines,
+    Floats,
     Panel,
-    deadline,
     half_chart,
     legend,
+    linear,
+    linear_around,
+    log_around,
+    nice_step,
+    percentile_scale,
     picture,
     written_at,
 )
@@ -34,7 +35,6 @@ from loadtest.report.errors import HistogramError
 from loadtest.report.markup import Element, element
 from loadtest.report.numbers import compact, count, rate, significant
 
-Floats = npt.NDArray[np.float64]
 LONG_WIDTH, LONG_HEIGHT, ROW = 1220.0, 478.0, 20.0
 MAX_NAME = 24
 US_PER_MS = 1000.0
@@ -83,8 +83,8 @@ class Histogram:
         """Find the middle of each bucket."""
         return (self.low_ms + self.high_ms) / 2
 
-    def curve(self, scale: Nines, of: int | None = None, points: int = 400) -> tuple[Floats, Floats]:
-        """Find percentiles, 0 to 1, and the milliseconds at them, float64 `[n]` each, as the scale draws them.
+    def curve(self, of: int | None = None, points: int = 400) -> tuple[Floats, Floats]:
+        """Find percentiles, 0 to 1, and the milliseconds at them, float64 `[n]` each, as far apart as nines are.
 
         They are percentiles `of` so many values: more than `count` if some have no time, which are later than all that
         have one. The curve ends where they begin.
@@ -93,9 +93,8 @@ class Histogram:
         if not self.count:
             return np.empty(0), np.empty(0)
         # The largest value stands in the middle of its own share of the axis; at 1 it would stand at infinity.
-        ends = 1 - 0.5 / total if total == self.count else self.count / total
-        places = np.linspace(0.0, float(scale.place(ends)), points)
-        quantiles = scale.at(places)
+        rest = 0.5 / total if total == self.count else 1 - self.count / total
+        quantiles = 1 - np.geomspace(1.0, rest, points)
         # As a percentile's rank is reckoned in the result itself, see `rank_of`.
         wanted = np.clip(np.ceil(np.round(quantiles * total, 6)), 1, self.count)
         return quantiles, self.high_ms[np.searchsorted(np.cumsum(self.counts), wanted)]
@@ -116,14 +115,12 @@ class Histogram:
 
 
 def merged(histograms: list[Histogram]) -> Histogram:
-    """Put all values of several together."""
+    """Put all values of several together; a bucket that two have is there twice."""
     low = np.concatenate([one.low_ms for one in histograms])
     high = np.concatenate([one.high_ms for one in histograms])
     counts = np.concatenate([one.counts for one in histograms])
-    values, places = np.unique(low, return_inverse=True)
-    highs = np.zeros_like(values)
-    np.maximum.at(highs, places, high)
-    return Histogram(values, highs, np.bincount(places, weights=counts, minlength=len(values)).astype(np.int64))
+    order = np.argsort(low, kind="stable")
+    return Histogram(low[order], high[order], counts[order])
 
 
 NAMED = (("p50", 0.5, "p50_ms"), ("p90", 0.9, "p90_ms"), ("p99", 0.99, "p99_ms"), ("p99.9", 0.999, "p999_ms"))
@@ -132,17 +129,17 @@ NAMED = (("p50", 0.5, "p50_ms"), ("p90", 0.9, "p90_ms"), ("p99", 0.99, "p99_ms")
 def percentile_plot(result: LoadResult) -> Element:
     """Draw latency and service time by percentile, stretched by the nines; failures stand beyond the line's end."""
     latency, service = Histogram.decode(result.latency_histogram), Histogram.decode(result.service_histogram)
-    scale = Nines.of(max(result.due, 1))
+    scale = percentile_scale(max(result.due, 1))
     ends = [one.high_ms for one in (latency, service)] + [latency.low_ms, service.low_ms, np.array([result.slo_ms])]
-    y = Log.around(np.concatenate(ends))
-    drawn, panel = half_chart("Latency by percentile", scale, y, "ms", "percentile of requests")
-    deadline(panel, result.slo_ms)
+    y = log_around(np.concatenate(ends))
+    names = [("s1", "latency, from when it was due"), ("s2", "service time, from when it was sent")]
+    drawn, panel = half_chart("Latency by percentile", scale, y, "ms", "percentile of requests", names)
+    panel.deadline(result.slo_ms)
     _failures(panel, result)
     # Over all that were due: the lines end where failures begin.
-    panel.line(*service.curve(scale, result.due), "s2")
-    panel.line(*latency.curve(scale, result.due), "s1")
-    _named_points(panel, result.latency_of_due, scale)
-    legend(drawn, 54, 16, [("s1", "latency, from when it was due"), ("s2", "service time, from when it was sent")])
+    panel.line(*service.curve(result.due), "s2")
+    panel.line(*latency.curve(result.due), "s1")
+    _named_points(panel, result.latency_of_due)
     return drawn
 
 
@@ -154,10 +151,10 @@ def _failures(panel: Panel, result: LoadResult) -> None:
         panel.add(written_at(at, panel.box.top - 6, text, "label failures", "end" if left else "start"))
 
 
-def _named_points(panel: Panel, of: Percentiles, scale: Nines) -> None:
+def _named_points(panel: Panel, of: Percentiles) -> None:
     for name, quantile, field in NAMED:
         value = getattr(of, field)
-        if value is None or quantile > scale.high:
+        if value is None or quantile > panel.x.high:
             continue
         text = f"{name} {significant(value)} ms"
         panel.dots([quantile], [value], "s1", [text])
@@ -172,11 +169,11 @@ def _named_points(panel: Panel, of: Percentiles, scale: Nines) -> None:
 def histogram_plot(result: LoadResult) -> Element:
     """Draw how many requests were answered in what time; bars of equal ratio."""
     histogram = Histogram.decode(result.latency_histogram)
-    x = Log.around(np.concatenate([histogram.low_ms, histogram.high_ms]))
+    x = log_around(np.concatenate([histogram.low_ms, histogram.high_ms]))
     # Fewer bars for fewer values, so that what shows is the shape and not the noise.
     bars = int(np.clip(2.5 * np.cbrt(histogram.count), 12, 72))
     edges, counts = histogram.bars(x.low, x.high, bars)
-    y = Linear.around(counts, whole=True)
+    y = linear_around(counts, whole=True)
     drawn, panel = half_chart("Histogram of latency", x, y, "answers", "latency, ms")
     titles = [
         f"{significant(low)} to {significant(high)} ms: {count(number)}"
@@ -206,7 +203,7 @@ LEGEND = (("s1", "p99"), ("s2", "p50"), ("bar s3", "answered right"), ("bar s4",
 
 @dataclass(frozen=True, slots=True)
 class TimeLine:
-    """The seconds of a run, or windows of several.
+    """The seconds of a run, at least one, or windows of several.
 
     Attributes:
         window_s: seconds in each window.
@@ -230,60 +227,45 @@ class TimeLine:
         """Join seconds where there are more than can be drawn."""
         seconds = result.time_line
         window = max(1, math.ceil(len(seconds) / MAX_POINTS))
-        end = result.warmup_s + result.duration_s
         begins = [one.at_s for one in seconds[::window]]
-        last = min(seconds[-1].at_s + 1, end) if seconds else end
-        edges = np.array([*begins, max(last, begins[-1] + 1e-3 if begins else last)])
+        last = min(seconds[-1].at_s + 1, result.warmup_s + result.duration_s)
+        edges = np.array([*begins, max(last, begins[-1] + 1e-3)])
+
+        def windows(field: str) -> Floats:
+            """Lay out a field as float64 `[n, window_s]`; NaN is what is not there."""
+            values = np.array([getattr(one, field) for one in seconds], np.float64)
+            return np.pad(values, (0, -len(values) % window), constant_values=np.nan).reshape(-1, window)
+
         # The run's last second may be a part of one; counts are of a whole second.
-        lengths = np.maximum(np.diff(edges), 1e-3) if begins else np.empty(0)
-        groups = [seconds[first : first + window] for first in range(0, len(seconds), window)]
-        return cls(
-            window_s=window,
-            edges_s=edges,
-            p50_ms=_highest(groups, "p50_ms"),
-            p99_ms=_highest(groups, "p99_ms"),
-            due=_sums(groups, "due") / lengths,
-            ok=_sums(groups, "ok") / lengths,
-            errors=_sums(groups, "errors") / lengths,
-            in_flight=_highest(groups, "in_flight"),
-        )
-
-    @property
-    def middle_s(self) -> Floats:
-        """Find the middle of each window."""
-        return (self.edges_s[:-1] + self.edges_s[1:]) / 2
-
-
-def _highest(groups: Sequence[Sequence[Second]], field: str) -> Floats:
-    values = [[value for one in group if (value := getattr(one, field)) is not None] for group in groups]
-    return np.array([max(group, default=math.nan) for group in values])
-
-
-def _sums(groups: Sequence[Sequence[Second]], field: str) -> Floats:
-    return np.array([sum(getattr(one, field) for one in group) for group in groups], np.float64)
+        lengths = np.maximum(np.diff(edges), 1e-3)
+        highest = {field: np.fmax.reduce(windows(field), axis=1) for field in ("p50_ms", "p99_ms", "in_flight")}
+        means = {field: np.nansum(windows(field), axis=1) / lengths for field in ("due", "ok", "errors")}
+        return cls(window, edges, **highest, **means)
 
 
 def time_line_plot(result: LoadResult) -> Element:
     """Draw latency, requests and requests in flight, second by second, with marks through all three."""
     line = TimeLine.of(result)
     before = min([0.0, *(mark.at_s for mark in result.marks)])
-    x = Linear.between(before, max([float(line.edges_s[-1]), *(mark.at_s for mark in result.marks)]), 12)
+    after = max([float(line.edges_s[-1]), *(mark.at_s for mark in result.marks)])
+    x = linear(before, after, nice_step((after - before) / 12))
     drawn = picture(LONG_WIDTH, LONG_HEIGHT, "Time line")
     left, width = 60.0, LONG_WIDTH - 80
     latencies = np.concatenate([line.p50_ms, line.p99_ms, [result.slo_ms]])
     panels = [
-        Panel(drawn, Box(left, 60, width, 170), x, Log.around(latencies)),
-        Panel(drawn, Box(left, 262, width, 90), x, Linear.around(np.concatenate([line.due, [result.rate]]), 3)),
-        Panel(drawn, Box(left, 384, width, 56), x, Linear.around(line.in_flight, 2, whole=True)),
+        Panel(drawn, Box(left, 60, width, 170), x, log_around(latencies)),
+        Panel(drawn, Box(left, 262, width, 90), x, linear_around(np.concatenate([line.due, [result.rate]]), 3)),
+        Panel(drawn, Box(left, 384, width, 56), x, linear_around(line.in_flight, 2, whole=True)),
     ]
     for panel, name in zip(panels, ("latency, ms", "requests/s, by when they were due", "in flight"), strict=True):
         panel.axes(name, "seconds since the run began" if panel is panels[-1] else "", panel is panels[-1])
         panel.shade(0.0, result.warmup_s, "warm-up" if panel is panels[0] else "")
-    deadline(panels[0], result.slo_ms, left=False)
-    panels[0].line(line.middle_s, line.p99_ms, "s1")
-    panels[0].line(line.middle_s, line.p50_ms, "s2")
+    panels[0].deadline(result.slo_ms, left=False)
+    middle_s = (line.edges_s[:-1] + line.edges_s[1:]) / 2
+    panels[0].line(middle_s, line.p99_ms, "s1")
+    panels[0].line(middle_s, line.p50_ms, "s2")
     _requests(panels[1], line)
-    panels[2].line(line.middle_s, line.in_flight, "s5")
+    panels[2].line(middle_s, line.in_flight, "s5")
     _marks(drawn, panels, result.marks)
     legend(drawn, left, 16, LEGEND, LONG_WIDTH)
     return drawn
@@ -324,13 +306,13 @@ MAX_CURVES = 6
 def curves_plot(named: Sequence[tuple[str, Sequence[LoadResult]]], slo_ms: float, label: str) -> Element:
     """Draw latency of all that were due by percentile, at most `MAX_CURVES` lines; a line's runs are taken together."""
     lines = [(name, merged([Histogram.decode(run.latency_histogram) for run in runs]), runs) for name, runs in named]
-    scale = Nines.of(max(sum(run.due for run in runs) for _, runs in named))
+    scale = percentile_scale(max(sum(run.due for run in runs) for _, runs in named))
     ends = np.concatenate([[slo_ms], *[one.low_ms for _, one, _ in lines], *[one.high_ms for _, one, _ in lines]])
-    drawn, panel = half_chart(label, scale, Log.around(ends), "ms", "percentile of requests")
-    deadline(panel, slo_ms)
+    names = [(f"s{index}", name) for index, (name, _, _) in enumerate(lines, 1)]
+    drawn, panel = half_chart(label, scale, log_around(ends), "ms", "percentile of requests", names)
+    panel.deadline(slo_ms)
     for index, (_, histogram, runs) in enumerate(lines, 1):
-        panel.line(*histogram.curve(scale, max(sum(run.due for run in runs), histogram.count)), f"s{index}")
-    legend(drawn, 54, 16, [(f"s{index}", name) for index, (name, _, _) in enumerate(lines, 1)])
+        panel.line(*histogram.curve(max(sum(run.due for run in runs), histogram.count)), f"s{index}")
     return drawn
 
 
@@ -346,36 +328,29 @@ def latency_plot(sweep: SweepResult) -> Element:
     """Draw p50, p99 and p99.9 of all requests that were due, against the rate at which they were."""
     steps = [step for _, step in by_rate(sweep)]
     rates = [step.rate for step in steps]
-    values = {field: [_or_nan(getattr(step.latency_of_due, field)) for step in steps] for _, _, field in SERIES}
-    y = Log.around(np.concatenate([*map(np.array, values.values()), [sweep.slo_ms]]))
-    drawn, panel = half_chart("Latency against rate", Linear.around(rates, 6), y, "ms", "requests a second")
+    values = {field: np.array([getattr(step.latency_of_due, field) for step in steps], float) for *_, field in SERIES}
+    x, y = linear_around(rates, 6), log_around(np.concatenate([*values.values(), [sweep.slo_ms]]))
+    names = [(series, name) for series, name, _ in SERIES]
+    drawn, panel = half_chart("Latency against rate", x, y, "ms", "requests a second", names)
     _highest_rate(panel, sweep)
-    deadline(panel, sweep.slo_ms)
-    for series, name, field in reversed(SERIES):
+    panel.deadline(sweep.slo_ms)
+    for place, (series, name, field) in reversed(list(enumerate(SERIES))):
         panel.line(rates, values[field], series)
-        for step, value in zip(steps, values[field], strict=True):
-            _step_point(panel, step, value, series, name)
-    legend(drawn, 54, 16, [(series, name) for series, name, _ in SERIES])
+        for step, value in zip(steps, values[field].tolist(), strict=True):
+            if math.isnan(value):
+                # More requests failed than this percentile leaves out: it has no time, and stands at the top as a
+                # cross. Crosses of several percentiles stand beside each other.
+                at = float(panel.across(step.rate)) + 9.0 * (place - 1)
+                panel.add(written_at(at, panel.box.top + 5, "×", f"cross {series}", "middle"))
+                continue
+            note = "" if step.valid else "; not valid: the generator was the bottleneck"
+            title = f"{rate(step.rate)}/s: {name} {significant(value)} ms{note}"
+            panel.dots([step.rate], [value], series, [title], _kind(step))
     return drawn
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _step_point(panel: Panel, step: LoadResult, value: float, series: str, name: str) -> None:
-    at = f"{rate(step.rate)}/s"
-    kind = "" if step.valid else "hollow"
-    note = "" if step.valid else "; not valid: the generator was the bottleneck"
-    if math.isnan(value):
-        # Crosses of several percentiles stand beside each other.
-        aside = 9.0 * ([one for one, _, _ in SERIES].index(series) - 1)
-        # More requests failed than this percentile leaves out: it has no time, and stands at the top as a cross.
-        panel.add(
-            written_at(float(panel.across(step.rate)) + aside, panel.box.top + 5, "×", f"cross {series}", "middle"),
-        )
-    else:
-        panel.dots([step.rate], [value], series, [f"{at}: {name} {significant(value)} ms{note}"], kind)
+def _kind(step: LoadResult) -> str:
+    return "" if step.valid else "hollow"
 
 
 def _highest_rate(panel: Panel, sweep: SweepResult) -> None:
@@ -390,18 +365,16 @@ def throughput_plot(sweep: SweepResult) -> Element:
     """Draw answers a second, and answers in time, against the rate."""
     steps = [step for _, step in by_rate(sweep)]
     rates = [step.rate for step in steps]
-    y = Linear.around([*rates, *(step.throughput for step in steps)])
-    x = Linear.around(rates, 6)
-    drawn, panel = half_chart("Answers against rate", x, y, "answers a second", "requests a second")
+    x, y = linear_around(rates, 6), linear_around([*rates, *(step.throughput for step in steps)])
+    names = [("s3", "answered right"), ("s1", "within the deadline"), ("even", "all that were due")]
+    drawn, panel = half_chart("Answers against rate", x, y, "answers a second", "requests a second", names)
     panel.line([0.0, max(rates)], [0.0, max(rates)], "even")
     _highest_rate(panel, sweep)
     for series, name, field in (("s3", "answered", "throughput"), ("s1", "in time", "goodput")):
-        values = [getattr(step, field) for step in steps]
-        panel.line(rates, values, series)
-        for step, value in zip(steps, values, strict=True):
-            title = f"{rate(step.rate)}/s: {rate(value)}/s {name}"
-            panel.dots([step.rate], [value], series, [title], "" if step.valid else "hollow")
-    legend(drawn, 54, 16, [("s3", "answered right"), ("s1", "within the deadline"), ("even", "all that were due")])
+        panel.line(rates, [getattr(step, field) for step in steps], series)
+        for step in steps:
+            title = f"{rate(step.rate)}/s: {rate(getattr(step, field))}/s {name}"
+            panel.dots([step.rate], [getattr(step, field)], series, [title], _kind(step))
     return drawn
 
 
@@ -417,7 +390,7 @@ def ratio_plot(comparison: Comparison) -> Element:
     rows = len(comparison.measures) * (len(others) + 1) + 0.5
     frame = Box(left, 48.0, LONG_WIDTH - left - 190, ROW * rows)
     drawn = picture(LONG_WIDTH, frame.bottom + 40, "Ratios to the baseline")
-    panel = Panel(drawn, frame, Log.around(np.array([1.0, *ends])), Linear(0.0, rows))
+    panel = Panel(drawn, frame, log_around(np.array([1.0, *ends])), linear(0.0, rows))
     panel.axes("", f"ratio to {base}")
     panel.vertical(1.0, "one", base)
     y = frame.top
@@ -434,13 +407,13 @@ def ratio_plot(comparison: Comparison) -> Element:
 def rounds_plot(comparison: Comparison, one: ComparedMeasure) -> Element:
     """Draw a measure round by round, a line for each arm: what drifts, and what is one round's chance."""
     rounds = list(range(1, comparison.rounds + 1))
-    x, y = Linear(0.5, comparison.rounds + 0.5, 1.0), Log.around(np.array(one.values))
-    drawn, panel = half_chart(f"{one.name}, round by round", x, y, one.unit, "round")
+    x, y = linear(0.5, comparison.rounds + 0.5, 1.0), log_around(np.array(one.values))
+    names = [(_series(index), arm.name) for index, arm in enumerate(comparison.arms)]
+    drawn, panel = half_chart(f"{one.name}, round by round", x, y, one.unit, "round", names)
     for arm, values in enumerate(one.values):
         titles = [f"{comparison.arms[arm].name}: {significant(value)} {one.unit}" for value in values]
         panel.line(rounds, values, _series(arm))
         panel.dots(rounds, values, _series(arm), titles)
-    legend(drawn, FRAME.left, 16, [(_series(index), arm.name) for index, arm in enumerate(comparison.arms)])
     return drawn
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loadtest.load.result import Mark, Second
-from loadtest.report.chart import Box, Linear, Panel, legend, picture
+from loadtest.report.chart import Box, Panel, legend, linear, picture
 from loadtest.report.comparison import Arm, Comparison, measured
 from loadtest.report.markup import element, written
 from loadtest.report.plots import (
@@ -29,7 +29,7 @@ from shardrank_testing.report_pages import text_of, with_class
 
 def panel():
     drawn = picture(200, 200, "test")
-    return drawn, Panel(drawn, Box(50, 20, 100, 100), Linear(0, 10, 2), Linear(0, 100, 20))
+    return drawn, Panel(drawn, Box(50, 20, 100, 100), linear(0, 10, 2), linear(0, 100, 20))
 
 
 def numbers_of(text):
@@ -78,7 +78,7 @@ def test_bars_stand_on_what_is_below_them_and_are_never_too_low_to_be_seen():
 
 def test_ticks_whose_names_would_touch_are_thinned():
     drawn = picture(200, 200, "test")
-    made = Panel(drawn, Box(50, 20, 60, 100), Linear(0, 10_000, 1_000), Linear(0, 100, 20))
+    made = Panel(drawn, Box(50, 20, 60, 100), linear(0, 10_000, 1_000), linear(0, 100, 20))
     made.axes("ms")
     shown = ticks(drawn, "x")
     assert 2 <= len(shown) < 11
