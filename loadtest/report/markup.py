@@ -11,7 +11,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 
@@ -102,16 +102,32 @@ _FORMS: dict[Form, tuple[Callable[[Any], str], str]] = {
 }
 
 
+class Shows(NamedTuple):
+    """A field as a page shows it: under a name, in a form, with the form's unit after it unless another is given.
+
+    `path` is the field's JSON pointer in the part of the document that is shown, without the slash before it.
+    """
+
+    name: str
+    form: Form
+    path: str
+    unit: str | None = None
+
+
 class Fields:
-    """Read fields of a document by their keys, such as `fields.ms("latency", "p99_ms")`."""
+    """Show fields of a document, each by the keys that lead to it, such as `("latency", "p99_ms")`."""
 
     def __init__(self, document: BaseModel, *prefix: Key) -> None:
         """Take the whole document, or the part of it that stands at `prefix`."""
         self._document, self._prefix = document, prefix
 
     def below(self, *keys: Key) -> Fields:
-        """Read the fields of a part."""
+        """Take a part."""
         return Fields(self._document, *self._prefix, *keys)
+
+    def each(self, *keys: Key) -> list[Fields]:
+        """Take the parts of a list."""
+        return [self.below(*keys, index) for index in range(len(self.value(*keys)))]
 
     def value(self, *keys: Key) -> Any:
         """Look up a field."""
@@ -126,36 +142,31 @@ class Fields:
         return "".join(f"/{part}" for part in parts)
 
     def shown(self, form: Form, *keys: Key, unit: str | None = None) -> Cell:
-        """Show a field's number in a form, with the form's unit after it unless another is given."""
-        if form == "text":
-            return self.text(*keys)
-        write, own_unit = _FORMS[form]
+        """Show a field in a form; a dash for None."""
         value, pointer = self.value(*keys), self.pointer(*keys)
+        if form == "text":
+            return Cell(element("span", numbers.MISSING if value is None else str(value), data_of=pointer))
         if value is None:
             return Cell(element("span", numbers.MISSING, class_="missing", data_of=pointer), True)
+        write, own_unit = _FORMS[form]
         number = element("data", write(value), value=repr(value), data_of=pointer)
         return Cell(number, True, own_unit if unit is None else unit)
 
-    def ms(self, *keys: Key, unit: str = "") -> Cell:
-        """Show measured milliseconds or seconds, three digits."""
-        return self.shown("ms", *keys, unit=unit)
-
-    def rate(self, *keys: Key, unit: str = "/s") -> Cell:
-        """Show a number a second."""
-        return self.shown("rate", *keys, unit=unit)
-
-    def row(self, *columns: tuple[Form, Key]) -> list[Shown]:
-        """Show several fields beside each other."""
-        return [self.shown(form, key) for form, key in columns]
-
-    def pairs(self, *rows: tuple[str, Form, Key] | tuple[str, Form, Key, str]) -> list[tuple[str, Shown]]:
-        """Show fields under each other: a name, the form and the field, and a unit where the form has none."""
-        return [(name, self.shown(form, key, unit=unit[0] if unit else None)) for name, form, key, *unit in rows]
+    def show(self, one: Shows) -> Cell:
+        """Show a field as is said."""
+        return self.shown(one.form, *one.path.split("/"), unit=one.unit)
 
     def text(self, *keys: Key) -> Cell:
         """Show words; a dash for None."""
-        value = self.value(*keys)
-        return Cell(element("span", numbers.MISSING if value is None else str(value), data_of=self.pointer(*keys)))
+        return self.shown("text", *keys)
+
+    def row(self, columns: Sequence[Shows]) -> list[Shown]:
+        """Show fields beside each other."""
+        return [self.show(one) for one in columns]
+
+    def pairs(self, rows: Sequence[Shows]) -> list[tuple[str, Shown]]:
+        """Show fields under each other, each with its name."""
+        return [(one.name, self.show(one)) for one in rows]
 
 
 def shown(cell: Cell) -> list[Content]:

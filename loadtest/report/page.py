@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,8 +19,8 @@ from loadtest.report.markup import (
     Content,
     Element,
     Fields,
-    Form,
     Shown,
+    Shows,
     element,
     figure,
     folded,
@@ -48,64 +49,108 @@ from loadtest.report.plots import (
 )
 from loadtest.workloads.payloads import FORMS
 
-PERCENTILES = ("min_ms", "mean_ms", "p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
+# Percentiles that have a tile, and how many failures leave them without a time.
+LATER_IF_FAILED = {"p50": "half or more", "p99": "1% or more", "p99.9": "0.1% or more", "max": "some"}
+PERCENTILES = (
+    Shows("min", "ms", "min_ms"),
+    Shows("mean", "ms", "mean_ms"),
+    Shows("p50", "ms", "p50_ms"),
+    Shows("p90", "ms", "p90_ms"),
+    Shows("p99", "ms", "p99_ms"),
+    Shows("p99.9", "ms", "p999_ms"),
+    Shows("max", "ms", "max_ms"),
+)
+TILES = tuple(
+    Shows(name, "ms", f"latency_of_due/{field}", "ms") for name, _, field, _ in PERCENTILES if name in LATER_IF_FAILED
+)
+ASKED = (
+    Shows("target", "text", "target"),
+    Shows("model", "text", "model"),
+    Shows("workload", "text", "workload"),
+    Shows("API", "text", "api"),
+)
+SENT = (
+    Shows("distinct requests", "count", "requests"),
+    Shows("arrivals", "text", "arrivals"),
+    Shows("seed", "plain", "seed"),
+    Shows("rate wanted", "exact", "rate", "/s"),
+    Shows("warm-up, left out", "exact", "warmup_s", "s"),
+    Shows("duration", "exact", "duration_s", "s"),
+    Shows("deadline of goodput", "exact", "slo_ms", "ms"),
+    Shows("timeout", "exact", "timeout_ms", "ms"),
+    Shows("started", "text", "started_at"),
+)
+LATENCIES = (
+    ("latency, from the intended send time", "latency"),
+    ("the same of all that were due, failures last", "latency_of_due"),
+    ("service time, from the actual send", "service"),
+)
+COUNTS = (
+    Shows("due", "count", "due"),
+    Shows("sent", "count", "sent"),
+    Shows("answered right", "count", "answered"),
+    Shows("within the deadline", "count", "within_slo"),
+)
+PROCESS = (
+    Shows("CPU of a core", "share", "cpu_share"),
+    Shows("due", "count", "due"),
+    Shows("connections", "count", "connections"),
+    Shows("late p99, ms", "ms", "lag_p99_ms"),
+    Shows("late max, ms", "ms", "lag_max_ms"),
+)
+GENERATOR_LIMITS = (
+    Shows("requests in flight, at most", "count", "max_in_flight"),
+    Shows("connections, at most", "count", "max_connections"),
+)
+MARK = (Shows("at, s", "ms", "at_s"), Shows("what", "text", "label"))
+SECOND = (
+    Shows("at, s", "exact", "at_s"),
+    Shows("due", "count", "due"),
+    Shows("answered", "count", "ok"),
+    Shows("failed", "count", "errors"),
+    Shows("p50, ms", "ms", "p50_ms"),
+    Shows("p99, ms", "ms", "p99_ms"),
+    Shows("in flight", "count", "in_flight"),
+)
+MACHINE = (
+    Shows("machine", "text", "name"),
+    Shows("processor", "text", "cpu"),
+    Shows("cores", "count", "cores"),
+    Shows("memory", "size", "memory_bytes"),
+    Shows("system", "text", "system"),
+)
+
+
+def _heads(columns: Sequence[Shows]) -> list[str]:
+    return [one.name for one in columns]
 
 
 def _setup(fields: Fields) -> Element:
     """Say what was asked, of whom, and how."""
-    varied = element("span", FORMS[fields.value("varied")], data_of=fields.pointer("varied"))
-    return pairs(
-        [
-            *fields.pairs(
-                ("target", "text", "target"),
-                ("model", "text", "model"),
-                ("workload", "text", "workload"),
-                ("API", "text", "api"),
-            ),
-            ("ids", _or_own(fields, "ids")),
-            ("candidates", _or_own(fields, "candidates")),
-            ("requests are", Cell(varied)),
-            *fields.pairs(
-                ("distinct requests", "count", "requests"),
-                ("arrivals", "text", "arrivals"),
-                ("seed", "plain", "seed"),
-                ("rate wanted", "exact", "rate", "/s"),
-                ("warm-up, left out", "exact", "warmup_s", "s"),
-                ("duration", "exact", "duration_s", "s"),
-                ("deadline of goodput", "exact", "slo_ms", "ms"),
-                ("timeout", "exact", "timeout_ms", "ms"),
-                ("started", "text", "started_at"),
-            ),
-        ]
-    )
+    own = [
+        (name, fields.text(name) if fields.value(name) is not None else Cell(_said(fields, name, "the workload's own")))
+        for name in ("ids", "candidates")
+    ]
+    varied = ("requests are", Cell(_said(fields, "varied", FORMS[fields.value("varied")])))
+    return pairs([*fields.pairs(ASKED), *own, varied, *fields.pairs(SENT)])
 
 
-def _or_own(fields: Fields, field: str) -> Cell:
-    if fields.value(field) is None:
-        return Cell(element("span", "the workload's own", data_of=fields.pointer(field)))
-    return fields.text(field)
+def _said(fields: Fields, field: str, text: str) -> Element:
+    return element("span", text, data_of=fields.pointer(field))
 
 
 def _latencies(fields: Fields) -> Element:
     """Show every percentile, three ways."""
-    rows: list[list[Shown]] = [
-        [name, *[fields.ms(part, field) for field in PERCENTILES]]
-        for name, part in (
-            ("latency, from the intended send time", "latency"),
-            ("the same of all that were due, failures last", "latency_of_due"),
-            ("service time, from the actual send", "service"),
-        )
-    ]
-    return table(["ms", "min", "mean", "p50", "p90", "p99", "p99.9", "max"], rows)
+    rows = [[name, *fields.below(part).row(PERCENTILES)] for name, part in LATENCIES]
+    return table(["ms", *_heads(PERCENTILES)], rows)
 
 
 def _counts(result: LoadResult, fields: Fields) -> Element:
     """Count requests by what became of them."""
     rows: list[list[Shown]] = [
-        [name, fields.shown("count", field), _percent(fields.value(field), result.due)]
-        for name, field in (("due", "due"), ("sent", "sent"), ("answered right", "answered"),
-                            ("within the deadline", "within_slo"))
-    ]  # fmt: skip
+        [name, cell, _percent(fields.value(one.path), result.due)]
+        for one, (name, cell) in zip(COUNTS, fields.pairs(COUNTS), strict=True)
+    ]
     rows += [
         [f"failed: {kind}", fields.shown("count", "errors", kind), _percent(number, result.due)]
         for kind, number in sorted(result.errors.items(), key=lambda one: -one[1])
@@ -117,63 +162,35 @@ def _percent(part: int, whole: int) -> Cell:
     return Cell(numbers.share(part / whole) if whole else numbers.MISSING, True)
 
 
-_PROCESS: tuple[tuple[Form, str], ...] = (
-    ("share", "cpu_share"), ("count", "due"), ("count", "connections"), ("ms", "lag_p99_ms"), ("ms", "lag_max_ms"),
-)  # fmt: skip
-
-
-def _generator(result: LoadResult, fields: Fields) -> Element:
+def _generator(fields: Fields) -> Element:
     """Show whether the generator kept up, process by process."""
-    own = fields.below("generator")
     rows: list[list[Shown]] = [
-        [f"process {index + 1}", *own.below("processes", index).row(*_PROCESS)]
-        for index in range(len(result.generator.processes))
+        [f"process {number}", *one.row(PROCESS)] for number, one in enumerate(fields.each("processes"), 1)
     ]
-    rows.append(["all together", "", "", "", own.ms("lag_p99_ms"), ""])
-    rows.append(["not valid beyond", own.shown("exact_share", "max_cpu_share"), "", "", own.ms("max_lag_p99_ms"), ""])
-    limits = own.pairs(
-        ("requests in flight, at most", "count", "max_in_flight"),
-        ("connections, at most", "count", "max_connections"),
-    )
-    heads = ["", "CPU of a core", "due", "connections", "late p99, ms", "late max, ms"]
-    return element("div", table(heads, rows), pairs(limits))
+    rows.append(["all together", "", "", "", fields.shown("ms", "lag_p99_ms"), ""])
+    most = fields.shown("exact_share", "max_cpu_share"), fields.shown("ms", "max_lag_p99_ms")
+    rows.append(["not valid beyond", most[0], "", "", most[1], ""])
+    return element("div", table(["", *_heads(PROCESS)], rows), pairs(fields.pairs(GENERATOR_LIMITS)))
 
 
-def _marks(result: LoadResult, fields: Fields) -> Element:
+def _marks(fields: Fields) -> Element:
     """List what happened, with the numbers that it has in the time line."""
-    rows: list[list[Shown]] = [
-        [str(index + 1), *fields.below("marks", index).row(("ms", "at_s"), ("text", "label"))]
-        for index in range(len(result.marks))
-    ]
-    return table(["mark", "at, s", "what"], rows, "narrow")
+    rows = [[str(number), *one.row(MARK)] for number, one in enumerate(fields.each("marks"), 1)]
+    return table(["mark", *_heads(MARK)], rows, "narrow")
 
 
-_SECOND: tuple[tuple[Form, str], ...] = (
-    ("exact", "at_s"), ("count", "due"), ("count", "ok"), ("count", "errors"), ("ms", "p50_ms"), ("ms", "p99_ms"),
-    ("count", "in_flight"),
-)  # fmt: skip
-
-
-def _seconds(result: LoadResult, fields: Fields) -> Element:
+def _seconds(fields: Fields) -> Element:
     """Show the time line as numbers."""
-    rows: list[list[Shown]] = [
-        [*fields.below("time_line", index).row(*_SECOND), "warm-up" if one.warmup else ""]
-        for index, one in enumerate(result.time_line)
-    ]
-    return table(["at, s", "due", "answered", "failed", "p50, ms", "p99, ms", "in flight", ""], rows)
+    rows = [[*one.row(SECOND), "warm-up" if one.value("warmup") else ""] for one in fields.each("time_line")]
+    return table([*_heads(SECOND), ""], rows)
 
 
 def _machine(fields: Fields, cores: str = "cores for the generator") -> list[Element]:
     """Say where it ran, and with what; nothing where that is not known."""
     rows: list[tuple[str, Shown]] = []
     if fields.value("machine") is not None:
-        rows += fields.below("machine").pairs(
-            ("machine", "text", "name"),
-            ("processor", "text", "cpu"),
-            (cores, "count", "cores"),
-            ("memory", "size", "memory_bytes"),
-            ("system", "text", "system"),
-        )
+        shown = fields.below("machine").pairs(MACHINE)
+        rows += [(cores if name == "cores" else name, cell) for name, cell in shown]
     rows += [(name, fields.text("versions", name)) for name in sorted(fields.value("versions"))]
     return [section("Machine", pairs(rows))] if rows else []
 
@@ -183,12 +200,14 @@ PERCENTILES_NOTE = (
 )
 BARS_NOTE = "Bars of equal ratio on a logarithmic axis; latency from the intended send time, of right answers."
 TIME_LINE_NOTE = "Requests stand at the second in which they were due; what is shaded is warm-up."
-# How many failures leave a percentile without a time.
-_FAILED = {"p50_ms": "half or more", "p99_ms": "1% or more", "p999_ms": "0.1% or more", "max_ms": "some"}
+LATENCIES_NOTE = (
+    "From the intended send time, so a request that had to wait to be sent is charged for the wait. "
+    "Percentiles have three significant digits."
+)
 
 
 def _reasons(fields: Fields) -> list[Content]:
-    return [fields.text("invalid_because", index).content for index in range(len(fields.value("invalid_because")))]
+    return [one.text().content for one in fields.each("invalid_because")]
 
 
 def run_page(result: LoadResult, fields: Fields) -> list[Content]:
@@ -197,33 +216,28 @@ def run_page(result: LoadResult, fields: Fields) -> list[Content]:
     sum_of_errors = Cell(
         element("data", numbers.count(failed), value=repr(failed), data_sum_of=fields.pointer("errors"))
     )
+    in_time = f"within {numbers.compact(result.slo_ms)} ms"
     tiles = [
-        tile("rate wanted", fields.rate("rate"), f"{result.arrivals} arrivals"),
-        tile("answered right", fields.rate("throughput"), _of_due(result.answered, result.due)),
-        tile(f"within {numbers.compact(result.slo_ms)} ms", fields.rate("goodput"),
-             _of_due(result.within_slo, result.due)),
-        *[_latency_tile(fields, name, field) for name, field in
-          (("p50", "p50_ms"), ("p99", "p99_ms"), ("p99.9", "p999_ms"), ("max", "max_ms"))],
+        tile("rate wanted", fields.shown("rate", "rate"), f"{result.arrivals} arrivals"),
+        tile("answered right", fields.shown("rate", "throughput"), _of_due(result.answered, result.due)),
+        tile(in_time, fields.shown("rate", "goodput"), _of_due(result.within_slo, result.due)),
+        *[_latency_tile(fields, one) for one in TILES],
         tile("failed", sum_of_errors, _of_due(failed, result.due), "bad" if failed else ""),
-    ]  # fmt: skip
+    ]
+    good = "The generator kept up with the rate, so these numbers are the server's."
     return [
-        verdict(
-            result.valid,
-            "The generator kept up with the rate, so these numbers are the server's.",
-            "These numbers are not the server's alone:",
-            _reasons(fields),
-        ),
+        verdict(result.valid, good, "These numbers are not the server's alone:", _reasons(fields)),
         element("div", *tiles, class_="tiles"),
         *_run_body(result, fields),
     ]
 
 
-def _latency_tile(fields: Fields, name: str, field: str) -> Element:
+def _latency_tile(fields: Fields, one: Shows) -> Element:
     # Of all that were due, where a failure is later than any answer: errors must not make a server look fast.
-    cell = fields.ms("latency_of_due", field, unit="ms")
-    if fields.value("latency_of_due", field) is None:
-        return tile(name, cell, f"{_FAILED[field]} failed" if fields.value("due") else "nothing was due", "bad")
-    return tile(name, cell, "of all due")
+    if fields.value(*one.path.split("/")) is None:
+        more = f"{LATER_IF_FAILED[one.name]} failed" if fields.value("due") else "nothing was due"
+        return tile(one.name, fields.show(one), more, "bad")
+    return tile(one.name, fields.show(one), "of all due")
 
 
 def _of_due(part: int, whole: int) -> str:
@@ -235,9 +249,8 @@ def _run_plots(result: LoadResult) -> list[Content]:
     drawn: list[Content] = []
     if Histogram.decode(result.latency_histogram).count:
         percentiles = figure("Latency by percentile", percentile_plot(result), PERCENTILES_NOTE)
-        drawn.append(
-            element("div", percentiles, figure("Histogram", histogram_plot(result), BARS_NOTE), class_="plots")
-        )
+        histogram = figure("Histogram", histogram_plot(result), BARS_NOTE)
+        drawn.append(element("div", percentiles, histogram, class_="plots"))
     if result.time_line:
         window = TimeLine.of(result).window_s
         joined = f" In windows of {window} s: rates are means, latencies and requests in flight the highest second's."
@@ -247,28 +260,21 @@ def _run_plots(result: LoadResult) -> list[Content]:
 
 
 def _run_body(result: LoadResult, fields: Fields) -> list[Content]:
-    examples = [
-        element("li", fields.text("error_examples", index).content) for index in range(len(result.error_examples))
-    ]
     requests: list[Content] = [_counts(result, fields)]
-    requests += [element("p", "First failures:", class_="note"), element("ul", *examples)] if examples else []
+    if result.error_examples:
+        examples = [element("li", one.text().content) for one in fields.each("error_examples")]
+        requests += [element("p", "First failures:", class_="note"), element("ul", *examples)]
+    generator = section("Generator", _generator(fields.below("generator")))
     parts: list[Content] = _run_plots(result)
     if result.marks:
-        parts.append(section("Marks", _marks(result, fields)))
+        parts.append(section("Marks", _marks(fields)))
     parts += [
-        section(
-            "Latency",
-            _latencies(fields),
-            note="From the intended send time, so a request that had to wait to be sent is charged for the wait. "
-            "Percentiles have three significant digits.",
-        ),
-        element(
-            "div", section("Requests", *requests), section("Generator", _generator(result, fields)), class_="columns"
-        ),
+        section("Latency", _latencies(fields), note=LATENCIES_NOTE),
+        element("div", section("Requests", *requests), generator, class_="columns"),
         element("div", section("Setup", _setup(fields)), *_machine(fields), class_="columns"),
     ]
     if result.time_line:
-        parts.append(section("Second by second", folded(f"{len(result.time_line)} seconds", _seconds(result, fields))))
+        parts.append(section("Second by second", folded(f"{len(result.time_line)} seconds", _seconds(fields))))
     return parts
 
 
@@ -284,6 +290,29 @@ ANSWERS_NOTE = "On the dotted line everything that was due was answered."
 SWEEP_CURVES_NOTE = "Of all requests that were due, at some of the rates."
 
 
+BEST = (
+    *(one for one in TILES if one.name != "max"),
+    Shows("in time", "rate", "goodput"),
+)
+STEP = (
+    Shows("rate, /s", "rate", "rate", ""),
+    Shows("answered, /s", "rate", "throughput", ""),
+    Shows("in time, /s", "rate", "goodput", ""),
+    *(
+        Shows(f"{name}, ms", "ms", f"latency_of_due/{field}")
+        for name, _, field, _ in PERCENTILES
+        if name not in ("min", "mean")
+    ),
+)
+SEARCH = (
+    Shows("p99 must be within", "exact", "slo_ms", "ms"),
+    Shows("rates told apart to", "exact_share", "tolerance"),
+    Shows("highest rate that kept it", "rate", "highest_rate"),
+    Shows("lowest rate that did not", "rate", "lowest_failed_rate"),
+    Shows("limited by", "text", "limited_by"),
+)
+
+
 def sweep_page(sweep: SweepResult, fields: Fields) -> list[Content]:
     """Make everything that is shown of a sweep."""
     best = _chosen_step(sweep)
@@ -291,16 +320,12 @@ def sweep_page(sweep: SweepResult, fields: Fields) -> list[Content]:
     slo = numbers.compact(sweep.slo_ms)
     told = LIMITS[sweep.limited_by]
     tiles = [
-        tile("highest rate", fields.rate("highest_rate"), f"p99 within {slo} ms", "" if found else "bad"),
-        tile("lowest rate beyond", fields.rate("lowest_failed_rate"), f"p99 over {slo} ms"),
+        tile("highest rate", fields.shown("rate", "highest_rate"), f"p99 within {slo} ms", "" if found else "bad"),
+        tile("lowest rate beyond", fields.shown("rate", "lowest_failed_rate"), f"p99 over {slo} ms"),
     ]
     if best is not None:
         step = fields.below("steps", best)
-        tiles += [
-            tile(name, step.ms("latency_of_due", field, unit="ms"), "at the highest rate")
-            for name, field in (("p50", "p50_ms"), ("p99", "p99_ms"), ("p99.9", "p999_ms"))
-        ]
-        tiles.append(tile("in time", step.rate("goodput"), "at the highest rate"))
+        tiles += [tile(one.name, step.show(one), "at the highest rate") for one in BEST]
     reasons: list[Content] = ["No valid step kept the deadline; the rate, if there is one, is below the lowest step."]
     reasons += [] if found else [told]
     return [
@@ -322,21 +347,10 @@ def _steps_table(sweep: SweepResult, fields: Fields) -> Element:
     rows: list[list[Shown]] = []
     for index, step in by_rate(sweep):
         own = fields.below("steps", index)
-        rows.append(
-            [
-                Cell(f"{index + 1}", True),
-                own.rate("rate", unit=""),
-                own.rate("throughput", unit=""),
-                own.rate("goodput", unit=""),
-                *[own.ms("latency_of_due", field) for field in ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")],
-                Cell(numbers.count(step.due - step.answered), True),
-                own.ms("generator", "lag_p99_ms"),
-                _outcome(sweep, step, index == best),
-            ]
-        )
-    heads = ["step", "rate, /s", "answered, /s", "in time, /s", "p50, ms", "p90, ms", "p99, ms", "p99.9, ms", "max, ms",
-             "failed", "sent late p99, ms", ""]  # fmt: skip
-    return table(heads, rows)
+        failed = Cell(numbers.count(step.due - step.answered), True)
+        late, outcome = own.shown("ms", "generator", "lag_p99_ms"), _outcome(sweep, step, index == best)
+        rows.append([Cell(f"{index + 1}", True), *own.row(STEP), failed, late, outcome])
+    return table(["step", *_heads(STEP), "failed", "sent late p99, ms", ""], rows)
 
 
 def _outcome(sweep: SweepResult, step: LoadResult, best: bool) -> Content:
@@ -346,15 +360,6 @@ def _outcome(sweep: SweepResult, step: LoadResult, best: bool) -> Content:
     if p99 is None or p99 > sweep.slo_ms:
         return element("span", "beyond the deadline", class_="worse")
     return element("span", "the highest" if best else "kept", class_="better")
-
-
-_SEARCH: tuple[tuple[str, Form, str] | tuple[str, Form, str, str], ...] = (
-    ("p99 must be within", "exact", "slo_ms", "ms"),
-    ("rates told apart to", "exact_share", "tolerance"),
-    ("highest rate that kept it", "rate", "highest_rate"),
-    ("lowest rate that did not", "rate", "lowest_failed_rate"),
-    ("limited by", "text", "limited_by"),
-)
 
 
 def _sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
@@ -370,7 +375,7 @@ def _sweep_body(sweep: SweepResult, fields: Fields) -> list[Content]:
     for index, step in by_rate(sweep):
         own = fields.below("steps", index)
         runs.append(folded(f"Step {index + 1}: {numbers.rate(step.rate)}/s", *run_page(step, own)))
-    return [*parts, section("Search", pairs(fields.pairs(*_SEARCH))), section("Everything of each step", *runs)]
+    return [*parts, section("Search", pairs(fields.pairs(SEARCH))), section("Everything of each step", *runs)]
 
 
 def _drawn(sweep: SweepResult) -> list[tuple[str, list[LoadResult]]]:
@@ -392,6 +397,12 @@ RATIOS_NOTE = (
     "Coloured where the interval does not hold 1."
 )
 ARM_CURVES_NOTE = "Of all requests that were due, all rounds together."
+BOOTSTRAP = (
+    Shows("rounds", "count", "rounds"),
+    Shows("confidence", "exact_share", "confidence"),
+    Shows("bootstrap resamples", "count", "resamples"),
+    Shows("seed of the bootstrap", "plain", "seed"),
+)
 
 
 def comparison_page(comparison: Comparison, fields: Fields) -> list[Content]:
@@ -416,8 +427,7 @@ def comparison_page(comparison: Comparison, fields: Fields) -> list[Content]:
 def _ratios_table(comparison: Comparison, fields: Fields) -> Element:
     """Make a row for each measure: every arm's median, and under it the ratio to the baseline."""
     rows: list[list[Shown]] = []
-    for index, one in enumerate(comparison.measures):
-        own = fields.below("measures", index)
+    for one, own in zip(comparison.measures, fields.each("measures"), strict=True):
         row: list[Shown] = [own.text("name"), own.text("unit")]
         for arm in range(len(comparison.arms)):
             value = _measure(one, own, "middle", arm)
@@ -427,7 +437,7 @@ def _ratios_table(comparison: Comparison, fields: Fields) -> Element:
 
 
 def _measure(one: ComparedMeasure, fields: Fields, *keys: str | int) -> Cell:
-    return fields.rate(*keys, unit="") if one.unit == "/s" else fields.ms(*keys)
+    return fields.shown("rate" if one.unit == "/s" else "ms", *keys, unit="")
 
 
 def _with_ratio(value: Cell, one: ComparedMeasure, fields: Fields, arm: int) -> Cell:
@@ -445,13 +455,13 @@ def _with_ratio(value: Cell, one: ComparedMeasure, fields: Fields, arm: int) -> 
 
 def _rounds_table(comparison: Comparison, fields: Fields) -> Element:
     """Show every value that was measured."""
+    rounds = range(comparison.rounds)
     rows: list[list[Shown]] = [
-        [one.name, one.unit, arm.name, *[_measure(one, fields, "measures", index, "values", number, turn)
-                                         for turn in range(comparison.rounds)]]
-        for index, one in enumerate(comparison.measures)
+        [one.name, one.unit, arm.name, *[_measure(one, own, "values", number, turn) for turn in rounds]]
+        for one, own in zip(comparison.measures, fields.each("measures"), strict=True)
         for number, arm in enumerate(comparison.arms)
-    ]  # fmt: skip
-    return table(["", "unit", "", *[f"round {turn + 1}" for turn in range(comparison.rounds)]], rows)
+    ]
+    return table(["", "unit", "", *[f"round {turn + 1}" for turn in rounds]], rows)
 
 
 def _comparison_body(comparison: Comparison, fields: Fields) -> list[Content]:
@@ -474,12 +484,7 @@ def _comparison_body(comparison: Comparison, fields: Fields) -> list[Content]:
     if comparison.measures:
         parts.append(section("Rounds", _rounds_table(comparison, fields)))
     setup: list[tuple[str, Shown]] = [(name, fields.text("setup", name)) for name in comparison.setup]
-    setup += fields.pairs(
-        ("rounds", "count", "rounds"),
-        ("confidence", "exact_share", "confidence"),
-        ("bootstrap resamples", "count", "resamples"),
-        ("seed of the bootstrap", "plain", "seed"),
-    )
+    setup += fields.pairs(BOOTSTRAP)
     parts.append(element("div", section("Setup", pairs(setup)), *_machine(fields, "cores"), class_="columns"))
     runs: list[Content] = []
     for number, arm in enumerate(comparison.arms):
