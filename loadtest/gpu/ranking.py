@@ -9,127 +9,70 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import JsonValue
 
 from loader.snapshot.manifest import DenseModelSpec, ModelSpec
-from loader.snapshot.row_source import RowsFromBlocks
-from loader.snapshot.writer import export_snapshot
-from loadtest.bench_lookup import DISTINCT_ROWS, distinct_rows
 from loadtest.gpu.parts import BenchSize, Work
-from router.feature_schema import FeatureSchema
-from serving.cli.capacity import catalog_model
+from loadtest.workloads.distributions import Fixed, Uniform
+from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.workload import SyntheticWorkload
+from serving.cli.capacity import CatalogModel, catalog_model
 from serving.formats.requests import Answer, RankAnswer, RankRequest
 from serving.limits import RequestLimits
-from serving.models.ranking_models import DtypeChoice, build_model
+from serving.models.ranking_models import DtypeChoice
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.cards import Cards
 
 ModelKind = Literal["dlrm", "dcn_v2"]
 KINDS: tuple[ModelKind, ...] = ("dlrm", "dcn_v2")
-# With bags of up to 100 rows, products of pooled vectors, and so logits, stay of the order of 1.
-ROW_SCALE = np.float32(0.05)
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256)
 CROSS_LAYERS, CROSS_RANK = 3, 512
 
 
-@dataclass(frozen=True)
-class BenchModel:
-    """One of the models.
-
-    Attributes:
-        kind: of its dense part.
-        spec: its description; features are all the candidates', as in DLRM-v2.
-        hotness: by feature, ids in a bag.
-    """
-
-    kind: ModelKind
-    spec: ModelSpec
-    hotness: Mapping[str, int]
-
-    @classmethod
-    def make(cls, kind: ModelKind, table_rows: int, most_hotness: int, layer_divisor: int) -> BenchModel:
-        """Make DLRM-v2 with tables of at most `table_rows`, and bags of at most `most_hotness` ids.
-
-        Hidden layers are `layer_divisor` times smaller than published; the bottom MLP still ends with dim 128.
-        """
-        found = catalog_model("dlrm-v2")
-        tables = tuple(
-            table.model_copy(update={"num_embeddings": min(table.num_embeddings, table_rows)})
-            for table in found.spec.tables
-        )
-        name = f"bench-{kind.replace('_', '-')}"
-        spec = found.spec.model_copy(
-            update={"model": name, "tables": tables, "dense_model": _dense_model(kind, layer_divisor)}
-        )
-        hotness = {feature: min(ids, most_hotness) for feature, ids in found.hotness.items()}
-        return cls(kind, spec, hotness)
-
-    def export(self, store: Path) -> Path:
-        """Write a snapshot: rows that repeat after a while, random weights that keep the size of what passes ReLUs."""
-        rows = {
-            table.name: RowsFromBlocks(
-                _blocks(table.num_embeddings, table.embedding_dim), table.num_embeddings, table.embedding_dim
-            )
-            for table in self.spec.tables
-        }
-        draw = torch.Generator().manual_seed(5)
-        dense = {
-            name: torch.randn(tensor.shape, generator=draw) * (2 / tensor.shape[-1]) ** 0.5
-            for name, tensor in build_model(self.spec).state_dict().items()
-        }
-        return export_snapshot(store, self.spec, rows=rows, dense=dense)
-
-    def request(self, candidates: int, seed: int) -> RankRequest:
-        """Make a request as an API's codec would: uniform ids, and dense inputs of the order of 1."""
-        rng = np.random.default_rng(seed)
-        schema = FeatureSchema.of(self.spec)
-        hotness = np.array([self.hotness[feature.name] for feature in schema.features])
-        rows = np.array([table.num_embeddings for table in schema.layout.tables])[schema.table_index]
-        values = rng.integers(0, np.repeat(rows, hotness * candidates))
-        keys = np.arange(hotness.size, dtype=np.int32)
-        bags_per_key = np.full(hotness.size, candidates, np.int64)
-        bags = KeyedBags.from_lengths(keys, bags_per_key, np.repeat(hotness, candidates), values)
-        dense = rng.standard_normal((candidates, self.spec.dense_inputs.candidate), dtype=np.float32)
-        return RankRequest(bags, candidates, np.zeros(0, np.float32), dense, TIMEOUT_S)
+def served_spec(kind: ModelKind, found: CatalogModel, size: BenchSize) -> ModelSpec:
+    """Describe DLRM-v2 with smaller tables and hidden layers; the bottom MLP still ends with dim 128."""
+    divisor = size.layer_divisor
+    config: dict[str, JsonValue] = {"bottom_mlp": [*(layer // divisor for layer in BOTTOM[:-1]), BOTTOM[-1]]}
+    top: list[JsonValue] = [layer // divisor for layer in TOP]
+    if kind == "dlrm":
+        config["top_mlp"] = top
+    else:
+        config |= {"deep": top, "num_cross_layers": CROSS_LAYERS, "low_rank": CROSS_RANK // divisor}
+    tables = tuple(
+        table.model_copy(update={"num_embeddings": min(table.num_embeddings, size.request_table_rows)})
+        for table in found.spec.tables
+    )
+    dense_model = DenseModelSpec(kind=kind, config=config)
+    name = f"bench-{kind.replace('_', '-')}"
+    return found.spec.model_copy(update={"model": name, "tables": tables, "dense_model": dense_model})
 
 
-def _dense_model(kind: ModelKind, divisor: int) -> DenseModelSpec:
-    bottom = [*(size // divisor for size in BOTTOM[:-1]), BOTTOM[-1]]
-    top = [size // divisor for size in TOP]
-    config: dict[str, JsonValue] = {"bottom_mlp": [*bottom], "top_mlp": [*top]}
-    if kind == "dcn_v2":
-        cross: dict[str, JsonValue] = {"num_cross_layers": CROSS_LAYERS, "low_rank": CROSS_RANK // divisor}
-        config = {"bottom_mlp": [*bottom], "deep": [*top], **cross}
-    return DenseModelSpec(kind=kind, config=config)
+def requests_of(spec: ModelSpec, found: CatalogModel, size: BenchSize) -> dict[int, list[RankRequest]]:
+    """Draw requests as an API's codec would make them, by number of candidates; ids are uniform."""
+    hotness = {feature: min(ids, size.request_hotness) for feature, ids in found.hotness.items()}
+    made: dict[int, list[RankRequest]] = {}
+    for count in size.candidates:
+        workload = SyntheticWorkload(spec.model, spec, hotness, Uniform(), Fixed(count), ragged=False)
+        drawn = [workload.request(np.random.default_rng(seed)) for seed in range(DISTINCT_REQUESTS)]
+        made[count] = [RankRequest(one.bags, count, one.context_dense, one.candidate_dense, TIMEOUT_S) for one in drawn]
+    return made
 
 
-@lru_cache(maxsize=1)
-def _block(embedding_dim: int) -> Float32Array:
-    return distinct_rows(embedding_dim) * ROW_SCALE
-
-
-def _blocks(num_rows: int, embedding_dim: int) -> Iterator[Float32Array]:
-    block = _block(embedding_dim)
-    for first in range(0, num_rows, DISTINCT_ROWS):
-        yield block[: num_rows - first]
-
-
+SEED = 5
 DISTINCT_REQUESTS = 8
 WARM_UP = 100
 """Requests before the timed ones: every replica makes a graph of their class at its second one."""
@@ -181,7 +124,7 @@ class ScoredRequest:
 class RankingBench:
     """A model's snapshot, and the requests that it has to answer, by number of candidates."""
 
-    model: BenchModel
+    kind: ModelKind
     snapshot: Path
     size: BenchSize
     questions: dict[int, list[ScoredRequest]]
@@ -191,15 +134,21 @@ def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None
     """Measure every model, configuration and number of candidates, until the time is spent."""
     work.note(*NOTES)
     work.part.facts["table_rows"] = size.request_table_rows
+    found = catalog_model("dlrm-v2")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for kind in KINDS:
             if work.out_of_time(CONFIGURATION_S):
                 return
-            model = BenchModel.make(kind, size.request_table_rows, size.request_hotness, size.layer_divisor)
             began = time.perf_counter()
             work.say(f"exporting {kind} with tables of at most {size.request_table_rows} rows")
-            snapshot = model.export(Path(folder))
-            bench = RankingBench(model, snapshot, size, _questions(model, snapshot, size))
+            spec = served_spec(kind, found, size)
+            snapshot = write_random_snapshot(spec, Path(folder), seed=SEED)
+            with _serving(ModelSource(snapshot=snapshot, verify=False, dtype="float32"), size) as served:
+                questions = {
+                    count: [ScoredRequest(one, served.rank(one)) for one in requests]
+                    for count, requests in requests_of(spec, found, size).items()
+                }
+            bench = RankingBench(kind, snapshot, size, questions)
             work.part.facts[f"{kind}_prepare_s"] = time.perf_counter() - began
             _measure_model(work, bench, opened)
 
@@ -207,7 +156,7 @@ def measure(work: Work, opened: Callable[[int], Cards], size: BenchSize) -> None
 def _measure_model(work: Work, bench: RankingBench, opened: Callable[[int], Cards]) -> None:
     for configuration in CONFIGURATIONS:
         if work.out_of_time(CONFIGURATION_S):
-            work.note(f"stopped before {bench.model.kind}, {configuration}.")
+            work.note(f"stopped before {bench.kind}, {configuration}.")
             return
         cards = opened(configuration.logical_cards)
         # Emulated cards rank on the CPU, which may have no bfloat16.
@@ -216,15 +165,6 @@ def _measure_model(work: Work, bench: RankingBench, opened: Callable[[int], Card
             # Rounded to bfloat16, a small mistake would not show.
             _measure_configuration(work, bench, cards, Configuration(1, False), "float32", timed=False)
         _measure_configuration(work, bench, cards, configuration, dtype)
-
-
-def _questions(model: BenchModel, snapshot: Path, size: BenchSize) -> dict[int, list[ScoredRequest]]:
-    source = ModelSource(snapshot=snapshot, verify=False, dtype="float32")
-    with _serving(source, size) as served:
-        requests = {
-            count: [model.request(count, seed) for seed in range(DISTINCT_REQUESTS)] for count in size.candidates
-        }
-        return {count: [ScoredRequest(one, served.rank(one)) for one in some] for count, some in requests.items()}
 
 
 class InProcess:
@@ -287,13 +227,13 @@ def _measure_configuration(
     *,
     timed: bool = True,
 ) -> None:
-    work.say(f"{bench.model.kind}, {dtype}: {configuration}")
+    work.say(f"{bench.kind}, {dtype}: {configuration}")
     began = time.perf_counter()
     with _serving(_source(bench.snapshot, cards, configuration, dtype), bench.size) as served:
         load_s = time.perf_counter() - began
         for candidates, questions in bench.questions.items():
             row: dict[str, Any] = {
-                "model": bench.model.kind,
+                "model": bench.kind,
                 "candidates": candidates,
                 "logical_cards": configuration.logical_cards,
                 "graphs": configuration.graphs,
@@ -306,9 +246,7 @@ def _measure_configuration(
                 throughput, in_throughput = _throughput(served, questions, bench.size.throughput_s)
                 row |= {**latencies, **throughput}
                 if configuration.graphs and latencies["share_by_graph"] < GRAPHS_MEANT:
-                    work.note(
-                        f"{bench.model.kind}, {candidates} candidates: not by graphs as meant, see share_by_graph."
-                    )
+                    work.note(f"{bench.kind}, {candidates} candidates: not by graphs as meant, see share_by_graph.")
                 difference = max(difference, in_latencies, in_throughput)
             spread = float(np.concatenate([question.expected for question in questions]).std())
             right = difference <= TOLERANCE[dtype] * spread
