@@ -27,7 +27,7 @@ from loadtest.gpu.rows import (
     one_table_layout,
     share_of_distinct,
 )
-from loadtest.gpu.timing import Timing, captured, clock_name, time_in_turns
+from loadtest.gpu.timing import Timing, clock_name, time_graphs, time_in_turns
 from shard_node.cuda.cards import Card, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import OutDtype, RowFormat
 from shard_node.node import Partition
@@ -148,6 +148,11 @@ class KernelCell:
     batch: int
     share_on_card: float = 1.0
 
+    @property
+    def looked_up(self) -> int:
+        """Count the rows of a launch."""
+        return self.hotness * self.batch
+
 
 def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
     """Measure all configurations of each dim, until the dim's part of the budget is spent.
@@ -158,6 +163,9 @@ def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
     """
     work.note(*KERNEL_NOTES)
     work.part.facts["clock"] = clock_name(cards.cards[0])
+    shapes = list(product(size.hotness, size.batches))
+    cells = [KernelCell(ids, *shape) for ids in ("uniform", "zipf") for shape in shapes]
+    shared = [KernelCell("uniform", *shape, share) for share in size.shares_on_card for shape in shapes]
     for number, dim in enumerate(size.dims):
         reserve_s = work.part.budget_s * (len(size.dims) - 1 - number) / len(size.dims)
         work.say(f"making {size.table_bytes / 1e9:.1f} GB of int8 rows, dim {dim}")
@@ -168,71 +176,69 @@ def measure_kernel(work: Work, cards: Cards, size: BenchSize) -> None:
                 "int8_bytes_as_stored": rows.card_rows * rows.format.row_bytes,
                 "stride_bytes": rows.stride,
             }
-            _measure_dim(work, rows, size, reserve_s)
+            grid = cells + shared if rows.host_rows else cells
+            measure = partial(_measure_cell, work, rows, size)
+            _measure_grid(work, rows, size, grid, rows.card_rows, size.max_sets, measure, reserve_s)
         gc.collect()
 
 
-def _measure_dim(work: Work, rows: RowsOnCard, size: BenchSize, reserve_s: float) -> None:
-    most = max(_sets(rows, size, *shape) * shape[0] * shape[1] for shape in product(size.hotness, size.batches))
+def _measure_grid(
+    work: Work,
+    rows: RowsOnCard,
+    size: BenchSize,
+    grid: Sequence[KernelCell],
+    card_rows: int,
+    max_sets: int,
+    measure: Callable[[KernelCell, Memory, int], None],
+    reserve_s: float = 0.0,
+) -> None:
+    """Measure each configuration with its ids and its number of input sets, until only `reserve_s` is left."""
+    asked = {cell: asked_bytes(rows, cell.hotness, cell.batch)["all"] for cell in grid}
+    sets = {cell: min(max(MIN_SETS, -int(-size.cache_bytes // asked[cell])), max(max_sets, MIN_SETS)) for cell in grid}
     drawn: tuple[Ids, float] | None = None
     with OwnedMemory(rows.stream) as memory:
-        values = memory.own(rows.card.allocate(4 * most))
-        for cell in _cells(size):
+        values = memory.own(rows.card.allocate(4 * max(sets[cell] * cell.looked_up for cell in grid)))
+        for cell in grid:
             if work.out_of_time(reserve_s + size.cell_s):
                 work.note(f"dim {rows.embedding_dim} stopped before {cell}: its time was spent.")
                 return
-            if cell.share_on_card < 1 and not rows.host_rows:
-                continue
             if drawn != (cell.ids, cell.share_on_card):
                 drawn = (cell.ids, cell.share_on_card)
-                _draw(rows, values, cell)
+                _draw(rows, values, cell, card_rows)
                 work.say(f"dim {rows.embedding_dim}: {cell.ids} ids, {cell.share_on_card:.0%} of them on the card")
-            _measure_cell(work, rows, size, cell, values)
+            measure(cell, values, sets[cell])
 
 
-def _cells(size: BenchSize) -> list[KernelCell]:
-    shapes = list(product(size.hotness, size.batches))
-    grid = [KernelCell(ids, *shape) for ids in ("uniform", "zipf") for shape in shapes]
-    return grid + [KernelCell("uniform", *shape, share) for share in size.shares_on_card for shape in shapes]
-
-
-def _sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:
-    asked = asked_bytes(rows, hotness, batch)["all"]
-    return min(max(MIN_SETS, -int(-size.cache_bytes // asked)), max(size.max_sets, MIN_SETS))
-
-
-def _draw(rows: RowsOnCard, values: Memory, cell: KernelCell) -> None:
+def _draw(rows: RowsOnCard, values: Memory, cell: KernelCell, card_rows: int) -> None:
     count = values.size_bytes // 4
     with rows.card.torch_stream(rows.stream):
         drawn = (
-            draw(cell.ids, rows.card_rows, count, rows.generator)
+            draw(cell.ids, card_rows, count, rows.generator)
             if cell.share_on_card == 1
-            else draw_split(rows.card_rows, rows.host_rows, cell.share_on_card, count, rows.generator)
+            else draw_split(card_rows, rows.host_rows, cell.share_on_card, count, rows.generator)
         )
         rows.card.tensor(values, 0, (count,), torch.int32).copy_(drawn)
     rows.stream.synchronize()
 
 
-def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: KernelCell, values: Memory) -> None:
+def _measure_cell(
+    work: Work, rows: RowsOnCard, size: BenchSize, cell: KernelCell, values: Memory, num_sets: int
+) -> None:
     numbers_of_cards = size.logical_cards if cell.share_on_card == 1 else size.logical_cards[:1]
-    with Bags(rows, values, cell.batch, cell.hotness, _sets(rows, size, cell.hotness, cell.batch)) as bags:
+    with Bags(rows, values, cell.batch, cell.hotness, num_sets) as bags:
         right: dict[int, float] = {}
         for num_cards in numbers_of_cards:
             try:
-                right[num_cards] = bags.check(num_cards, bags.num_sets - 1)
+                right[num_cards] = bags.check(num_cards, num_sets - 1)
             except WrongPoolingError as error:
                 work.add({**_head(rows, cell), "logical_cards": num_cards, "correct": False, "error": str(error)})
         if not right:
             return
-        graphs = {
-            num_cards: captured(rows.card, rows.stream, partial(bags.launch_all, num_cards)) for num_cards in right
-        }
-        replays = {str(n): partial(graph.replay, rows.stream) for n, graph in graphs.items()}
-        timings = time_in_turns(rows.card, rows.stream, replays, bags.num_sets, size.cell_s * (1 + len(replays)) / 2)
+        launches = {num_cards: partial(bags.launch_all, num_cards) for num_cards in right}
+        timings = time_graphs(rows.card, rows.stream, launches, num_sets, size.cell_s * (1 + len(right)) / 2)
         distinct = share_of_distinct(bags.set_of(0))
-    for num_cards, largest in right.items():
-        timing = timings[str(num_cards)]
-        one = timings.get(str(size.logical_cards[0]))
+    one = timings.get(size.logical_cards[0])
+    for num_cards, timing in timings.items():
         work.add(
             {
                 **_head(rows, cell),
@@ -240,8 +246,8 @@ def _measure_cell(work: Work, rows: RowsOnCard, size: BenchSize, cell: KernelCel
                 **_figures(work, rows, cell, timing),
                 "ratio_to_one_card": timing.median_s / one.median_s if one else None,
                 "distinct_share": distinct,
-                "launches_a_round": bags.num_sets,
-                "largest_error": largest,
+                "launches_a_round": num_sets,
+                "largest_error": right[num_cards],
                 "correct": True,
             }
         )
@@ -258,7 +264,6 @@ def _head(rows: RowsOnCard, cell: KernelCell) -> Row:
 
 
 def _figures(work: Work, rows: RowsOnCard, cell: KernelCell, timing: Timing) -> Row:
-    looked_up = cell.hotness * cell.batch
     asked = asked_bytes(rows, cell.hotness, cell.batch)
     copy, bus = copy_gb_per_s(work, DEVICE), copy_gb_per_s(work, UP)
     gb_per_s = asked["all"] / timing.median_s / 1e9
@@ -271,8 +276,8 @@ def _figures(work: Work, rows: RowsOnCard, cell: KernelCell, timing: Timing) -> 
         "us_low": timing.low_s * 1e6,
         "us_high": timing.high_s * 1e6,
         "rounds": timing.rounds,
-        "ns_per_row": timing.median_s * 1e9 / looked_up,
-        "predicted_ns_per_row": None if predicted is None else predicted * 1e3 / looked_up,
+        "ns_per_row": timing.median_s * 1e9 / cell.looked_up,
+        "predicted_ns_per_row": None if predicted is None else predicted * 1e3 / cell.looked_up,
         "gb_per_s_rows": asked["rows"] / timing.median_s / 1e9,
         "gb_per_s_all": gb_per_s,
         "gb_per_s_bus": asked["rows"] * (1 - cell.share_on_card) / timing.median_s / 1e9,
@@ -286,30 +291,22 @@ COMPARED_NOTES = (
     "times is the other's time by shardrank's. correct: shardrank's sums are the reference's; difference: from theirs.",
 )
 Pool = Callable[[torch.Tensor], torch.Tensor]
+"""Takes the values of a batch, int32 [batch * hotness], and returns [batch, dim]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """The dequantised table, and what pools from it."""
+def _others(weight: torch.Tensor, cell: KernelCell) -> dict[str, Pool]:
+    """Make what pools from the dequantised table, by name."""
+    offsets = torch.arange(0, cell.looked_up + 1, cell.hotness, dtype=torch.int32, device=weight.device)
+    module = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
 
-    rows: RowsOnCard
-    weight: torch.Tensor
-    dtype: OutDtype
+    def bag(values: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = module(values, offsets)
+        return pooled
 
-    def pools(self, batch: int, hotness: int) -> dict[str, Pool]:
-        """By name; each takes the values of a batch, int32 [batch * hotness], and returns [batch, dim]."""
-        offsets = torch.arange(0, (batch + 1) * hotness, hotness, dtype=torch.int32, device=self.rows.card.torch_device)
-        module = torch.nn.EmbeddingBag.from_pretrained(self.weight, mode="sum", include_last_offset=True)
-        shape = (batch, hotness, self.rows.embedding_dim)
+    def gather(values: torch.Tensor) -> torch.Tensor:
+        return weight.index_select(0, values).view(cell.batch, cell.hotness, -1).sum(1)
 
-        def bag(values: torch.Tensor) -> torch.Tensor:
-            pooled: torch.Tensor = module(values, offsets)
-            return pooled
-
-        def gather(values: torch.Tensor) -> torch.Tensor:
-            return self.weight.index_select(0, values).view(shape).sum(1)
-
-        return {BAG: bag, GATHER: gather}
+    return {BAG: bag, GATHER: gather}
 
 
 def measure_others(work: Work, cards: Cards, size: BenchSize) -> None:
@@ -320,89 +317,73 @@ def measure_others(work: Work, cards: Cards, size: BenchSize) -> None:
     card = cards.cards[0]
     work.part.facts["clock"] = clock_name(card)
     work.note(*COMPARED_NOTES)
+    batches = [batch for batch in size.batches if batch >= MIN_COMPARED_BATCH] or size.batches[-1:]
+    grid = [KernelCell("uniform", *shape) for shape in product(size.hotness, batches)]
+    max_sets = min(size.max_sets, MAX_COMPARED_SETS)
     for dim in size.dims:
         if work.out_of_time(size.cell_s):
             return
         work.say(f"comparing at dim {dim}")
         with RowsOnCard(cards, card, dim, size.table_bytes, 0) as rows:
             for dtype in ("fp16", "fp32"):
-                with _table(rows, dtype, size.compared_bytes) as others:
-                    _measure_table(work, others, size)
+                with _table(rows, dtype, size.compared_bytes) as weight:
+                    measure = partial(_measure_beside, work, rows, size, weight, dtype)
+                    _measure_grid(work, rows, size, grid, weight.shape[0], max_sets, measure)
                 gc.collect()
                 if card.torch_device.type == "cuda":
                     torch.cuda.empty_cache()
 
 
 @contextmanager
-def _table(rows: RowsOnCard, dtype: OutDtype, most_bytes: int) -> Iterator[Others]:
-    """Return the first rows, dequantised, in memory of the card."""
+def _table(rows: RowsOnCard, dtype: OutDtype, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Lay the first rows, dequantised, in memory of the card."""
     row_bytes = rows.embedding_dim * TORCH_DTYPES[dtype].itemsize
     # The gathered rows of the largest batch need room beside the table.
     room = min(most_bytes, rows.card.free_bytes() // 2)
     count = min(rows.card_rows, max(ROW_MULTIPLE, room // row_bytes))
     with OwnedMemory(rows.stream) as memory:
-        weight = memory.own(rows.card.allocate(count * row_bytes))
+        owned = memory.own(rows.card.allocate(count * row_bytes))
+        weight = rows.card.tensor(owned, 0, (count, rows.embedding_dim), TORCH_DTYPES[dtype])
         with rows.card.torch_stream(rows.stream):
             for first in range(0, count, _PIECE_ROWS):
-                piece = min(_PIECE_ROWS, count - first)
-                shape = (piece, rows.embedding_dim)
-                part = rows.card.tensor(weight, first * row_bytes, shape, TORCH_DTYPES[dtype])
-                part.copy_(rows.floats(first, piece, TORCH_DTYPES[dtype]))
+                piece = weight[first : first + _PIECE_ROWS]
+                piece.copy_(rows.floats(first, piece.shape[0], TORCH_DTYPES[dtype]))
         rows.stream.synchronize()
-        yield Others(rows, rows.card.tensor(weight, 0, (count, rows.embedding_dim), TORCH_DTYPES[dtype]), dtype)
+        yield weight
 
 
-def _measure_table(work: Work, others: Others, size: BenchSize) -> None:
-    rows = others.rows
-    shapes = list(
-        product(size.hotness, [batch for batch in size.batches if batch >= MIN_COMPARED_BATCH] or size.batches[-1:])
-    )
-    most = max(_compared_sets(rows, size, *shape) * shape[0] * shape[1] for shape in shapes)
-    with OwnedMemory(rows.stream) as memory:
-        values = memory.own(rows.card.allocate(4 * most))
-        with rows.card.torch_stream(rows.stream):
-            drawn = draw("uniform", others.weight.shape[0], most, rows.generator)
-            rows.card.tensor(values, 0, (most,), torch.int32).copy_(drawn)
-        for hotness, batch in shapes:
-            if work.out_of_time(size.cell_s):
-                work.note(f"stopped before dim {rows.embedding_dim}, {others.dtype}, hotness {hotness}, batch {batch}.")
-                return
-            _measure_shape(work, others, size, values, hotness, batch)
-
-
-def _compared_sets(rows: RowsOnCard, size: BenchSize, hotness: int, batch: int) -> int:
-    return min(_sets(rows, size, hotness, batch), MAX_COMPARED_SETS)
-
-
-def _measure_shape(work: Work, others: Others, size: BenchSize, values: Memory, hotness: int, batch: int) -> None:
-    rows, card, stream = others.rows, others.rows.card, others.rows.stream
-    num_sets = _compared_sets(rows, size, hotness, batch)
-    with Bags(rows, values, batch, hotness, num_sets, others.dtype) as bags, torch.inference_mode():
+def _measure_beside(
+    work: Work,
+    rows: RowsOnCard,
+    size: BenchSize,
+    weight: torch.Tensor,
+    dtype: OutDtype,
+    cell: KernelCell,
+    values: Memory,
+    num_sets: int,
+) -> None:
+    card, stream = rows.card, rows.stream
+    with Bags(rows, values, cell.batch, cell.hotness, num_sets, dtype) as bags, torch.inference_mode():
         sets = [bags.set_of(number) for number in range(num_sets)]
         error = bags.check(1, num_sets - 1)
-        ours = partial(captured(card, stream, partial(bags.launch_all, 1)).replay, stream)
-        replays: dict[str, Callable[[], None]] = {OURS: ours}
+        pieces: dict[str, Callable[[], None]] = {OURS: partial(bags.launch_all, 1)}
         differences: dict[str, float] = {}
-        for name, pool in others.pools(batch, hotness).items():
+        for name, pool in _others(weight, cell).items():
             with card.torch_stream(stream):
                 differences[name] = _difference(pool(sets[-1]), bags.out())
-            if not differences[name] <= TOLERANCE[others.dtype]:
-                work.note(
-                    f"{name} gave other sums at dim {rows.embedding_dim}, {others.dtype}, and was not timed there."
-                )
-                continue
-            graph = captured(card, stream, partial(_pool_all, card, stream, pool, sets))
-            replays[name] = partial(graph.replay, stream)
-        timings = time_in_turns(card, stream, replays, num_sets, size.cell_s * len(replays) / 2)
-    looked_up = hotness * batch
+            if differences[name] <= TOLERANCE[dtype]:
+                pieces[name] = partial(_pool_all, card, stream, pool, sets)
+            else:
+                work.note(f"{name} gave other sums at dim {rows.embedding_dim}, {dtype}, and was not timed there.")
+        timings = time_graphs(card, stream, pieces, num_sets, size.cell_s * len(pieces) / 2)
     work.add(
         {
             "dim": rows.embedding_dim,
-            "dtype": others.dtype,
-            "hotness": hotness,
-            "batch": batch,
-            "rows_of_their_table": others.weight.shape[0],
-            "ns_per_row": {name: timing.median_s * 1e9 / looked_up for name, timing in timings.items()},
+            "dtype": dtype,
+            "hotness": cell.hotness,
+            "batch": cell.batch,
+            "rows_of_their_table": weight.shape[0],
+            "ns_per_row": {name: timing.median_s * 1e9 / cell.looked_up for name, timing in timings.items()},
             "spread": {name: timing.spread for name, timing in timings.items()},
             "times": {name: timing.median_s / timings[OURS].median_s for name, timing in timings.items()},
             "largest_error": error,

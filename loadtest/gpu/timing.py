@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from shard_node.cuda.cards import Card, Graph, Stream
+from shard_node.cuda.cards import Card, Stream
 
 GROUP, MAX_ROUNDS = 5, 200
+Name = TypeVar("Name", str, int)
 
 
 class Stopwatch:
@@ -80,11 +83,10 @@ class Timing:
 def time_in_turns(
     card: Card,
     stream: Stream,
-    work: Mapping[str, Callable[[], None]],
+    work: Mapping[Name, Callable[[], None]],
     launches: int,
     seconds: float,
-    max_rounds: int = MAX_ROUNDS,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time several pieces of work, which take turns, so that all see the same noise.
 
     Rounds are put on the stream in groups, each behind work that is not timed: the host is then ahead of the card, and
@@ -95,18 +97,17 @@ def time_in_turns(
         stream: where the work goes.
         work: puts `launches` launches on the stream, each.
         launches: in one piece of work.
-        seconds: about how long to go on, all pieces together; at least GROUP rounds.
-        max_rounds: at most, but for the last group.
+        seconds: about how long to go on, all pieces together; GROUP to MAX_ROUNDS rounds.
     """
     watches = {name: [Stopwatch(card, stream) for _ in range(GROUP)] for name in work}
-    taken: dict[str, list[float]] = {name: [] for name in work}
+    taken: dict[Name, list[float]] = {name: [] for name in work}
     for one in work.values():  # Warm-up: the first replay of a graph uploads it.
         one()
     stream.synchronize()
     ahead = next(iter(work.values()))
     began = time.perf_counter()
     rounds = 0
-    while rounds == 0 or (rounds < max_rounds and time.perf_counter() - began < seconds):
+    while rounds == 0 or (rounds < MAX_ROUNDS and time.perf_counter() - began < seconds):
         with card.torch_stream(stream):
             ahead()
             for turn in range(GROUP):
@@ -120,8 +121,13 @@ def time_in_turns(
     return {name: Timing.of(each, launches) for name, each in taken.items()}
 
 
-def captured(card: Card, stream: Stream, work: Callable[[], None]) -> Graph:
-    """Capture work, which is run once before, as captures demand."""
-    work()
-    stream.synchronize()
-    return card.capture(stream, work)
+def time_graphs(
+    card: Card, stream: Stream, work: Mapping[Name, Callable[[], None]], launches: int, seconds: float
+) -> dict[Name, Timing]:
+    """Capture each piece of work as a graph, and time their replays as `time_in_turns`."""
+    replays: dict[Name, Callable[[], None]] = {}
+    for name, one in work.items():
+        one()  # Once before, as captures demand.
+        stream.synchronize()
+        replays[name] = partial(card.capture(stream, one).replay, stream)
+    return time_in_turns(card, stream, replays, launches, seconds)
