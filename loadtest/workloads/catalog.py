@@ -139,19 +139,6 @@ class FilmsWorkload:
         return tuple(self._words[number] for number in fingerprints.tolist())
 
 
-def movielens_workload(
-    folder: Path, *, profile: bool = False, candidates: CandidateCounts | None = None, split_seed: int = 0
-) -> FilmsWorkload:
-    """Open a folder with u.data, u.item, u.user and u.genre of MovieLens 100K.
-
-    Raises:
-        DatasetError: a file is missing or malformed.
-        TrainingError: if the ratings can't be split.
-    """
-    options = FilmsOptions(profile=profile)
-    return FilmsWorkload(read_movielens(folder), options, candidates=candidates, split_seed=split_seed)
-
-
 CATALOG_WORKLOADS = ("dlrm-v2", "merlin-tiny")
 WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], films[:profile]"
 _NUMBER = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
@@ -183,7 +170,8 @@ def open_workload(
 
     Raises:
         WorkloadError: naming what is not known or does not belong together.
-        DatasetError, TrainingError: as `movielens_workload`.
+        DatasetError: a file of MovieLens is missing or malformed.
+        TrainingError: its ratings can't be split.
     """
     name, _, rest = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
@@ -196,7 +184,8 @@ def open_workload(
             raise WorkloadError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
         if movielens is None:
             raise WorkloadError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
-        return movielens_workload(movielens, profile=rest == PROFILE, candidates=counts, split_seed=split_seed)
+        options = FilmsOptions(profile=rest == PROFILE)
+        return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
     raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
 
 

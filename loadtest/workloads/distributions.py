@@ -1,7 +1,9 @@
 """How many candidates a request has, and which rows it asks for.
 
-An id distribution gives popularity ranks, 0 for the most popular row; `RowScatter` says which row has a rank. Nothing
-is kept for each row, so tables of 40 million rows cost what tables of ten do.
+`CandidateCounts` draw the number of candidates of one request. `IdDistribution`s draw popularity ranks, int64 [n], rank
+i in 0..num_rows[i] - 1 with 0 for the most popular row; the numbers of rows are from 1 to 2^32 - 1. `RowScatter` says
+which row has a rank. Nothing is kept for each row, so tables of 40 million rows cost what tables of ten do. Each has
+the name that `parse_candidates` or `parse_ids` reads.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +25,6 @@ Float64Array = npt.NDArray[np.float64]
 MAX_CANDIDATES = 2**20
 _RANGE = re.compile(r"(\d+)-(\d+):(\d+(?:\.\d+)?)")
 _BISECTIONS = 200
-
-
-class CandidateCounts(Protocol):
-    """A distribution of numbers of candidates, named as `parse_candidates` reads it."""
-
-    @property
-    def name(self) -> str:
-        """Write it as it is read."""
-
-    def draw(self, rng: np.random.Generator) -> int:
-        """Draw the number of candidates of one request, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +102,9 @@ MLPERF_CANDIDATES = Ranged(100, 700, 270)
 VARIED_CANDIDATES = Ranged(50, 500, 200)
 
 
+CandidateCounts: TypeAlias = Fixed | Ranged
+
+
 def parse_candidates(text: str) -> CandidateCounts:
     """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises WorkloadError."""
     if text.isascii() and text.isdecimal():
@@ -124,17 +118,6 @@ MAX_ZIPF_EXPONENT = 10.0
 _ZIPF = re.compile(r"zipf(?::|\()(\d+(?:\.\d+)?)\)?")
 
 
-class IdDistribution(Protocol):
-    """How popular a table's rows are; named as `parse_ids` reads it."""
-
-    @property
-    def name(self) -> str:
-        """Write it as it is read."""
-
-    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """Draw int64 [n], rank i in 0..num_rows[i] - 1; the numbers of rows are from 1 to 2^32 - 1."""
-
-
 @dataclass(frozen=True)
 class Uniform:
     """Every row alike: the worst case for caches."""
@@ -142,7 +125,7 @@ class Uniform:
     name: str = "uniform"
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """Draw as `IdDistribution.ranks` says."""
+        """Draw ranks."""
         return rng.integers(0, num_rows, dtype=np.int64)
 
 
@@ -166,7 +149,7 @@ class Zipf:
         return f"zipf:{self.exponent:g}"
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """Draw as `IdDistribution.ranks` says."""
+        """Draw ranks."""
         drawn = np.empty(num_rows.size, np.int64)
         last = self._integral(num_rows.astype(np.float64) + 0.5)
         first = float(self._integral(np.array(1.5))) - 1.0
@@ -232,7 +215,7 @@ class Reuse:
     name: str = "reuse"
 
     def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """Draw as `IdDistribution.ranks` says."""
+        """Draw ranks."""
         shares = np.array(_OCTAVE_SHARES[::-1])
         # Expected number of each octave's hottest row in a batch, from the hottest octave to the coldest.
         highest = np.exp2(np.arange(_FIRST_OCTAVE + shares.size, _FIRST_OCTAVE, -1, dtype=np.float64))
@@ -285,6 +268,9 @@ def _prime_to(num_rows: int, near: int) -> int:
     while math.gcd(near, num_rows) != 1:
         near += 1
     return near
+
+
+IdDistribution: TypeAlias = Uniform | Zipf | Reuse
 
 
 def parse_ids(text: str) -> IdDistribution:

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from loadtest.errors import AnswerError, WorkloadError
 from loadtest.workloads.workload import FeatureBags, Workload, WorkloadRequest, features_of
+from serving.formats.protobuf import packed_bytes
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.bags import Float32Array, Int32Array, Int64Array
@@ -47,15 +48,6 @@ FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (-
 _BINARY: Headers = (("content-type", "application/octet-stream"),)
 _FLAT_HEADER = struct.Struct("<4I")
 _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
-_PATHS: dict[Encoding, str] = {
-    "json": "/v1/models/{}:rank",
-    "oip-http": "/v2/models/{}/infer",
-    "grpc": _RANK_METHOD,
-    "grpc-packed": _RANK_METHOD,
-    "oip-grpc": "/inference.GRPCInferenceService/ModelInfer",
-    "flat": "/rank",
-    "tensors": "/v2/models/rank/infer",
-}
 
 
 def changing_headers(varied: bool, seed: int) -> Iterator[Headers]:
@@ -119,20 +111,20 @@ class Payloads:
         max_bytes: int = DEFAULT_MAX_BYTES,
         path: str | None = None,
     ) -> None:
-        if api not in _PATHS:
+        if api not in _FORMS:
             raise WorkloadError(f"api: {api!r} is not one of {', '.join(APIS)}")
         for name, value in (("count", count), ("max_bytes", max_bytes)):
             if value < 1:
                 raise WorkloadError(f"{name}: {value} is not 1 or more")
         self.api = api
         self.model = model or workload.spec.model
-        self.path = path or _PATHS[api].format(self.model)
-        self._encode, self._read = _CODECS[api]
+        form = _FORMS[api]
+        self.path, self._read = path or form.path.format(self.model), form.read
         self._payloads: list[Payload] = []
         rng, left = np.random.default_rng(seed), max_bytes
         while len(self._payloads) < count:
             request = workload.request(rng)
-            body, headers = self._encode(workload, request, self.model, timeout_ms)
+            body, headers = form.encode(workload, request, self.model, timeout_ms)
             left -= len(body)
             if self._payloads and left < 0:
                 break
@@ -174,7 +166,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def _encode_json(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Return a candidate feature with one id each is a flat list, as a client would write it."""
+    """Write a JSON body; a candidate feature with one id each is a flat list, as a client would write it."""
     del model
     sparse: dict[bool, dict[str, Any]] = {True: {}, False: {}}
     weights: dict[bool, dict[str, Any]] = {True: {}, False: {}}
@@ -217,7 +209,7 @@ def _read_json(answer: bytes) -> ScoreList:
 
 
 def _encode_grpc(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Features lie in maps by name."""
+    """Write a RankRequest with features in maps by name."""
     message = ranking_pb2.RankRequest(model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0)
     for feature in features_of(workload.schema, request):
         sparse = (message.context if feature.is_context else message.candidates).sparse[feature.name]
@@ -237,17 +229,17 @@ def _encode_grpc(workload: Workload, request: WorkloadRequest, model: str, timeo
 
 
 def _encode_packed(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Features are `PackedFeatures`: arrays in the order of the schema, under its digest."""
+    """Write a RankRequest with `PackedFeatures`: arrays in the order of the schema, under its digest."""
     schema, bags = workload.schema, request.bags
     key = np.repeat(np.repeat(bags.keys, bags.bags_per_key), bags.lengths)
     is_string = np.array([feature.name in schema.string_features for feature in schema.features])
     packed = ranking_pb2.PackedFeatures(
         schema_digest=schema.digest,
-        ids=_bytes(bags.values[~is_string[key]], "<i8"),
-        lengths=b"" if (bags.lengths == 1).all() else _bytes(bags.lengths, "<i4"),
-        weights=b"" if bags.weights is None else _bytes(bags.weights, "<f4"),
-        context_dense=_bytes(request.context_dense, "<f4"),
-        candidate_dense=_bytes(request.candidate_dense, "<f4"),
+        ids=packed_bytes(bags.values[~is_string[key]], "<i8"),
+        lengths=b"" if (bags.lengths == 1).all() else packed_bytes(bags.lengths, "<i4"),
+        weights=b"" if bags.weights is None else packed_bytes(bags.weights, "<f4"),
+        context_dense=packed_bytes(request.context_dense, "<f4"),
+        candidate_dense=packed_bytes(request.candidate_dense, "<f4"),
         string_ids=[text for feature in features_of(schema, request) for text in feature.texts or ()],
     )
     message = ranking_pb2.RankRequest(
@@ -274,17 +266,17 @@ def _tensors(workload: Workload, request: WorkloadRequest) -> Iterator[Tensor]:
         ragged = not feature.is_context and not (feature.lengths == longest).all()
         shape = [feature.values.size] if feature.is_context or ragged else [count, longest]
         if feature.texts is None:
-            yield feature.name, "INT64", shape, _bytes(feature.values, "<i8")
+            yield feature.name, "INT64", shape, packed_bytes(feature.values, "<i8")
         else:
             texts = [text.encode() for text in feature.texts]
             yield feature.name, "BYTES", shape, b"".join(struct.pack("<I", len(one)) + one for one in texts)
         if ragged:
-            yield f"{feature.name}.lengths", "INT64", [count], _bytes(feature.lengths, "<i8")
+            yield f"{feature.name}.lengths", "INT64", [count], packed_bytes(feature.lengths, "<i8")
         if feature.weights is not None:
-            yield f"{feature.name}.weights", "FP32", shape, _bytes(feature.weights, "<f4")
+            yield f"{feature.name}.weights", "FP32", shape, packed_bytes(feature.weights, "<f4")
     for name, dense in (("context.dense", request.context_dense), ("candidates.dense", request.candidate_dense)):
         if dense.size:
-            yield name, "FP32", list(dense.shape), _bytes(dense, "<f4")
+            yield name, "FP32", list(dense.shape), packed_bytes(dense, "<f4")
 
 
 def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
@@ -308,7 +300,7 @@ def _encode_oip_http(workload: Workload, request: WorkloadRequest, model: str, t
 
 
 def _read_oip_http(answer: bytes) -> ScoreList:
-    """Return the JSON header says where the scores lie behind it, so its length is not needed."""
+    """Read scores from behind the JSON header, which says where they lie, so that its length is not needed."""
     try:
         # One character is one byte in Latin-1; header names and numbers are ASCII.
         header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
@@ -363,7 +355,7 @@ def _encode_flat(workload: Workload, request: WorkloadRequest, model: str, timeo
     del workload, model, timeout_ms
     ids, lengths, dense = candidate_arrays(request)
     header = _FLAT_HEADER.pack(*lengths.shape, ids.size, dense.shape[1])
-    return header + _bytes(ids, "<i8") + _bytes(lengths, "<i4") + _bytes(dense, "<f4"), _BINARY
+    return header + packed_bytes(ids, "<i8") + packed_bytes(lengths, "<i4") + packed_bytes(dense, "<f4"), _BINARY
 
 
 def _read_flat(answer: bytes) -> ScoreList:
@@ -384,19 +376,21 @@ def _encode_tensors(workload: Workload, request: WorkloadRequest, model: str, ti
     return _infer_body([(name, datatype, [1, *one.shape], one.tobytes()) for name, datatype, one in named], None)
 
 
-def _bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
-    return values.astype(np.dtype(dtype), copy=False).tobytes()
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a request of an API is addressed and encoded, and how scores are read from its answer."""
+
+    path: str
+    encode: Callable[[Workload, WorkloadRequest, str, int | None], Encoded]
+    read: Callable[[bytes], ScoreList]
 
 
-_CODECS: dict[
-    Encoding,
-    tuple[Callable[[Workload, WorkloadRequest, str, int | None], Encoded], Callable[[bytes], ScoreList]],
-] = {
-    "json": (_encode_json, _read_json),
-    "oip-http": (_encode_oip_http, _read_oip_http),
-    "grpc": (_encode_grpc, _read_grpc),
-    "grpc-packed": (_encode_packed, _read_grpc),
-    "oip-grpc": (_encode_oip_grpc, _read_oip_grpc),
-    "flat": (_encode_flat, _read_flat),
-    "tensors": (_encode_tensors, _read_oip_http),
+_FORMS: dict[Encoding, _Form] = {
+    "json": _Form("/v1/models/{}:rank", _encode_json, _read_json),
+    "oip-http": _Form("/v2/models/{}/infer", _encode_oip_http, _read_oip_http),
+    "grpc": _Form(_RANK_METHOD, _encode_grpc, _read_grpc),
+    "grpc-packed": _Form(_RANK_METHOD, _encode_packed, _read_grpc),
+    "oip-grpc": _Form("/inference.GRPCInferenceService/ModelInfer", _encode_oip_grpc, _read_oip_grpc),
+    "flat": _Form("/rank", _encode_flat, _read_flat),
+    "tensors": _Form("/v2/models/rank/infer", _encode_tensors, _read_oip_http),
 }
