@@ -1,4 +1,4 @@
-"""The errors of workloads, load tests and comparisons."""
+"""The errors of workloads, load tests, comparisons and reports."""
 
 from __future__ import annotations
 
@@ -63,3 +63,19 @@ class CompareStoreError(LoadError, http_status=400, grpc_status="INVALID_ARGUMEN
 
 class PeerEnvironmentError(LoadError, kind="peers_environment"):
     """A peer's virtual environment is not there, or pip could not make it."""
+
+
+class ReportError(ShardrankError, kind="report"):
+    """A report can't be made."""
+
+
+class PageFileError(ReportError, kind="report_file"):
+    """The page's file can't be written. The message has its path and the reason."""
+
+
+class HistogramError(ReportError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="report_histogram"):
+    """A histogram in a result is no HDR histogram, or holds another count than the result says."""
+
+
+class ComparisonError(ReportError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="report_comparison"):
+    """Results that can't be compared: other numbers of rounds, no baseline, a ratio to nothing."""

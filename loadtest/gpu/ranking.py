@@ -190,9 +190,8 @@ class InProcess:
         return {"graph": 0.0, "launches": 0.0, **self._samples("shardrank_card_batches_total", "how")}
 
     def _samples(self, name: str, label: str) -> dict[str, float]:
-        text = self._service.metrics.render().decode()
-        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
-        return {one.labels[label]: one.value for one in samples if one.name == name}
+        families = text_string_to_metric_families(self._service.metrics.render().decode())
+        return {one.labels[label]: one.value for family in families for one in family.samples if one.name == name}
 
 
 @contextmanager

@@ -66,8 +66,8 @@ def _name_and_path(text: str) -> tuple[str | None, Path]:
 
 def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
     """Return the runs of each name, in the order in which they were given."""
+    from loadtest.errors import ComparisonError
     from loadtest.load.result import LoadResult
-    from loadtest.report.errors import ComparisonError
     from loadtest.report.page import read_reported
 
     arms: dict[str, list[LoadResult]] = {}

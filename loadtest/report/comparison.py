@@ -23,8 +23,8 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import Frozen
+from loadtest.errors import ComparisonError
 from loadtest.load.result import LoadResult, Machine
-from loadtest.report.errors import ComparisonError
 from loadtest.workloads.payloads import FORMS
 
 CONFIDENCE = 0.95

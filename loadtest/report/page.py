@@ -10,10 +10,10 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
+from loadtest.errors import PageFileError
 from loadtest.load.result import LoadResult, SweepResult, read_document
 from loadtest.report import numbers
 from loadtest.report.comparison import ComparedMeasure, Comparison
-from loadtest.report.errors import PageFileError
 from loadtest.report.markup import (
     Cell,
     Content,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hdrh.codec import HdrCookieException, HdrLengthException
 from hdrh.histogram import HdrHistogram
 
+from loadtest.errors import HistogramError
 from loadtest.load.result import EncodedHistogram, LoadResult, Mark, Percentiles, SweepResult
 from loadtest.report import numbers
 from loadtest.report.chart import (
@@ -31,7 +32,6 @@ from loadtest.report.chart import (
     written_at,
 )
 from loadtest.report.comparison import ComparedMeasure, Comparison
-from loadtest.report.errors import HistogramError
 from loadtest.report.markup import Element, element
 from loadtest.report.numbers import compact, count, rate, significant
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from loadtest.errors import ResultFileError
+from loadtest.errors import ComparisonError, ResultFileError
 from loadtest.load.cli import loadtest
 from loadtest.load.result import write_document
 from loadtest.report.comparison import Comparison
-from loadtest.report.errors import ComparisonError
 from loadtest.report.page import html, read_reported
 from shardrank_testing.load_results import QueueLoad, example_sweep
 from shardrank_testing.report_pages import body_of, text_of

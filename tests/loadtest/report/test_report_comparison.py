@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from loadtest.errors import ComparisonError
 from loadtest.report.comparison import Arm, Comparison, compare_runs, measured
-from loadtest.report.errors import ComparisonError
 from shardrank_testing.load_results import QueueLoad
 
 

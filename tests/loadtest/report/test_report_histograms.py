@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.errors import HistogramError
 from loadtest.load.recorder import LatencyHistogram
 from loadtest.load.result import EncodedHistogram
-from loadtest.report.errors import HistogramError
 from loadtest.report.plots import Histogram, merged
 
 

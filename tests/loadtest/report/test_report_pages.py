@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from loadtest.errors import HistogramError, PageFileError
 from loadtest.load.recorder import LatencyHistogram
 from loadtest.load.result import Mark
 from loadtest.report.comparison import compare_runs, measured
-from loadtest.report.errors import HistogramError, PageFileError
 from loadtest.report.page import html, write_html
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
 from shardrank_testing.report_pages import (
