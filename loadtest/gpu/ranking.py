@@ -1,6 +1,6 @@
 """Measure one ranking request end to end in local mode, from a parsed request to its scores.
 
-What is timed is `RankingService.rank_in_thread`: queue, mapping of ids, packing, one copy up, pooling, the dense model,
+What is timed is `RankingService.wait_in_thread`: queue, mapping of ids, packing, one copy up, pooling, the dense model,
 scores down, and both changes of thread. Parsing JSON or protobuf is not in it.
 """
 

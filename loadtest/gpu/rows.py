@@ -359,8 +359,8 @@ class Bags(OwnedMemory):
         return largest
 
 
-def asked_bytes(rows: RowsOnCard, hotness: int, batch: int, out_dtype: OutDtype = "fp32") -> dict[str, float]:
-    """Count bytes that one launch asks for in sectors of 32, every row counted as often as it is looked up.
+def asked_bytes(rows: RowsOnCard, hotness: int, batch: int) -> dict[str, float]:
+    """Count bytes that one launch asks for in sectors of 32, each row as often as it is looked up; sums are fp32.
 
     A row: the sectors that its codes, scale and bias touch, in the mean over where a row begins in a sector. A place:
     one sector each, since rows are at random. Ids, offsets and pooled bags are contiguous and count as they are.
@@ -370,6 +370,6 @@ def asked_bytes(rows: RowsOnCard, hotness: int, batch: int, out_dtype: OutDtype 
         "rows": sector_bytes(rows.format) * num_rows,
         "places": float(SECTOR_BYTES * num_rows),
         "ids_and_offsets": 4.0 * (num_rows + batch + 1),
-        "pooled": float(batch * rows.embedding_dim * OUT_BYTES[out_dtype]),
+        "pooled": float(batch * rows.embedding_dim * OUT_BYTES["fp32"]),
     }
     return {**parts, "all": sum(parts.values())}

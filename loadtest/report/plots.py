@@ -78,18 +78,13 @@ class Histogram:
         """Count the values in it."""
         return int(self.counts.sum())
 
-    @property
-    def middle_ms(self) -> Floats:
-        """Find the middle of each bucket."""
-        return (self.low_ms + self.high_ms) / 2
-
-    def curve(self, of: int | None = None, points: int = 400) -> tuple[Floats, Floats]:
+    def curve(self, of: int = 0, points: int = 400) -> tuple[Floats, Floats]:
         """Find percentiles, 0 to 1, and the milliseconds at them, float64 `[n]` each, as far apart as nines are.
 
         They are percentiles `of` so many values: more than `count` if some have no time, which are later than all that
         have one. The curve ends where they begin.
         """
-        total = of or self.count
+        total = max(of, self.count)
         if not self.count:
             return np.empty(0), np.empty(0)
         # The largest value stands in the middle of its own share of the axis; at 1 it would stand at infinity.
@@ -110,7 +105,7 @@ class Histogram:
         inner = np.unique(np.round(edges[1:-1] * US_PER_MS)) - 0.5
         edges = np.concatenate([[np.floor(low_ms * US_PER_MS) - 0.5], inner, [np.ceil(high_ms * US_PER_MS) + 0.5]])
         edges = np.unique(edges) / US_PER_MS
-        counts, _ = np.histogram(self.middle_ms, edges, weights=self.counts)
+        counts, _ = np.histogram((self.low_ms + self.high_ms) / 2, edges, weights=self.counts)
         return edges, counts.astype(np.int64)
 
 
@@ -312,7 +307,7 @@ def curves_plot(named: Sequence[tuple[str, Sequence[LoadResult]]], slo_ms: float
     drawn, panel = half_chart(label, scale, log_around(ends), "ms", "percentile of requests", names)
     panel.deadline(slo_ms)
     for index, (_, histogram, runs) in enumerate(lines, 1):
-        panel.line(*histogram.curve(max(sum(run.due for run in runs), histogram.count)), f"s{index}")
+        panel.line(*histogram.curve(sum(run.due for run in runs)), f"s{index}")
     return drawn
 
 

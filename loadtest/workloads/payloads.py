@@ -135,11 +135,6 @@ class Payloads:
         """Tell whether bodies are gRPC messages, not HTTP bodies."""
         return self.api in GRPC_APIS
 
-    @property
-    def size_bytes(self) -> int:
-        """Add up all bodies."""
-        return sum(len(payload.body) for payload in self._payloads)
-
     def scores(self, answer: bytes) -> ScoreList:
         """Read the scores of an answer that came with success: an HTTP body or a gRPC message.
 

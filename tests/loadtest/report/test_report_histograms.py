@@ -57,6 +57,12 @@ def test_the_curve_ends_where_failures_begin():
     assert values[-1] == pytest.approx(5.0, rel=1e-3)
 
 
+def test_a_curve_is_of_all_its_values_where_fewer_are_said():
+    histogram = decoded([1_000] * 90 + [5_000] * 10)
+    for found, expected in zip(histogram.curve(of=7), histogram.curve(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_an_empty_histogram_has_no_curve():
     percentiles, values = Histogram.decode(LatencyHistogram().encode()).curve()
     assert len(percentiles) == len(values) == 0
