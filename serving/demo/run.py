@@ -37,7 +37,7 @@ from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, to_json
-from serving.training.version import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
+from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.cuda.card_set import CardSet, DeviceChoice

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.training.version import train_version
+from serving.training.trainer import train_version
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import Program, command_line, descendants, is_alive, running, wait_until
 from shardrank_testing.snapshots import rewrite_manifest
