@@ -8,7 +8,7 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,12 @@ import numpy as np
 from rich.console import Console
 
 from loader.progress import Progress, no_progress
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import Frozen, ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.cli.output import human_bytes, progress_bars, table_of
-from serving.client import AsyncClient, ClientError, RetryPolicy
+from serving.client import AsyncClient, ClientError, Ragged, RetryPolicy
 from serving.errors import ServingError
 from serving.fleet.local_fleet import (
     FleetConfig,
@@ -36,7 +37,7 @@ from serving.fleet.local_fleet import (
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
-from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, to_json
+from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array, Int64Array
@@ -151,15 +152,13 @@ class Answers:
             self.error_examples.append(str(error))
 
 
-def rank_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a rank request's JSON, of a model without weighted features, into arguments of `AsyncClient.rank`."""
-    context, candidates = body["context"], body["candidates"]
-    return {
-        "context": context["sparse"],
-        "candidates": candidates["sparse"],
-        "context_dense": context.get("dense") or None,
-        "candidate_dense": candidates.get("dense") or None,
-    }
+def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
+    """Turn one request of the training into arguments of `AsyncClient.rank`."""
+    sides: dict[str, dict[str, Any]] = {"context": {}, "candidate": {}}
+    for name, side in ((feature.name, feature.side) for feature in spec.features):
+        ids = request.values[name]
+        sides[side][name] = ids if side == "context" else Ragged(ids, request.lengths[name])
+    return {"context": sides["context"], "candidates": sides["candidate"]}
 
 
 async def rank_all(
@@ -229,7 +228,8 @@ class UsersFilms:
     async def ask(self, client: AsyncClient, model: str) -> list[tuple[str, str, float]]:
         """Ask the running server for the user's top films: (title, genres, score). Raises ClientError."""
         films, top = self.dataset.interactions.films, []
-        answer = await client.rank(model, **rank_arguments(self.body()), top_k=TOP_FILMS)
+        ids = {side: given["sparse"] for side, given in self.body().items()}
+        answer = await client.rank(model, **ids, top_k=TOP_FILMS)
         for position in answer.order.tolist():
             film = self.unseen[position]
             genres = ", ".join(films.genre_names[genre] for genre in films.genres_of(film))
@@ -386,9 +386,9 @@ async def _serving(
 
 async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -> Ranked:
     model, dataset = version.trained.spec.model, version.dataset
-    bodies = to_json(expected.labelled.requests, version.trained.spec, version.trained.vocabularies)
-    arguments = [rank_arguments(body) for body in bodies]
-    num_candidates: list[int] = expected.labelled.requests.num_candidates.tolist()
+    requests, spec = expected.labelled.requests, version.trained.spec
+    arguments = [rank_arguments(requests.request(index), spec) for index in range(requests.num_requests)]
+    num_candidates: list[int] = requests.num_candidates.tolist()
     films = UsersFilms.of(dataset, int(dataset.interactions.user_index[expected.labelled.samples[0]]))
     # A request that fails is counted, so none is sent again.
     client_of = partial(AsyncClient, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
