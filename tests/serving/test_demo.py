@@ -22,7 +22,7 @@ from google.protobuf import json_format
 
 from serving.cli import main
 from serving.client import AsyncClient, RetryPolicy
-from serving.demo.run import Answers, rank_all
+from serving.demo import Answers, rank_all
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running

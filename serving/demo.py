@@ -56,11 +56,7 @@ _PASTED_IDS = 5
 
 
 class DemoError(ServingError, kind="demo"):
-    """Something that went wrong on the demo's own side of the API."""
-
-
-class RankCallError(DemoError, kind="rank_call"):
-    """A request that was not answered with scores. The message has the status and what the server said."""
+    """A report that can't be written, or an answer that is not what was asked for."""
 
 
 class DemoConfig(Frozen):
@@ -186,8 +182,8 @@ async def rank_all(
             answer = await client.rank(model, **requests[index])
             seconds = time.perf_counter() - began
             if answer.scores.size != num_candidates[index]:
-                raise RankCallError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
-        except (ClientError, RankCallError) as error:
+                raise DemoError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
+        except (ClientError, DemoError) as error:
             answers.failed(error)
         else:
             answers.versions.add(answer.version)
@@ -404,7 +400,7 @@ async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -
                 )
             if answers[api].versions - {int(version.folder.name)}:
                 found = answers[api].versions
-                raise RankCallError(f"{api}: versions {found} answered, expected {version.folder.name}")
+                raise DemoError(f"{api}: versions {found} answered, expected {version.folder.name}")
         answers["http"].requests += 1
         top = []
         try:
@@ -414,7 +410,7 @@ async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -
         try:
             dense_dtype = (await http.describe(model)).dense_model.dtype
         except ClientError as error:
-            raise RankCallError(f"http: {error}") from error
+            raise DemoError(f"http: {error}") from error
     return Ranked(answers["http"], answers["grpc"], top, films, dense_dtype)
 
 
