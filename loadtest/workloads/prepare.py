@@ -19,7 +19,7 @@ from loadtest.errors import PrepareError
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from serving.models.ranking_models import build_model
 from serving.training.dataset import with_bucketing
-from serving.training.version import train_version
+from serving.training.trainer import train_version
 from shard_node.bags import Float32Array
 from shard_node.engine.arena import row_bytes_of
 

@@ -55,7 +55,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
       shardrank demo --local --device cuda:0
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
-    from serving.demo.run import DemoConfig, run_demo
+    from serving.demo import DemoConfig, run_demo
 
     config = config_of(DemoConfig, options | ({"shards": 1} if options["local"] else {}))
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))

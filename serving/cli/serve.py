@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
     from serving.versions.serving_node import LocalRows
-    from shard_node.agent.agent import AgentConfig
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import ShardNode
@@ -368,12 +366,12 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
         settings.warn_if_node_is_open(addresses, tls)
         _serve_rows(_load(folder, options), addresses, options["threads"], tls)
         return
-    member = FleetMember.of(options)
+    _node_config(options)  # Refuses what can't be before a card is opened.
     settings.warn_if_node_is_open(addresses, tls)
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = settings.open_card_set(options)
     node = ShardNode(settings.node_identity(options, *options["shard"]))
-    _run_node(node, lambda: _serve_rows_in_fleet(member, node, card_set, addresses, tls))
+    _run_node(node, lambda: _serve_rows_in_fleet(options, node, card_set, addresses, tls))
 
 
 def _load(folder: Path, options: Options) -> ShardNode:
@@ -449,65 +447,44 @@ def _may_wait(node: ShardNode) -> bool:
     return any(use.tier != "ram" for use in node.info().memory)
 
 
-@dataclass(frozen=True, slots=True)
-class FleetMember:
-    """A shard node of a fleet as its command line says it.
+def _node_config(options: Options, bound: Address | None = None) -> NodeConfig:
+    """Return what a shard node of a fleet is told; its address, and an id that was not given, need what is `bound`.
 
-    `record` says how its fleet has to divide rows; the address and, unless it was given, the id of `node` are set once
-    it listens.
+    Raises UsageError and AddressError, naming what can't be.
     """
+    from shard_node.wire.address import Address
 
-    options: Options
-    record: FleetRecord
-    node: NodeConfig
-    agent: AgentConfig
-    advertise: Address | None
-
-    @classmethod
-    def of(cls, options: Options) -> FleetMember:
-        """Check the options. Raises AddressError and UsageError, naming what can't be."""
-        from loader.registry.fleet import FleetRecord
-        from shard_node.agent.agent import AgentConfig
-        from shard_node.wire.address import Address
-
-        rate, advertise = options["stage_mb_per_s"], options["advertise"]
-        return cls(
-            options,
-            record=config_of(FleetRecord, options, num_shards=options["shard"][1]),
-            node=settings.node_config(options, options["node_id"] or "shard", stage_bytes_per_s=rate and rate * 1e6),
-            agent=config_of(AgentConfig, {}, models=options["models"] or None),
-            advertise=None if advertise is None else Address.parse(advertise),
-        )
-
-    def listening_on(self, bound: Address) -> NodeConfig:
-        """Return the node's config with its address and id."""
-        address = self.advertise or advertised(bound)
-        node_id = self.options["node_id"] or default_node_id(self.options["shard"][0], bound)
-        return self.node.model_copy(update={"address": str(address), "node_id": node_id})
+    rate, told, node_id = options["stage_mb_per_s"], options["advertise"], options["node_id"]
+    address = "" if told is None else str(Address.parse(told))
+    if bound is not None:
+        address, node_id = address or str(advertised(bound)), node_id or default_node_id(options["shard"][0], bound)
+    bytes_per_s = rate and rate * 1e6
+    return settings.node_config(options, node_id or "shard", address=address, stage_bytes_per_s=bytes_per_s)
 
 
 async def _serve_rows_in_fleet(
-    member: FleetMember, node: ShardNode, card_set: CardSet | None, addresses: Sequence[Address], tls: TlsConfig | None
+    options: Options, node: ShardNode, card_set: CardSet | None, addresses: Sequence[Address], tls: TlsConfig | None
 ) -> None:
     """Serve what the fleet wants until it is cancelled; then leave the fleet and end what is in flight.
 
     Raises FleetMismatchError if it divides rows otherwise than its fleet, and CardError if the cards fail.
     """
     from loader.memory import settle_heap
-    from shard_node.agent.agent import Agent
+    from loader.registry.fleet import FleetRecord
+    from shard_node.agent.agent import Agent, AgentConfig
     from shard_node.agent.node_agent import NodeActions, watch_cards
 
-    options = member.options
-    may_wait = member.node.memory_budget_bytes is not None or card_set is not None
+    index, num_shards = options["shard"]
+    may_wait = options["memory_budget_gb"] is not None or card_set is not None
     async with (
         settings.opened_registry(options["registry"]) as fleet,
         _listening(node, addresses, options["threads"], tls, may_wait=may_wait) as server,
     ):
-        await _join(fleet, member.record)
-        config = member.listening_on(server.addresses[0])
-        partition = partial(settings.partition_of, options, *options["shard"])
+        await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
+        config = _node_config(options, server.addresses[0])
+        partition = partial(settings.partition_of, options, index, num_shards)
         actions = NodeActions(node, fleet, partition, config, card_set=card_set)
-        agent = Agent(fleet, actions, member.agent)
+        agent = Agent(fleet, actions, config_of(AgentConfig, {}, models=options["models"] or None))
         settle_heap()
         running = asyncio.create_task(agent.run())
         watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))

@@ -323,15 +323,15 @@ def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity
     return config_of(NodeIdentity, options, shard_index=index, num_shards=num_shards, num_cards=options["cards"])
 
 
-def node_config(options: Options, node_id: str, **more: Any) -> NodeConfig:
-    """Return what a process that holds rows for a fleet is told; its address is set once it listens."""
+def node_config(options: Options, node_id: str, address: str = "", **more: Any) -> NodeConfig:
+    """Return what a process that holds rows for a fleet is told."""
     from shard_node.agent.node_agent import NodeConfig
 
     memory = {
         "memory_cap_bytes": to_bytes(options["max_memory_gb"]),
         "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
     }
-    return config_of(NodeConfig, options, node_id=node_id, address="", **memory, **more)
+    return config_of(NodeConfig, options, node_id=node_id, address=address, **memory, **more)
 
 
 def run_until_stopped(

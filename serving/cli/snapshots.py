@@ -55,7 +55,7 @@ def train(
       shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
     """
     from serving.training.dataset import FilmsOptions
-    from serving.training.version import expectation, read_interactions, train_version
+    from serving.training.trainer import expectation, read_interactions, train_version
 
     films = config_of(FilmsOptions, described, embedding_dim=dim)
     interactions = read_interactions(movielens, ratings, seed)

@@ -8,7 +8,6 @@ history then tells its label. At test time they come from the whole training par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -274,29 +273,3 @@ def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit:
 def _zip_area(code: str) -> int:
     """Return the area of a US zip code (its first three digits), or `NOT_A_US_ZIP_CODE`."""
     return int(code[:3]) if code.isascii() and code[:5].isdigit() else NOT_A_US_ZIP_CODE
-
-
-def to_json(requests: GoldenRequests, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:
-    """Write each request as the body of `POST /v1/models/{model}:rank`.
-
-    A candidate feature with one id for every candidate is a flat list, as the API allows. Occupations are strings, for
-    which `vocabularies` are those of `films_vocabularies`.
-    """
-    words = [str(word) for word in vocabularies.get("occupations", ())]
-    occupations = dict(zip(fingerprint_strings(words).tolist(), words, strict=True))
-    bodies = []
-    for request in map(requests.request, range(requests.num_requests)):
-        sparse: dict[str, dict[str, list[Any]]] = {"context": {}, "candidate": {}}
-        for feature in spec.features:
-            ids: list[Any] = request.values[feature.name].tolist()
-            if feature.name == "occupation":
-                ids = [occupations[number] for number in ids]
-            lengths = request.lengths[feature.name]
-            if feature.side == "candidate" and (lengths != 1).any():
-                ends = np.cumsum(lengths).tolist()
-                ids = [ids[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-            sparse[feature.side][feature.name] = ids
-        dense = request.candidate_dense.tolist() if spec.dense_inputs.candidate else []
-        context = {"sparse": sparse["context"], "dense": request.context_dense[0].tolist()}
-        bodies.append({"context": context, "candidates": {"sparse": sparse["candidate"], "dense": dense}})
-    return bodies

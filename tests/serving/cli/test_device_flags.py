@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from serving.cli import main
 from serving.cli.fleet import up
 from serving.cli.options import DEFAULT_PINNED_GB, device_options
-from serving.cli.serve import FleetMember, _load, _may_wait, _source, serve, shard_node, worker_arguments
+from serving.cli.serve import _load, _may_wait, _source, serve, shard_node, worker_arguments
 from serving.cli.settings import card_options, device_arguments, num_replicas, open_card_set
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
@@ -142,7 +142,7 @@ def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
 ) -> None:
     opened: list[CardSet] = []
 
-    async def program(member: FleetMember, node: ShardNode, card_set: CardSet, *_: object) -> None:
+    async def program(options: object, node: ShardNode, card_set: CardSet, *_: object) -> None:
         opened.append(card_set)
 
     monkeypatch.setattr("serving.cli.serve._serve_rows_in_fleet", program)

@@ -19,7 +19,7 @@ import pytest
 
 from serving.cli import main
 from serving.embedded import Ranker
-from serving.training.version import train_version
+from serving.training.trainer import train_version
 from shardrank_testing.command_line import flags_of
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import running

@@ -26,7 +26,7 @@ from serving.cli.settings import (
     warn_if_open,
 )
 from serving.client import Client, UnauthenticatedError
-from serving.training.version import train_version
+from serving.training.trainer import train_version
 from shard_node.wire.address import Address
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl

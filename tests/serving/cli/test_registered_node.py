@@ -20,7 +20,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli import main
-from serving.cli.serve import FleetMember, _serve_rows_in_fleet, advertised, default_node_id, shard_node
+from serving.cli.serve import _serve_rows_in_fleet, advertised, default_node_id, shard_node
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
 from shard_node.node import NodeIdentity, ShardNode
@@ -150,8 +150,8 @@ def test_a_node_whose_cards_have_failed_leaves_the_fleet_and_ends_with_their_err
             registry, address = str(tmp_path / "registry"), Address(path=f"{tmp_path}/a.sock")
             flags = ["--registry", registry, "--store", str(tmp_path / "store"), "--shard", "0/1", "--cards", "2"]
             flags += ["--replicate-bytes", "0", "--listen", str(address), "--node-id", "a", "--stage-cpu-share", "1"]
-            member = FleetMember.of(shard_node.make_context("shard-node", flags).params)
-            program = asyncio.create_task(_serve_rows_in_fleet(member, node, CardSet(cards), [address], None))
+            options = shard_node.make_context("shard-node", flags).params
+            program = asyncio.create_task(_serve_rows_in_fleet(options, node, CardSet(cards), [address], None))
             await until(fleet, is_ready("a", 1))
             cards.fault = "device 0: cudaErrorIllegalAddress"
             with pytest.raises(CardError, match="cudaErrorIllegalAddress"):

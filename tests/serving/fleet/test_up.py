@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from serving.training.version import train_version
+from serving.training.trainer import train_version
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import Program, command_line, descendants, is_alive, running, wait_until
 from shardrank_testing.snapshots import rewrite_manifest
@@ -42,14 +43,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def request_document() -> dict[str, Any]:
-    from serving.training.dataset import FilmsDataset, evaluation_requests, films_spec, films_vocabularies, to_json
+    from serving.training.dataset import FilmsDataset, evaluation_requests, films_spec
 
     interactions = small_interactions(num_ratings=2000)
     spec = films_spec(interactions)
     requests = evaluation_requests(FilmsDataset.split(interactions, seed=0), spec).requests
-    documents = to_json(requests, spec, films_vocabularies(interactions, spec))
     # Many candidates, so that every shard has some of the rows.
-    return max(documents, key=lambda one: len(one["candidates"]["sparse"]["film_id"])) | {"timeout_ms": 2000}
+    one = requests.request(int(requests.num_candidates.argmax()))
+    ids = {name: values.tolist() for name, values in one.values.items()}
+    genres = np.split(one.values["genre"], np.cumsum(one.lengths["genre"])[:-1])
+    return {
+        "context": {"sparse": {"user_id": ids["user_id"], "history": ids["history"]}},
+        "candidates": {"sparse": {"film_id": ids["film_id"], "genre": [bag.tolist() for bag in genres]}},
+        "timeout_ms": 2000,
+    }
 
 
 class Fleet:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serving.cli import main
-from serving.training.version import train_version
+from serving.training.trainer import train_version
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import Program, command_line, descendants, is_alive, running, wait_until
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from serving.training.dataset import (
     LabelledRequests,
     evaluation_requests,
     films_spec,
-    films_vocabularies,
-    to_json,
     training_requests,
 )
 from serving.training.interactions import TrainingError
@@ -138,37 +135,29 @@ def test_every_description_is_valid_and_every_request_fits_it(kind: str, profile
 def test_a_request_is_four_sparse_features_and_no_dense_input() -> None:
     spec = films_spec(DATA)
     labelled = evaluation_requests(DATASET, spec)
-    bodies = to_json(labelled.requests, spec, films_vocabularies(DATA, spec))
-    assert len(bodies) == labelled.requests.num_requests
-    body = bodies[3]
+    request = labelled.requests.request(3)
     sample = labelled.samples[int(labelled.requests.num_candidates[:3].sum())]
     user, film = DATA.user_index[sample], DATA.film_index[sample]
-    assert list(body) == ["context", "candidates"]
-    assert body["context"]["sparse"]["user_id"] == [int(DATA.users.ids[user])]
-    assert body["context"]["dense"] == []
-    assert body["candidates"]["dense"] == []
-    assert list(body["context"]["sparse"]) == ["user_id", "history"]
-    sparse = body["candidates"]["sparse"]
-    assert list(sparse) == ["film_id", "genre"]
-    assert sparse["film_id"][0] == DATA.films.ids[film]
+    assert [one.name for one in spec.features if one.side == "context"] == ["user_id", "history"]
+    assert [one.name for one in spec.features if one.side == "candidate"] == ["film_id", "genre"]
+    assert request.values.keys() == {one.name for one in spec.features}
+    assert request.values["user_id"].tolist() == [DATA.users.ids[user]]
+    assert (request.context_dense.shape[1], request.candidate_dense.shape[1]) == (0, 0)
+    assert request.values["film_id"][0] == DATA.films.ids[film]
     first, last = DATA.films.genre_offsets[film : film + 2]
-    assert sparse["genre"][0] == DATA.films.genre_ids[first:last].tolist()
-    assert len(sparse["film_id"]) == len(sparse["genre"]) == labelled.requests.num_candidates[3]
-    assert json.loads(json.dumps(body)) == body
+    assert request.lengths["genre"][0] == last - first
+    assert request.values["genre"][: last - first].tolist() == DATA.films.genre_ids[first:last].tolist()
+    assert request.lengths["film_id"].size == request.lengths["genre"].size == request.num_candidates[0]
 
 
 def test_profile_requests_carry_words_and_dense_inputs() -> None:
     spec = films_spec(DATA, FilmsOptions(profile=True))
     labelled = evaluation_requests(DATASET, spec)
-    vocabularies = films_vocabularies(DATA, spec)
-    body = to_json(labelled.requests, spec, vocabularies)[0]
-    user = DATA.user_index[labelled.samples[0]]
-    assert body["context"]["sparse"]["occupation"] == [DATA.users.occupations[user]]
-    assert body["context"]["sparse"]["age"] == [DATA.users.ages[user] // 5]
-    assert body["context"]["sparse"]["zip_code"] == [int(DATA.users.zip_codes[user][:3])]
-    assert np.array(body["candidates"]["dense"]).shape == (labelled.requests.num_candidates[0], 2)
-    flat = labelled.requests.values["occupation"][0]
-    assert flat == fingerprint_strings([DATA.users.occupations[user]])[0]
+    request, user = labelled.requests.request(0), DATA.user_index[labelled.samples[0]]
+    assert request.values["occupation"].tolist() == fingerprint_strings([DATA.users.occupations[user]]).tolist()
+    assert request.values["age"].tolist() == [DATA.users.ages[user] // 5]
+    assert request.values["zip_code"].tolist() == [int(DATA.users.zip_codes[user][:3])]
+    assert request.candidate_dense.shape == (request.num_candidates[0], 2)
 
 
 def test_the_first_requests_are_those_one_by_one() -> None:

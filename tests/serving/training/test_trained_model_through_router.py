@@ -20,8 +20,7 @@ from router.router import Router
 from serving.models.inputs import InputAssembler
 from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_spec
-from serving.training.trainer import train
-from serving.training.version import GOLDEN_TOLERANCES, export_trained
+from serving.training.trainer import GOLDEN_TOLERANCES, export_trained, train
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode

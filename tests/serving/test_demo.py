@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -9,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from google.protobuf import json_format
 
 from serving.cli import main
-from serving.client import Client, RetryPolicy
-from serving.demo.run import DemoStoppedError, rank_all
+from serving.client import AsyncClient, RetryPolicy
+from serving.demo import Answers, rank_all
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running
@@ -130,17 +130,26 @@ def free_port() -> int:
 def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
     port = free_port()
     request = {"context": {}, "candidates": {"film_id": [1]}}
+
+    async def ranked(api: str) -> Answers:
+        retry = RetryPolicy(max_attempts=1)
+        async with AsyncClient(f"{api}://127.0.0.1:{port}", timeout_ms=5000, retry=retry) as client:
+            return await rank_all(api, client, "films", [request, request], [3, 4], warmup_requests=3)
+
     for api in ("http", "grpc"):
-        with Client(f"{api}://127.0.0.1:{port}", timeout_ms=5000, retry=RetryPolicy(max_attempts=1)) as client:
-            asked = ("films", [request, request], [3, 4])
-            answers = rank_all(api, client, *asked, warmup_requests=3, stop=threading.Event())
+        answers = asyncio.run(ranked(api))
         assert (answers.requests, answers.errors, len(answers.error_examples)) == (5, 5, 5)
         assert np.isnan(answers.scores).all()
         assert answers.percentile_ms(50) is None
 
 
-def test_measuring_stops_when_it_is_asked_to() -> None:
-    stop = threading.Event()
-    stop.set()
-    with Client("grpc://127.0.0.1:1") as client, pytest.raises(DemoStoppedError):
-        rank_all("grpc", client, "films", [{}], [1], warmup_requests=0, stop=stop)
+def test_measuring_stops_when_it_is_cancelled() -> None:
+    async def program() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            async with AsyncClient(url, timeout_ms=60_000) as client, asyncio.timeout(0.1):
+                request = {"context": {}, "candidates": {"film_id": [1]}}
+                await rank_all("http", client, "films", [request], [1], warmup_requests=0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(program())

@@ -7,9 +7,8 @@ import itertools
 import json
 import shlex
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +19,12 @@ import numpy as np
 from rich.console import Console
 
 from loader.progress import Progress, no_progress
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import Frozen, ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.cli.output import human_bytes, progress_bars, table_of
-from serving.client import Client, ClientError, RetryPolicy
+from serving.client import AsyncClient, ClientError, Ragged, RetryPolicy
 from serving.errors import ServingError
 from serving.fleet.local_fleet import (
     FleetConfig,
@@ -37,8 +37,8 @@ from serving.fleet.local_fleet import (
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
-from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, to_json
-from serving.training.version import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
+from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
+from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.cuda.card_set import CardSet, DeviceChoice
@@ -56,15 +56,7 @@ _PASTED_IDS = 5
 
 
 class DemoError(ServingError, kind="demo"):
-    """Something that went wrong on the demo's own side of the API."""
-
-
-class RankCallError(DemoError, kind="rank_call"):
-    """A request that was not answered with scores. The message has the status and what the server said."""
-
-
-class DemoStoppedError(DemoError, kind="demo_stopped"):
-    """The demo was asked to stop while it measured."""
+    """A report that can't be written, or an answer that is not what was asked for."""
 
 
 class DemoConfig(Frozen):
@@ -156,50 +148,42 @@ class Answers:
             self.error_examples.append(str(error))
 
 
-def rank_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn the JSON form of a rank request into arguments of `Client.rank`. For models without weighted features."""
-    context, candidates = body["context"], body["candidates"]
-    return {
-        "context": context["sparse"],
-        "candidates": candidates["sparse"],
-        "context_dense": context.get("dense") or None,
-        "candidate_dense": candidates.get("dense") or None,
-    }
+def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
+    """Turn one request of the training into arguments of `AsyncClient.rank`."""
+    sides: dict[str, dict[str, Any]] = {"context": {}, "candidate": {}}
+    for name, side in ((feature.name, feature.side) for feature in spec.features):
+        ids = request.values[name]
+        sides[side][name] = ids if side == "context" else Ragged(ids, request.lengths[name])
+    return {"context": sides["context"], "candidates": sides["candidate"]}
 
 
-def rank_all(
+async def rank_all(
     api: str,
-    client: Client,
+    client: AsyncClient,
     model: str,
     requests: Sequence[dict[str, Any]],
     num_candidates: list[int],
     *,
     warmup_requests: int,
-    stop: threading.Event,
     progress: Progress = no_progress,
 ) -> Answers:
-    """Ranks every request (arguments of `Client.rank`) once, after a warm-up with the first ones.
+    """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones.
 
-    An answer with another number of scores than `num_candidates` counts as failed; `stop` is set to end it early.
-
-    Raises:
-        DemoStoppedError: when `stop` was set.
+    An answer with another number of scores than `num_candidates` counts as failed.
     """
     answers = Answers(np.full(sum(num_candidates), np.nan, np.float32))
     schedule = [(index % len(num_candidates), False) for index in range(warmup_requests)]
     schedule += [(index, True) for index in range(len(num_candidates))]
     starts = np.cumsum([0, *num_candidates])
     for done, (index, counts) in enumerate(schedule, start=1):
-        if stop.is_set():
-            raise DemoStoppedError("stopped while ranking")
         answers.requests += 1
         try:
             began = time.perf_counter()
-            answer = client.rank(model, **requests[index])
+            answer = await client.rank(model, **requests[index])
             seconds = time.perf_counter() - began
             if answer.scores.size != num_candidates[index]:
-                raise RankCallError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
-        except (ClientError, RankCallError) as error:
+                raise DemoError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
+        except (ClientError, DemoError) as error:
             answers.failed(error)
         else:
             answers.versions.add(answer.version)
@@ -237,10 +221,11 @@ class UsersFilms:
         candidates = {"film_id": films.ids[unseen].tolist(), "genre": [films.genres_of(film) for film in unseen]}
         return {"context": {"sparse": context}, "candidates": {"sparse": candidates}}
 
-    def ask(self, client: Client, model: str) -> list[tuple[str, str, float]]:
-        """Asks the running server for the user's top films: (title, genres, score). Raises ClientError."""
+    async def ask(self, client: AsyncClient, model: str) -> list[tuple[str, str, float]]:
+        """Ask the running server for the user's top films: (title, genres, score). Raises ClientError."""
         films, top = self.dataset.interactions.films, []
-        answer = client.rank(model, **rank_arguments(self.body()), top_k=TOP_FILMS)
+        ids = {side: given["sparse"] for side, given in self.body().items()}
+        answer = await client.rank(model, **ids, top_k=TOP_FILMS)
         for position in answer.order.tolist():
             film = self.unseen[position]
             genres = ", ".join(films.genre_names[genre] for genre in films.genres_of(film))
@@ -316,7 +301,7 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         async def serve() -> int:
             async with _serving(config, ports, card_set, version.folder) as at:
                 on_stage("start")
-                ranked = await _in_thread(partial(_rank, version, expected, at))
+                ranked = await _rank(version, expected, at)
                 on_stage("rank")
                 report = _report(config, version, expected, ranked, seconds)
                 _show(console, ranked, report, json_file)
@@ -395,49 +380,37 @@ async def _serving(
         yield Listening(f"[{host}]" if ":" in host else host, ports.http, ports.grpc)
 
 
-async def _in_thread(work: Callable[[threading.Event], Ranked]) -> Ranked:
-    """Run blocking work beside the loop, which keeps watching the fleet; a cancelled wait stops the work as well."""
-    stop = threading.Event()
-    running = asyncio.create_task(asyncio.to_thread(work, stop))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.gather(running, return_exceptions=True)
-        raise
-
-
-def _rank(version: TrainedVersion, expected: Expectation, at: Listening, stop: threading.Event) -> Ranked:
+async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -> Ranked:
     model, dataset = version.trained.spec.model, version.dataset
-    bodies = to_json(expected.labelled.requests, version.trained.spec, version.trained.vocabularies)
-    arguments = [rank_arguments(body) for body in bodies]
-    num_candidates: list[int] = expected.labelled.requests.num_candidates.tolist()
+    requests, spec = expected.labelled.requests, version.trained.spec
+    arguments = [rank_arguments(requests.request(index), spec) for index in range(requests.num_requests)]
+    num_candidates: list[int] = requests.num_candidates.tolist()
     films = UsersFilms.of(dataset, int(dataset.interactions.user_index[expected.labelled.samples[0]]))
     # A request that fails is counted, so none is sent again.
-    client_of = partial(Client, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
-    with (
-        progress_bars() as bars,
+    client_of = partial(AsyncClient, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
+    async with (
         client_of(f"http://{at.host}:{at.http_port}") as http,
         client_of(f"grpc://{at.host}:{at.grpc_port}") as grpc,
     ):
         answers = {}
         for api, client in (("http", http), ("grpc", grpc)):
-            answers[api] = rank_all(
-                api, client, model, arguments, num_candidates, warmup_requests=WARMUP_REQUESTS, stop=stop, progress=bars
-            )
+            with progress_bars() as bars:
+                answers[api] = await rank_all(
+                    api, client, model, arguments, num_candidates, warmup_requests=WARMUP_REQUESTS, progress=bars
+                )
             if answers[api].versions - {int(version.folder.name)}:
                 found = answers[api].versions
-                raise RankCallError(f"{api}: versions {found} answered, expected {version.folder.name}")
+                raise DemoError(f"{api}: versions {found} answered, expected {version.folder.name}")
         answers["http"].requests += 1
         top = []
         try:
-            top = films.ask(http, model)
+            top = await films.ask(http, model)
         except ClientError as error:
             answers["http"].failed(error)
         try:
-            dense_dtype = http.describe(model).dense_model.dtype
+            dense_dtype = (await http.describe(model)).dense_model.dtype
         except ClientError as error:
-            raise RankCallError(f"http: {error}") from error
+            raise DemoError(f"http: {error}") from error
     return Ranked(answers["http"], answers["grpc"], top, films, dense_dtype)
 
 
