@@ -120,31 +120,17 @@ class TensorRows(RowSource):
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, '')}"
 
 
-class SafetensorsRows(RowSource):
-    """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
+class SafetensorsRows(TensorRows):
+    """Rows of one tensor [num_embeddings, dim] of a safetensors file, which is mapped."""
 
     def __init__(self, path: str | Path, name: str) -> None:
-        """Raise ExportError if the file can't be read, ha no such tensor, or it is not a matrix of floats."""
+        """Raise ExportError if the file can't be read, has no such tensor, or it is not a matrix of floats."""
         try:
             file: Any = safe_open(str(path), framework="pt")
-            self._slice = file.get_slice(name)
+            tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ExportError(f"rows: {path}, tensor {name!r}: {error}") from error
-        shape, dtype = self._slice.get_shape(), self._slice.get_dtype()
-        if len(shape) != 2 or dtype not in ("F16", "BF16", "F32", "F64"):
-            raise ExportError(f"rows: {path}, tensor {name!r}: expected floats [rows, dim], got {dtype} {shape}")
-        super().__init__(int(shape[0]), int(shape[1]))
-        self._path, self._name = Path(path), name
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield one block, read from the file."""
-        last_row = min(first_row + max_rows, self.num_embeddings)
-        block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
-        yield block
-
-    def fingerprint(self) -> str:
-        """Of the file and the tensor's name."""
-        return file_fingerprint(self._path, self._name)
+        super().__init__(tensor, Path(path))
 
 
 class RowsFromBlocks(RowSource):
