@@ -26,8 +26,7 @@ from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.rank.merge import MergedBatch
-from serving.rank.ranking import Ranking, RankingParts
+from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Graph
