@@ -40,6 +40,16 @@ _METADATA_CLASSES = {
     ("collections", "OrderedDict"),
 }
 
+Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offset of a chunk's first element in its tensor, and the chunk's sizes."""
+# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
+_MAX_CELLS = 1 << 24
+_METADATA_NAME = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+_STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# TorchRec: EmbeddingBagCollection and EmbeddingCollection keep a table's rows under these, whatever wraps them.
+_COLLECTIONS = ("embedding_bags", "embeddings")
+
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of a distributed checkpoint's metadata, which is a pickle, and nothing else."""
@@ -93,12 +103,6 @@ def shortened(names: list[str], limit: int = 20) -> str:
     return f"{names[:limit]}{more}"
 
 
-Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offset of a chunk's first element in its tensor, and the chunk's sizes."""
-# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
-_MAX_CELLS = 1 << 24
-
-
 def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
     """Raise CheckpointError unless every element of `shape` is in exactly one chunk.
 
@@ -133,10 +137,6 @@ def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) ->
         part = [f"{edges[at]}:{edges[at + 1]}" for edges, at in zip(borders, cell, strict=True)]
         found = f"is in {count[cell]} of its {len(chunks)} chunks" if count[cell] else "is in none of its chunks"
         raise CheckpointError(f"{where} {list(shape)}: the part [{', '.join(part)}] {found}")
-
-
-_METADATA_NAME = ".metadata"
-_MAX_METADATA_BYTES = 1 << 30
 
 
 class _DistributedCheckpoint(Checkpoint):
@@ -258,9 +258,6 @@ def _read_metadata(file: Path) -> Any:
         raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
 
 
-_STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
-
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint; its form is told by its name and contents.
 
@@ -298,7 +295,7 @@ class _MappedCheckpoint(Checkpoint):
     def rows(self, name: str) -> RowSource:
         file, tensor = self._entry(name)
         try:
-            return TensorRows(tensor, file)
+            return TensorRows(tensor, file, name)
         except ExportError as error:
             raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
 
@@ -342,10 +339,6 @@ def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, t
             yield name, value
         elif isinstance(value, Mapping):
             yield from _flattened(value, f"{name}.")
-
-
-# TorchRec: EmbeddingBagCollection and EmbeddingCollection keep a table's rows under these, whatever wraps them.
-_COLLECTIONS = ("embedding_bags", "embeddings")
 
 
 def match_checkpoint(

@@ -49,6 +49,9 @@ _SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
 _ENTRIES_PER_BLOCK: Final = 256
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 class _Area:
     """A folder whose files are changed by one writer at a time, durably or not. Made when it is first written to."""
@@ -209,10 +212,6 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
 def _in_thread(
     work: Callable[Concatenate[DirectoryRegistry, _P], _T],
 ) -> Callable[Concatenate[DirectoryRegistry, _P], Coroutine[Any, Any, _T]]:
@@ -243,6 +242,7 @@ class DirectoryRegistry:
         `lock_timeout_s` before it is a RegistryUnavailableError.
         """
         self.path = Path(path).absolute()
+        self.url, self.name = self.path.as_uri(), str(self.path)
         self._clock = clock
         self._lock_timeout_s = lock_timeout_s
         self._keys = _Area(self.path / "keys", durable=True, lock_timeout_s=lock_timeout_s)
@@ -250,16 +250,6 @@ class DirectoryRegistry:
         self._locks = _Expiring(self.path / "locks", clock, lock_timeout_s)
         # Its own threads: those of the event loop may all be busy with loads, and a heartbeat must not wait for these.
         self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(4, thread_name_prefix="registry")
-
-    @property
-    def url(self) -> str:
-        """Its URL."""
-        return self.path.as_uri()
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return str(self.path)
 
     @_in_thread
     def get(self, key: str) -> Entry | None:
